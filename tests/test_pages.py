@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import write_tables
 import yaml
-from configs import REPOSITORY, composed, yaml_of_page
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from configs import REPOSITORY, composing, yaml_of_page
+from hydra import compose
 
 from fusion_bench_featcal.cli import _parser
 from fusion_bench_featcal.folders.request import Request
@@ -93,6 +93,8 @@ POOLS = {"my_pool": ("own_tasks.md", "own-task"), "my_models": ("fusionbench.md"
 """Model pool that docs describe -> page and mark of its YAML."""
 CHOICE = re.compile(r"\+?(method|modelpool|taskpool)(@[\w.]+)?=")
 """Override that selects a config. All others set values."""
+SWEEP = re.compile(r"^([^\[{,]*(?:\{[^}]*\})?),.*")
+"""Override with several values, of which the first is taken."""
 MAKE = re.compile(r"(?:^|`)make ([a-z][\w.-]*)", re.MULTILINE)
 
 
@@ -103,20 +105,6 @@ def commands_of(text: str) -> Iterator[tuple[str, ...]]:
     for line in (*lines, *(s for s in spans if "..." not in s and COMMAND.match(s))):
         if match := COMMAND.search(re.sub(r"\$\{?\w+\}?", "1", line)):
             yield match[1], *shlex.split(match[2], comments=True)
-
-
-def first_job(words: list[str]) -> list[str]:
-    """Return the overrides of a command, or of the first job of a sweep."""
-    if "-m" not in words:
-        return words
-    overrides = OverridesParser.create().parse_overrides([w for w in words if w != "-m"])
-    return [
-        f"{str(o.input_line).partition('=')[0]}={next(o.sweep_string_iterator())}"
-        if o.is_sweep_override()
-        else str(o.input_line)
-        for o in overrides
-        if not str(o.input_line).startswith("hydra")
-    ]
 
 
 def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,12 +123,13 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 words += ["featcal", *(["--out", "DIR"] if words[0] == "calibrate" else [])]
             words = getattr(_parser().parse_args(words), "words", [])
             words = words if any("=" in word for word in words) else []
-        words = first_job([word for word in words if not word.startswith("--")])
+        words = [SWEEP.sub(r"\1", word) for word in words if not word.startswith(("-", "hydra"))]
         choices = tuple(sorted(filter(CHOICE.match, words)))
         values = {word.partition("=")[0]: word for word in words if word not in choices}
         programs[choices] = programs.get(choices, {}) | values
-    for choices, values in programs.items():  # once for all commands with equal configs
-        composed(*choices, *values.values())
+    with composing():
+        for choices, values in programs.items():  # once for all commands with equal configs
+            compose("fabric_model_fusion", [*choices, *values.values()])
 
 
 def test_every_target_of_make_exists() -> None:
@@ -148,9 +137,6 @@ def test_every_target_of_make_exists() -> None:
     targets = set(re.findall(r"^([a-z][\w.-]*):", makefile, re.MULTILINE))
     mentioned = {target for text in TEXTS.values() for target in MAKE.findall(text)}
     assert {"demo", "test"} <= mentioned <= targets
-
-
-# --- Python and YAML ---
 
 
 @pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if blocks(text, "python")])
@@ -163,10 +149,6 @@ def test_python_compiles_and_imports_public_names(page: str) -> None:
 
 
 def test_yaml_parses_and_the_recipe_has_options_of_the_command() -> None:
-    recipes = []
-    for text in TEXTS.values():
-        for content in map(yaml.safe_load, blocks(text, "yaml")):
-            assert isinstance(content, dict)
-            recipes += [content] if "merged" in content else []
-    (recipe,) = recipes
+    contents = [yaml.safe_load(b) for text in TEXTS.values() for b in blocks(text, "yaml")]
+    (recipe,) = (content for content in contents if "merged" in content)
     assert Request(**recipe).data == recipe["data"]

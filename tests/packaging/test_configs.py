@@ -4,21 +4,16 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from configs import composed, own_configs
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-CHOSEN = ("method", "modelpool", "taskpool")  # by the user; other groups are included by these
 HYDRA_KEYS = {"_target_", "_recursive_", "_partial_", "_convert_", "_args_", "_usage_", "_version_"}
 # Keys that FusionBench's pools pass by: they are read from the config, by our algorithm or (as
 # base_model) by other keys of the same file; `debug` by the console.
 READ_FROM_CONFIG = {"default_taskpool", "featcal", "base_model", "debug"}
-
-
-# --- YAMLs ---
 
 
 def targets(node: Any) -> Iterator[dict[str, Any]]:
@@ -45,28 +40,9 @@ def accepted_keys(target: Any) -> set[str] | None:
     return names if inspect.isclass(target) else None
 
 
-def test_groups_are_those_of_fusion_bench_and_hydra():
-    groups = {option.partition("/")[0] for option in own_configs()}
-    assert groups == {"method", "modelpool", "taskpool", "dataset", "hydra"}
-
-
-@pytest.mark.parametrize("group", CHOSEN)
-def test_every_target_takes_its_keys(group: str, tmp_path, monkeypatch):
-    for name in ("minilm", "dinov2-small", "smollm2"):  # weights that are fetched elsewhere
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    monkeypatch.setenv("FEATCAL_REAL", str(tmp_path))
-    for option in own_configs():
-        if not option.startswith(f"{group}/"):
-            continue
-        program = composed()
-        OmegaConf.set_struct(program, False)
-        program[group] = own_configs()[option][group]
-        for folder in option.split("/")[1:-1]:  # a config lies as deep as its file
-            program[group] = program[group][folder]
-        config = OmegaConf.to_container(program[group], resolve=True)
-        assert isinstance(config, dict) and "_target_" in config, option
-        for node in targets(config):
+def test_every_target_takes_its_keys():
+    for option, config in own_configs().items():
+        for node in targets(OmegaConf.to_container(config, resolve=False)):
             target = get_object(node["_target_"])
             keys = node.keys() - HYDRA_KEYS
             accepted = accepted_keys(target)

@@ -49,8 +49,6 @@ LOOP = {  # what packages of the calibration may import of one another
     "streams": {"core", "experts", "families", "modules", "rules"},
     "run": {"core", "experts", "families", "modules", "rules", "streams"},
 }
-ALONE = ("core", "errors")
-FEW = {"families": {"errors"}, "results": {"errors", "files"}}
 
 
 def reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:
@@ -63,39 +61,27 @@ def reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:
     return reached
 
 
-def test_rooms_import_only_rooms_before_them():
+def test_imports_go_one_way():
     for part, allowed in LOOP.items():
         assert OURS[part] & {*LOOP, "families", "calibration"} <= allowed, part
-    assert not [part for part in ALONE if OURS[part]]
-    assert not [part for part, allowed in FEW.items() if OURS[part] - allowed]
-
-
-def test_rooms_that_few_others_import():
-    assert not [part for part in GRAPH if "algorithm" in OURS[part]]
+    assert [part for part in OURS if part in reachable(part, OURS)] == []
+    assert not OURS["fusionbench"] & {"folders"} and not OURS["folders"] & {"fusionbench"}
     users = {part for part in GRAPH if any(name.startswith("lab") for name in OURS[part])}
     assert {part for part in users if not part.startswith("lab")} == {"cli"}
 
 
 def test_core_is_tensors_only_and_the_python_api_needs_no_framework():
     outside = {name for name in GRAPH["core"] if name not in sys.stdlib_module_names}
-    assert outside <= {"torch", "jaxtyping"}
+    assert outside <= {"torch", "jaxtyping"} and not OURS["core"]
     for part in {"results"} | reachable("__init__", OURS):
         assert not GRAPH[part] & FRAMEWORKS, part
-
-
-def test_no_import_cycles():
-    assert "files" in OURS["results"]  # a relative import
-    assert [part for part in OURS if part in reachable(part, OURS)] == []
 
 
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
         ("import fusion_bench_featcal", FRAMEWORKS | {"torch", "transformers"}),
-        pytest.param("from fusion_bench_featcal import calibrate, core",
-                     FRAMEWORKS | {"transformers"}, marks=pytest.mark.slow),
-        ("import fusion_bench_featcal.lab.rivals, fusion_bench_featcal.lab.settings_page",
-         FRAMEWORKS | {"torch"}),
+        ("import fusion_bench_featcal.lab.rivals", FRAMEWORKS | {"torch"}),
         ("from hydra.core.plugins import Plugins; Plugins.instance()",
          {PACKAGE, "fusion_bench", "torch", "transformers"}),
     ],

@@ -1,7 +1,6 @@
-"""Names, messages and commands of the documentation exist. `make docs` checks its links."""
+"""Names and messages of the documentation exist. `make docs` checks its links."""
 
 import re
-import subprocess
 from importlib import import_module
 
 from configs import REPOSITORY
@@ -37,18 +36,3 @@ def test_every_quoted_message_is_in_the_code():
         fragments = [text.strip() for text in message.replace("(nearest: ...)", "...").split("...")]
         assert sum(map(len, fragments)) >= 9, message
         assert [text for text in fragments if text not in code] == [], message
-
-
-def test_studies_are_listed_for_the_bundled_suites_and_the_papers_models():
-    script = REPOSITORY / "examples" / "studies.sh"
-    bundled, paper = (
-        subprocess.check_output([script, *words], text=True).splitlines()
-        for words in (["--list"], ["--list", "--paper"])
-    )
-    assert bundled[::2] == paper[::2] and all(title.startswith("# ") for title in paper[::2])
-    pools = {pool.stem for pool in (REPOSITORY / "config" / "modelpool").rglob("*.yaml")}
-    for command in (*bundled[1::2], *paper[1::2]):
-        (named,) = re.findall(r"modelpool=(\S+)", command)
-        assert set(named.split(",")) <= pools
-    done = subprocess.run([script, "--lst"], capture_output=True, text=True)
-    assert done.returncode == 2 and "unknown option --lst" in done.stderr
