@@ -34,7 +34,7 @@ for line in sys.stdin:
 else:
     sys.exit()
 os.chdir(run["cwd"])
-for number, place in enumerate((os.devnull, run["out"], run["err"])):
+for number, place in enumerate((os.devnull, run["out"], run["out"])):
     os.dup2(os.open(place, os.O_RDWR | os.O_APPEND), number)
 os.environ.clear()
 os.environ |= run["environment"]
@@ -64,54 +64,41 @@ def screen(
     arguments: Sequence[str], cwd: Path, *, fresh: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Screen:  # fmt: skip
-    """Run `fusion_bench` as a person would, stdout and stderr together."""
-    out = cwd / ".screen"
-    more = {"COLUMNS": "80"} | dict(environment or {})
-    code = _run(arguments, cwd, out, out, more, fresh=fresh)
+    """Run `fusion_bench` in `cwd` as a person would, stdout and stderr together."""
+    # An editable install holds a copy of the Hydra plugin, of the day it was made.
+    plugin = cwd / "plugin" / "hydra_plugins" / "fusion_bench_featcal"
+    if (SOURCE / "_hydra_plugin").is_dir() and not plugin.exists():
+        shutil.copytree(SOURCE / "_hydra_plugin", plugin)
+    out, paths = cwd / ".screen", [str(cwd / "plugin"), str(SOURCE.parent)]
+    out.write_text("")
+    variables = _environment() | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "80"}
+    variables |= environment or {}
+    if fresh:
+        words = [sys.executable, "-m", COMMAND, *arguments]
+        with out.open("a") as stream:
+            code = subprocess.call(words, cwd=cwd, env=variables, stdout=stream, stderr=stream)
+    else:
+        server: Any = _server()
+        run = {"arguments": [*arguments], "cwd": str(cwd), "out": str(out), "command": COMMAND}
+        server.stdin.write(json.dumps(run | {"environment": variables, "paths": paths}) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
     lines = out.read_text().splitlines()
     rows = [line[at : at + 80] for line in lines for at in range(0, max(len(line), 1), 80)]
     return Screen(code, out.read_text(), rows)
 
 
 def fusion_bench(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `fusion_bench` with Hydra overrides, offline, from `cwd`."""
-    words, out, err = [*arguments, "print_config=false"], cwd / ".stdout", cwd / ".stderr"
-    code = _run(words, cwd, out, err, {"COLUMNS": "160"})
-    result = subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
-    out.unlink()
-    err.unlink()
-    assert code == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return result
+    """Run `fusion_bench` with Hydra overrides, offline, from `cwd`. Its screen is `stdout`."""
+    words = [*arguments, "print_config=false"]
+    done = screen(words, cwd, environment={"COLUMNS": "160"})
+    assert done.code == 0, done.text[-6000:]
+    return subprocess.CompletedProcess(words, 0, done.text, "")
 
 
 def _environment() -> dict[str, str]:
     usual = {n: v for n, v in os.environ.items() if n not in ("HYDRA_FULL_ERROR", "COLUMNS")}
     return usual | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def _run(
-    arguments: Sequence[str], cwd: Path, out: Path, err: Path, more: Mapping[str, str],
-    *, fresh: bool = False,
-) -> int:  # fmt: skip
-    """Run the command in `cwd`, write its output to files and return the exit code."""
-    # An editable install holds a copy of the Hydra plugin, of the day it was made.
-    plugin = cwd / "plugin" / "hydra_plugins" / "fusion_bench_featcal"
-    if (SOURCE / "_hydra_plugin").is_dir() and not plugin.exists():
-        shutil.copytree(SOURCE / "_hydra_plugin", plugin)
-    for file in (out, err):
-        file.write_text("")
-    paths = [str(cwd / "plugin"), str(SOURCE.parent)]
-    environment = _environment() | {"PYTHONPATH": os.pathsep.join(paths), **more}
-    if fresh:
-        words = [sys.executable, "-m", COMMAND, *arguments]
-        with out.open("a") as stdout, err.open("a") as stderr:
-            return subprocess.call(words, cwd=cwd, env=environment, stdout=stdout, stderr=stderr)
-    server: Any = _server()
-    run = {"arguments": [*arguments], "cwd": str(cwd), "out": str(out), "err": str(err)}
-    run |= {"environment": environment, "paths": paths, "command": COMMAND}
-    server.stdin.write(json.dumps(run) + "\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
 
 
 @cache

@@ -19,18 +19,16 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1 = nn.LayerNorm(WIDTH)
         self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
-        self.ls_1 = nn.Identity()
         self.ln_2 = nn.LayerNorm(WIDTH)
         gelu = QuickGELUActivation() if quick else nn.GELU()
         self.mlp = nn.Sequential(
             OrderedDict(c_fc=nn.Linear(WIDTH, HIDDEN), gelu=gelu, c_proj=nn.Linear(HIDDEN, WIDTH))
         )
-        self.ls_2 = nn.Identity()
 
     def forward(self, q_x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         x = self.ln_1(q_x)
-        x = q_x + self.ls_1(self.attn(x, x, x, need_weights=False, attn_mask=attn_mask)[0])
-        return x + self.ls_2(self.mlp(self.ln_2(x)))
+        x = q_x + self.attn(x, x, x, need_weights=False, attn_mask=attn_mask)[0]
+        return x + self.mlp(self.ln_2(x))
 
 
 class Transformer(nn.Module):

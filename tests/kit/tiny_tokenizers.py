@@ -1,4 +1,4 @@
-"""Tokenizers of all common kinds, trained on a few words."""
+"""Tokenizers of the two common kinds of language models, trained on a few words."""
 
 import json
 from functools import cache
@@ -13,7 +13,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "[INST]", "[/INST]"]
 COLOURS, NOUNS = ["red", "blue", "green", "amber"], ["lamp", "river", "stone", "cloud"]
@@ -21,42 +21,9 @@ WORDS = ["colour", "number", "of", *NOUNS, *COLOURS, "yes", "no", "1", "2", "10"
 CORPUS = [f"{a} of {b} : {c}\n" for a in WORDS for b in NOUNS for c in WORDS]
 TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m.role == 'assistant' %} {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments.noun }}"
-    "{% endfor %}</s>"
-    "{% else %}[INST] {% for t in tools or [] %}{{ t.name }} {% endfor %}"
-    "{{ m.role }} {{ m.content }} [/INST]{% endif %}{% endfor %}"
+    "{% if m.role == 'assistant' %} {{ m.content }}</s>"
+    "{% else %}[INST] {{ m.role }} {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
-
-
-class SlowTokenizer(PreTrainedTokenizer):
-    """A tokenizer in Python, which puts a blank before each text and adds no offsets."""
-
-    def __init__(self, **options: Any) -> None:
-        self._words = [*SPECIAL, *sorted({*"".join(CORPUS).replace(" ", "_"), *WORDS})]
-        super().__init__(**options)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._words)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {word: number for number, word in enumerate(self._words)}
-
-    def _tokenize(self, text: str, **_: Any) -> list[str]:
-        return list(f"_{text.replace(' ', '_')}")
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return self.get_vocab().get(token, 0)
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return self._words[index]
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return "".join(tokens).replace("_", " ")
-
-    def build_inputs_with_special_tokens(self, token_ids_0: Any, token_ids_1: Any = None) -> Any:
-        return [1, *token_ids_0]
 
 
 def _bpe() -> Any:
@@ -71,23 +38,6 @@ def _bpe() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # type: ignore[assignment]
     tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(**_training(200)))
     return Tokenizer.from_str(json.dumps({**json.loads(tokenizer.to_str()), "pre_tokenizer": None}))
-
-
-def _unigram() -> Any:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
-    tokenizer.decoder = decoders.Metaspace()  # type: ignore[assignment]
-    trainer = trainers.UnigramTrainer(unk_token="<unk>", **_training(90))
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def _wordpiece() -> Any:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))  # type: ignore[call-arg]
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # type: ignore[assignment]
-    tokenizer.decoder = decoders.WordPiece()  # type: ignore[assignment]
-    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(**_training(120)))
-    return tokenizer
 
 
 def _byte_level() -> Any:
@@ -105,7 +55,7 @@ def _training(size: int) -> dict[str, Any]:
     return {"vocab_size": size, "special_tokens": SPECIAL, "show_progress": False}
 
 
-KINDS = {"bpe": _bpe, "unigram": _unigram, "wordpiece": _wordpiece, "bytes": _byte_level}
+KINDS = {"bpe": _bpe, "bytes": _byte_level}
 _TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
@@ -113,8 +63,6 @@ _TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_t
 def trained_tokenizer(kind: str) -> Any:
     """Tokenizer of a kind, with `TEMPLATE` for chats. Every text begins with `<s>`."""
     options: Any = {**_TOKENS, "model_max_length": 256, "chat_template": TEMPLATE}
-    if kind == "slow":
-        return SlowTokenizer(**options)
     tokenizer = KINDS[kind]()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
