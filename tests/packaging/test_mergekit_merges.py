@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def test_merged_folder_has_the_merged_weights_and_is_calibrated(
             write(experts[task], tmp_path / task)
     start = "./base+./" if adapters else "./"  # with `./` mergekit does not look for it on the hub
     weight = {"parameters": {"weight": SCALE}}
-    recipe = {"merge_method": "task_arithmetic", "base_model": "./base", "dtype": "float32"}
-    recipe["models"] = [{"model": f"{start}{task}"} | weight for task in TASKS]
+    recipe: dict[str, Any] = {"merge_method": "task_arithmetic", "base_model": "./base"}
+    recipe |= {"models": [{"model": f"{start}{task}"} | weight for task in TASKS]}
     Path("recipe.yml").write_text(yaml.safe_dump(recipe))
     words = ["recipe.yml", "merged", "--lora-merge-cache", "cache", "--quiet"]
     done = click.CliRunner().invoke(mergekit.main, words, catch_exceptions=False)
