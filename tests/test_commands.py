@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from fusion_bench_featcal import CalibrationError, __version__
 from fusion_bench_featcal.fusionbench.console import FeatCalJob, ScreenFilter
 from fusion_bench_featcal.fusionbench.plan_run import plan_run
 from fusion_bench_featcal.models.plan import Plan, check
-from fusion_bench_featcal.run import progress_bar
 from fusion_bench_featcal.suites import image
 
 TA6 = "modelpool=clip-vit-mini_TA6"
@@ -33,7 +31,6 @@ WORDS = {
     "method.base_method=task_arithmetic": "method.base_method must be null or a method's con",
     "+method.mix_alfa=1": "method.mix_alfa is unknown (nearest: 'mix_alpha')",
     "method.mix_alpha=2": "method.mix_alpha must be a finite number",
-    "method.save=featcal_plsu": "method.save must be a row that this run makes",
     "method.calibration_data={mini_nmist: a}": "mini_nmist is unknown (nearest: 'mini_",
     "method.calibration_data={mini_mnist: a.csv}": "mini_mnist=a.csv: there is no such file",
     "modelpool.models.mini_mnist=/no/folder": "modelpool.models.mini_mnist=/no/folder: there",
@@ -101,7 +98,6 @@ def test_a_failed_run_ends_in_one_line_and_a_bug_in_its_traceback():
     [
         ("fusion_bench_featcal.algorithm", logging.INFO, "calibrating", "0", True),
         ("fusion_bench_featcal.algorithm", logging.INFO, "calibrating", "1", False),
-        ("fusion_bench_featcal.algorithm", logging.WARNING, "few samples", "1", True),
         ("fusion_bench.modelpool", logging.WARNING, "Unused argument: featcal=", "0", False),
         ("transformers", logging.WARNING, "CLIP LOAD REPORT\nx | UNEXPECTED", "0", False),
         ("transformers", logging.WARNING, "CLIP LOAD REPORT\nx | MISSING", "0", True),
@@ -111,14 +107,6 @@ def test_visible_lines(name, level, message, rank, visible, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     record = logging.LogRecord(name, level, "", 0, message, (), None)
     assert ScreenFilter().filter(record) is visible
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown_on_a_terminal_only(terminal, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with progress_bar(total=1, unit="block", show=True) as bar:
-        bar.set_description("block 0")
-    assert ("block 0" in capsys.readouterr().err) == terminal
 
 
 @pytest.mark.slow

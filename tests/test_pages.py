@@ -17,12 +17,10 @@ from typing import Any
 
 import pytest
 import write_tables
-import yaml
 from configs import REPOSITORY, composing, yaml_of_page
 from hydra import compose
 
 from fusion_bench_featcal.cli import _parser
-from fusion_bench_featcal.folders.request import Request
 
 DOCS = REPOSITORY / "docs"
 if not DOCS.is_dir():
@@ -95,7 +93,6 @@ CHOICE = re.compile(r"\+?(method|modelpool|taskpool)(@[\w.]+)?=")
 """Override that selects a config. All others set values."""
 SWEEP = re.compile(r"^([^\[{,]*(?:\{[^}]*\})?),.*")
 """Override with several values, of which the first is taken."""
-MAKE = re.compile(r"(?:^|`)make ([a-z][\w.-]*)", re.MULTILINE)
 
 
 def commands_of(text: str) -> Iterator[tuple[str, ...]]:
@@ -132,13 +129,6 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             compose("fabric_model_fusion", [*choices, *values.values()])
 
 
-def test_every_target_of_make_exists() -> None:
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z][\w.-]*):", makefile, re.MULTILINE))
-    mentioned = {target for text in TEXTS.values() for target in MAKE.findall(text)}
-    assert {"demo", "test"} <= mentioned <= targets
-
-
 @pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if blocks(text, "python")])
 def test_python_compiles_and_imports_public_names(page: str) -> None:
     for block in blocks(TEXTS[page], "python"):
@@ -146,9 +136,3 @@ def test_python_compiles_and_imports_public_names(page: str) -> None:
             if isinstance(node, ast.ImportFrom) and "fusion_bench_featcal" in str(node.module):
                 module: Any = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names)
-
-
-def test_yaml_parses_and_the_recipe_has_options_of_the_command() -> None:
-    contents = [yaml.safe_load(b) for text in TEXTS.values() for b in blocks(text, "yaml")]
-    (recipe,) = (content for content in contents if "merged" in content)
-    assert Request(**recipe).data == recipe["data"]

@@ -69,13 +69,8 @@ def missing_targets(folder: Path) -> list[str]:
     return words(folder, *PAPER, "--set", "generated_tokens=3")
 
 
-def image_table(folder: Path) -> list[str]:
-    """One task's images in a table, the other's in folders of classes."""
-    files = sorted((folder / "one-images").rglob("*.png"))
-    rows = [{"picture": str(file), "shape": file.parent.name} for file in files]
-    write_rows(folder / "one.jsonl", rows)
-    columns = ("--columns", "one:image=picture,label=shape")
-    return words(folder, *PAPER, *columns, data=("one.jsonl", "two-images"))
+def images(folder: Path) -> list[str]:
+    return words(folder, *PAPER, data="{}-images")
 
 
 # Run -> models, and the arguments that it has after a change of their folder.
@@ -84,8 +79,8 @@ RUNS: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
     "lora": ("llama", lora),
     "t5": ("t5", missing_targets),
     "bert": ("bert", words),
-    "vit": ("vit", image_table),
-    "clip": ("clip", lambda folder: words(folder, *PAPER, data="{}-images")),
+    "vit": ("vit", images),
+    "clip": ("clip", images),
 }
 
 

@@ -15,7 +15,6 @@ from transformers import (
     AutoTokenizer,
     BertForSequenceClassification,
     CLIPProcessor,
-    CLIPVisionModel,
 )
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
@@ -26,7 +25,6 @@ from fusion_bench_featcal.folders import calibrate_folder, models, saving
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results import read_run
-from fusion_bench_featcal.suites.image import load_processor
 
 
 def items(run: Any, task: str) -> int:
@@ -170,7 +168,7 @@ def test_text_classifiers_keep_their_heads(finished):
     assert items(run, "two") == HELD_OUT
 
 
-def test_image_classifiers_of_a_table_and_of_folders(finished):
+def test_image_classifiers(finished):
     run = finished("vit")
     assert changed(type(run.models["base"]).from_pretrained(run.out), run.models["merged"])
     assert (run.out / "preprocessor_config.json").is_file()
@@ -185,17 +183,6 @@ def test_a_whole_clip_keeps_its_text_tower(finished):
     assert names and all(name.startswith("vision_model.encoder.") for name in names)
     assert list(run.report.accuracy) == ["experts", "merged", "featcal"]
     assert CLIPProcessor.from_pretrained(run.out)(text=["a star"])["input_ids"]
-
-
-def test_vision_towers_alone_take_their_heads_from_a_clip(copied):
-    folder = copied("clip")
-    for name in ("base", *TASKS, "merged"):
-        CLIPVisionModel.from_pretrained(folder / name).save_pretrained(folder / name / "tower")
-        load_processor().save_pretrained(folder / name / "tower")
-    more = (*PAPER, "--text-tower", str(folder / "base"))
-    towers = {"merged": "merged/tower", "base": "base/tower", "experts": ["one/tower", "two/tower"]}
-    assert main(words(folder, *more, data="{}-images", **towers)) == 0
-    assert list(read_run(folder / "out" / "featcal").accuracy) == ["experts", "merged", "featcal"]
 
 
 # --- verdict ---

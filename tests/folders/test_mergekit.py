@@ -41,7 +41,6 @@ BOTH = {"one": "one", "two": "two"}
 READ: list[tuple[str, str | None, dict[str, str]]] = [
     (models("{model: one}", "{model: two}"), "base", BOTH),
     (models("one", weighted("[0, 0.5]")), "base", BOTH),
-    (models("one", weighted("[{filter: mlp, value: 0.5}, {value: 0}]")), "base", BOTH),
     (models("one", weighted("0")), "base", {"one": "one"}),
     (models("runs/a/three", "three"), "base", {"three": "runs/a/three"}),
     (models("org/one@v1", "org/two"), "base", {"one": "org/one@v1", "two": "org/two"}),

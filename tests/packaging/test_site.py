@@ -4,24 +4,18 @@ import re
 from importlib import import_module
 
 from configs import REPOSITORY
-from hydra.utils import get_object
 
 import fusion_bench_featcal
 
 DOCS = REPOSITORY / "docs"
 
 
-def test_the_api_has_all_public_names_and_equations_name_functions():
+def test_the_api_has_all_public_names():
     named = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {f"fusion_bench_featcal.{name}" for name in fusion_bench_featcal.__all__} <= set(named)
     for name in named:
         module, _, attribute = name.rpartition(".")
         assert hasattr(import_module(module), attribute), name
-    text = (DOCS / "method.md").read_text(encoding="utf-8")
-    names = re.findall(r"`((?:core|rules|streams)\.\w+\.\w+(?:\.\w+)?)`", text)
-    assert len(names) > 10
-    for name in names:
-        get_object(f"fusion_bench_featcal.{name}")
 
 
 def test_every_quoted_message_is_in_the_code():
