@@ -78,7 +78,10 @@ class FeatCalJob(Callback):
         """Adapt FusionBench before it makes the pools."""
         import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
         from fusion_bench.utils.instantiate_utils import set_print_function_call_permeanent
+        from transformers.utils.logging import disable_progress_bar
 
+        if not sys.stderr.isatty():
+            disable_progress_bar()  # a line for each model that is loaded
         # FusionBench 0.2.33 does not read the switch.
         set_print_function_call_permeanent(bool(config.print_function_call))
 

@@ -1,5 +1,6 @@
 """`method=diagnose`: blocks and tasks for which calibration helps."""
 
-from fusion_bench_featcal.lab.diagnosis.algorithm import DiagnosisAlgorithm
+from fusion_bench_featcal.lazy import lazy_names
 
-__all__ = ["DiagnosisAlgorithm"]
+# `featcal report` imports the views alone, without FusionBench.
+__getattr__ = lazy_names(__name__, {"DiagnosisAlgorithm": ".algorithm"})
