@@ -34,6 +34,8 @@ WORDS = {
     "method.calibration_data={mini_nmist: a}": "mini_nmist is unknown (nearest: 'mini_",
     "method.calibration_data={mini_mnist: a.csv}": "mini_mnist=a.csv: there is no such file",
     "modelpool.models.mini_mnist=/no/folder": "modelpool.models.mini_mnist=/no/folder: there",
+    "modelpool.train_datasets.mini_mnist=/no/file": "train_datasets.mini_mnist=/no/file: there",
+    "+modelpool.models.mini_new=a": "task 'mini_new' has no calibration data",
     "+modelpool.default_taskpool.tasks.mini_mnis=1":
         "default_taskpool.tasks.mini_mnis: no expert has this name (nearest: 'mini_mnist')",
 }  # fmt: skip
@@ -189,7 +191,8 @@ def test_plan_reads_sizes_of_downloads_from_the_hub_or_does_without(tmp_path, mo
         mirror.add("some/model", files)
         data = {"a.parquet": b"0" * 30, "b.parquet": b"0", "README.md": b"0"}
         mirror.add("datasets/some/data", data)
+        mirror.add("datasets/other/data", {"c.csv": b"0"})
         plan = plan_run(words)
     assert [tuple(entry.values()) for entry in plan.as_dict()["downloads"]] == [
-        ("some/model", 2, 72), ("some/data", 2, 31), ("other/data", None, None)
+        ("some/model", 2, 72), ("some/data", 2, 31), ("other/data", 1, 1)
     ]  # fmt: skip

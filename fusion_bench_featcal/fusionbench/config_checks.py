@@ -1,11 +1,12 @@
 """Checks of a composed config before torch is imported: names, values and paths."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import causes
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.files import PATH_STARTS, is_missing
@@ -29,10 +30,13 @@ def check_config(config: DictConfig) -> None:
 
     Raises:
         ValueError: Naming the setting, and the nearest name if there is one.
+        CalibrationError: If a task has no calibration data.
     """
     try:
         method: Any = OmegaConf.to_container(config.method, resolve=True) or {}
-        models: Any = OmegaConf.to_container(config.modelpool.get("models") or {}, resolve=True)
+        data = f"modelpool.{method.get('calibration_split', 'train')}_datasets"
+        groups = ("modelpool.models", data, "taskpool.tasks", "taskpool.test_datasets")
+        entries = {group: _entries(config, group) for group in groups}
     except (OmegaConfBaseException, AttributeError) as error:
         # of a resolver: a suite or weights that are not there
         missing = next((link for link in causes(error) if isinstance(link, OSError)), None)
@@ -40,16 +44,42 @@ def check_config(config: DictConfig) -> None:
             raise ValueError(f"{getattr(error, 'full_key', 'config')}: {missing}") from error
         raise ValueError(f"the config cannot be resolved: {error}") from error
     suite: Any = OmegaConf.to_container(config.modelpool, resolve=False)
-    if str(method.get("_target_")).endswith(".FeatCalAlgorithm"):
-        choices_of_config(method, suite.get("featcal") or {})
-    tasks = [name for name in models if not str(name).startswith("_")]
+    tasks = [name for name in entries["modelpool.models"] if not str(name).startswith("_")]
     for key in _BY_TASK:
         refuse_unknown(method.get(key) or (), tasks, f"method.{key}.")
+    if str(method.get("_target_")).endswith(".FeatCalAlgorithm"):
+        settings, _ = choices_of_config(method, suite.get("featcal") or {})
+        if entries[data]:  # else the pool's class may have data
+            available = entries[data] | (settings.calibration_data or {})
+            check_tasks_have_data(tasks, available, settings.calibration_split)
     pool: Any = suite.get("default_taskpool") or {}
     _check_tasks(pool if isinstance(pool, Mapping) else {}, tasks)
-    for setting, path in _locations(models, method):
+    entries["method.calibration_data"] = method.get("calibration_data") or {}
+    for setting, path in _locations(entries):
         if is_missing(path):
             raise ValueError(f"{setting}={path}: there is no such file or folder")
+
+
+def check_tasks_have_data(tasks: Iterable[str], available: Iterable[str], split: str) -> None:
+    """Refuse tasks without data of a split.
+
+    Args:
+        tasks: The tasks.
+        available: Tasks that have data of the split.
+        split: The split.
+
+    Raises:
+        CalibrationError: If a task has none. The message lists the tasks that have data.
+    """
+    available = list(available)
+    for task in tasks:
+        if task not in available:
+            raise CalibrationError(
+                f"task {task!r} has no calibration data{nearest_hint(task, available)}: set "
+                f"modelpool.{split}_datasets.{task} or method.calibration_split (now {split}), or "
+                f"with method=featcal +method.calibration_data.{task} (a path, a hub id or a data "
+                f"set's config). The pool's {split}_datasets are: {', '.join(available) or 'none'}."
+            )
 
 
 def _check_tasks(pool: Mapping[str, Any], experts: list[str]) -> None:
@@ -78,11 +108,16 @@ def choices_of_config(
     return settings, checked_choices(settings, chosen, suite)
 
 
-def _locations(models: Mapping[str, Any], method: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _entries(config: DictConfig, group: str) -> Any:
+    """Return a resolved part of the config, or nothing."""
+    part = OmegaConf.select(config, group)
+    return OmegaConf.to_container(part, resolve=True) if OmegaConf.is_dict(part) else {}
+
+
+def _locations(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield settings with their paths or hub ids."""
-    groups = {"modelpool.models": models, "method.calibration_data": method.get("calibration_data")}
     for group, entries in groups.items():
-        for name, entry in (entries or {}).items():
+        for name, entry in entries.items():
             for key, value in (entry if isinstance(entry, Mapping) else {"": entry}).items():
                 # Under a key a table may be a file of a hub dataset.
                 if key == "" or str(value).startswith(PATH_STARTS):

@@ -18,6 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import error_block
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
@@ -63,7 +64,7 @@ class FeatCalJob(Callback):
             config[name] = False
         try:
             check_config(config)
-        except ValueError as error:
+        except (ValueError, CalibrationError) as error:
             raise SystemExit(1 if is_helper(os.environ) else f"error: {error}") from error
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:

@@ -18,7 +18,8 @@ from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
 from fusion_bench_featcal.models.hub import note_data_set
@@ -58,12 +59,13 @@ def calibration_batches(
             iteration, if a sample cannot be read, images differ in size, or a text is empty or too
             long.
     """
-    check_tasks_have_data(modelpool, task_names, settings.calibration_split)
+    split = settings.calibration_split
+    check_tasks_have_data(task_names, getattr(modelpool, f"{split}_dataset_names"), split)
     if text_kind(modelpool) is not None:
         _check_text_settings(modelpool, settings)
     batches = {}
     for task in task_names:
-        rows = _open(modelpool, task, settings.calibration_split, settings)
+        rows = _open(modelpool, task, split, settings)
         indices = draw_samples(len(rows), task, settings)
         if isinstance(rows, ImageItems):
             batches[task] = ImageBatches(rows, indices, settings.batch_size, processor)
@@ -100,23 +102,6 @@ def with_own_data(modelpool: Any, settings: FeatCalSettings) -> Any:
     }
     setattr(pool, name, {**(getattr(modelpool, name, None) or {}), **configured})
     return pool
-
-
-def check_tasks_have_data(modelpool: Any, task_names: Iterable[str], split: str) -> None:
-    """Refuse a pool without data of a split for a task.
-
-    Raises:
-        CalibrationError: If a task has none. The message lists the tasks that have data.
-    """
-    available = list(getattr(modelpool, f"{split}_dataset_names"))
-    for task in task_names:
-        if task not in available:
-            raise CalibrationError(
-                f"task {task!r} has no calibration data{nearest_hint(task, available)}: set "
-                f"modelpool.{split}_datasets.{task} or method.calibration_split (now {split}), or "
-                f"with method=featcal +method.calibration_data.{task} (a path, a hub id or a data "
-                f"set's config). The pool's {split}_datasets are: {', '.join(available) or 'none'}."
-            )
 
 
 def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[int]:

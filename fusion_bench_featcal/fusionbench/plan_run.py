@@ -115,6 +115,8 @@ def _rows(method: Mapping[str, Any], suite: Mapping[str, Any]) -> dict[str, int]
         settings, choices = choices_of_config(method, suite)
         return dict.fromkeys(choices.rows(settings), 1)
     kind = get_class(target) if target.startswith("fusion_bench_featcal.") else None
+    if kind is not None:
+        kind(**{key: value for key, value in method.items() if key != "_target_"})  # checks them
     if hasattr(kind, "planned_rows"):
         return kind.planned_rows(method, suite)  # type: ignore[union-attr]
     return {str(method.get("name") or target.rpartition(".")[2]): 1}

@@ -14,7 +14,7 @@ from rich.table import Table
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import free_space
-from fusion_bench_featcal.models.hub import hub_models
+from fusion_bench_featcal.models.hub import hub_error, hub_models
 
 _NO_DATA = (".md", ".py", ".gitattributes")
 
@@ -90,7 +90,11 @@ def _files_in(path: Path) -> dict[str, int]:
 
 
 def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:
-    """Return the data sets of the hub that its cache lacks, each with all of its files."""
+    """Return the data sets of the hub that its cache lacks, each with all of its files.
+
+    Raises:
+        CalibrationError: If the hub has no such data set. A name without / may be a file format.
+    """
     downloads = []
     cache = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
     for name in dict.fromkeys(ids):
@@ -99,7 +103,9 @@ def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:
         try:
             timeout = constants.HF_HUB_ETAG_TIMEOUT
             info = HfApi().dataset_info(name, files_metadata=True, timeout=timeout)
-        except Exception:  # the client and the network raise many types
+        except Exception as error:  # the client and the network raise many types
+            if isinstance(error, RepositoryNotFoundError) and "/" in name:
+                raise hub_error(error, f"data {name}") from error
             downloads.append(Download(name))
             continue
         files = [f for f in info.siblings or () if not f.rfilename.endswith(_NO_DATA)]
