@@ -165,7 +165,8 @@ def test_plan_of_a_suite_and_its_settings():
     assert plan["downloads"] == [] and plan["rows"] == {"featcal": 1, "featcal_plus": 1}
     assert 5 * plan["output"] < plan["read"] < 6 * plan["output"]  # the base has a head of text
     assert plan_of("method.expert_read_budget=50%")["read"] == plan["read"] // 2
-    text = featcal("plan", TA6, "method.checkpoint_dir=blocks").out
+    text = featcal("plan", TA6, "method.checkpoint_dir=blocks", "method.ridge_lambda=.1").out
+    assert "ridge_lambda=0.1, mix_alpha=0.3, anchor_rho=2" in text
     assert "read from experts, at most" in text and "free in blocks" in text
     with pytest.raises(CalibrationError, match=r"of disk space in .*new, .* are free"):
         check(Plan(output=2**62, folder="new"))

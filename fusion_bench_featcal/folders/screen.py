@@ -16,7 +16,7 @@ from fusion_bench_featcal.models.hub import hub_models
 from fusion_bench_featcal.models.plan import Plan, check, show_plan
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import VERDICT, Note
-from fusion_bench_featcal.results.run import with_average
+from fusion_bench_featcal.results.run import row_of_rule, with_average
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
@@ -36,7 +36,11 @@ def show_start(
     read = sum(total_bytes(models.sources[task]) for task in tasks)
     if settings.expert_read_budget is not None:
         read = min(read, budget_in_bytes(settings.expert_read_budget, read))
-    plan = Plan(read=read, output=home.size, folder=str(request.folder))
+    row = row_of_rule(settings.rule)
+    rows, strengths = {row: 1}, {row: settings.strengths}
+    plan = Plan(
+        read=read, output=home.size, folder=str(request.folder), rows=rows, strengths=strengths
+    )
     if request.plan:
         show_plan(plan)
         print("nothing was run")

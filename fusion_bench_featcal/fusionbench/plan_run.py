@@ -47,10 +47,11 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     read = None if None in of_experts else sum(size or 0 for size in of_experts)
     if read is not None and method.get("expert_read_budget") is not None:
         read = min(read, budget_in_bytes(method["expert_read_budget"], read))
-    rows = {row: jobs * times for row, times in _rows(method, pool.get("featcal") or {}).items()}
+    rows, strengths = _rows(method, pool.get("featcal") or {})
+    rows = {row: jobs * times for row, times in rows.items()}
     first = next(iter(sizes.values()), None)
     folder = str(method.get("checkpoint_dir") or config.merged_model_save_path or "")
-    return Plan(tuple(downloads), read, first, folder, rows)
+    return Plan(tuple(downloads), read, first, folder, rows, strengths)
 
 
 def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:
@@ -108,15 +109,18 @@ def _data_sets(
             yield name
 
 
-def _rows(method: Mapping[str, Any], suite: Mapping[str, Any]) -> dict[str, int]:
-    """Return the rows that a method makes -> how many times."""
+def _rows(
+    method: Mapping[str, Any], suite: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
+    """Return the rows that a method makes -> how many times, and FeatCal's rows -> strengths."""
     target = str(method.get("_target_", ""))
     if target.endswith(".FeatCalAlgorithm"):
         settings, choices = choices_of_config(method, suite)
-        return dict.fromkeys(choices.rows(settings), 1)
+        rows = choices.rows(settings)
+        return dict.fromkeys(rows, 1), {row: of.strengths for row, of in rows.items()}
     kind = get_class(target) if target.startswith("fusion_bench_featcal.") else None
     if kind is not None:
         kind(**{key: value for key, value in method.items() if key != "_target_"})  # checks them
     if hasattr(kind, "planned_rows"):
-        return kind.planned_rows(method, suite)  # type: ignore[union-attr]
-    return {str(method.get("name") or target.rpartition(".")[2]): 1}
+        return kind.planned_rows(method, suite), {}  # type: ignore[union-attr]
+    return {str(method.get("name") or target.rpartition(".")[2]): 1}, {}

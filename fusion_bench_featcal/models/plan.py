@@ -38,6 +38,7 @@ class Plan:
         output: The calibrated model.
         folder: The folder that it is written to, or "" if there is none.
         rows: Row of the results -> number of times that it is made.
+        strengths: Row of the results -> its strengths by name, if it has any.
     """
 
     downloads: tuple[Download, ...] = ()
@@ -45,6 +46,7 @@ class Plan:
     output: int | None = None
     folder: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
+    strengths: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def free(self) -> dict[str, int]:
@@ -141,7 +143,8 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     for label, size in sizes:
         table.add_row(label, "unknown" if size is None else bytes_text(size))
     for row, times in plan.rows.items():
-        table.add_row(f"row {row}", counted(times, "time"))
+        strengths = (f"{name}={value:g}" for name, value in plan.strengths.get(row, {}).items())
+        table.add_row(", ".join([f"row {row}", *strengths]), counted(times, "time"))
     if not plan.downloads:
         table.add_row("to fetch", "nothing")
     (console or Console()).print(table)

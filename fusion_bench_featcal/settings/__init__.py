@@ -211,6 +211,12 @@ class FeatCalSettings(Settings):
         if self.rule == "plus" and self.calibrate_norm:
             yield "rule=plus needs method.calibrate_norm=false, as method=featcal/plus has"
 
+    @property
+    def strengths(self) -> dict[str, float]:
+        """The strengths of the paper's rule by name. Other rules have none of these."""
+        names = ("ridge_lambda", "mix_alpha", "anchor_rho") if self.rule == "paper" else ()
+        return {name: getattr(self, name) for name in names}
+
     @classmethod
     def plus(cls, **changes: Any) -> "FeatCalSettings":
         """Return the settings of FeatCal+ (docs/method.md), with changes by name."""
