@@ -163,6 +163,8 @@ def test_plan_of_a_suite_and_its_settings():
 
     plan = plan_of("method=featcal")
     assert plan["downloads"] == [] and plan["rows"] == {"featcal": 1, "featcal_plus": 1}
+    sweep = plan_of("method.seed=1,2", "-m")
+    assert sweep == plan | {"rows": {"featcal": 2, "featcal_plus": 2}, "jobs": 2}
     assert 5 * plan["output"] < plan["read"] < 6 * plan["output"]  # the base has a head of text
     assert plan_of("method.expert_read_budget=50%")["read"] == plan["read"] // 2
     text = featcal("plan", TA6, "method.checkpoint_dir=blocks", "method.ridge_lambda=.1").out

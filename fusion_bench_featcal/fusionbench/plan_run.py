@@ -51,7 +51,7 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     rows = {row: jobs * times for row, times in rows.items()}
     first = next(iter(sizes.values()), None)
     folder = str(method.get("checkpoint_dir") or config.merged_model_save_path or "")
-    return Plan(tuple(downloads), read, first, folder, rows, strengths)
+    return Plan(tuple(downloads), read, first, folder, rows, strengths, jobs)
 
 
 def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:

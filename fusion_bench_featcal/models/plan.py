@@ -39,6 +39,7 @@ class Plan:
         folder: The folder that it is written to, or "" if there is none.
         rows: Row of the results -> number of times that it is made.
         strengths: Row of the results -> its strengths by name, if it has any.
+        jobs: Number of jobs. The amounts are of a sweep's first job, and rows of all jobs.
     """
 
     downloads: tuple[Download, ...] = ()
@@ -47,6 +48,7 @@ class Plan:
     folder: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
     strengths: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    jobs: int = 1
 
     @property
     def free(self) -> dict[str, int]:
@@ -145,6 +147,8 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
     for row, times in plan.rows.items():
         strengths = (f"{name}={value:g}" for name, value in plan.strengths.get(row, {}).items())
         table.add_row(", ".join([f"row {row}", *strengths]), counted(times, "time"))
+    if plan.jobs > 1:
+        table.add_row("jobs of the sweep (sizes and settings: the first job's)", str(plan.jobs))
     if not plan.downloads:
         table.add_row("to fetch", "nothing")
     (console or Console()).print(table)
