@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fusion_bench_featcal
 from fusion_bench_featcal.experts.source import ExpertSource
 
 _SHORT = 32  # hexadecimal digits: 128 bits
@@ -91,7 +90,7 @@ def own_code(kind: type) -> str | None:
 @cache
 def versions_of_software() -> str:
     """Return the versions of torch and transformers, and a digest of this package's code."""
-    digest, root = hashlib.sha256(), Path(fusion_bench_featcal.__file__).parent
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
