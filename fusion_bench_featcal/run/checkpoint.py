@@ -128,6 +128,8 @@ class CheckpointFolder(Checkpoint):
                 "folder that all machines share"
             )
         self.is_complete = len(self._finished) == len(self._files)
+        if self._finished:
+            problem.progress.resumed(len(self._finished), self.folder)
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
         """Return the tensors of a block that an earlier run has finished, none for other blocks.

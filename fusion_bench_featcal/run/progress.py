@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ class Progress:
         show = show and processes.rank == 0
         self.bar = progress_bar(total=len(blocks) * tasks, unit="visit", show=show)
         self._first = show
+
+    def resumed(self, finished: int, folder: Path) -> None:
+        """Log the number of blocks that an earlier run has finished."""
+        if self._first:
+            logger.info("resumed: %d of %d blocks from %s", finished, len(self._blocks), folder)
 
     def at(self, work: str) -> None:
         """Set the name of the current work."""
