@@ -185,7 +185,9 @@ class Request:
         return self.prompt.get(task, self.prompt.get("*", default))
 
     def check_folder(self) -> None:
-        """Refuse a folder for the model that cannot be used."""
+        """Refuse a folder for the model that cannot be used. A plan needs none."""
+        if self.out is None:
+            return
         check_target(self.folder, "--out")
         blocks = self.checkpoints
         if not self.resume and blocks.is_dir() and any(blocks.iterdir()):
@@ -201,7 +203,7 @@ class Request:
                 if self.merged is None
                 else f"{self.merged} is merged already, and --merge merges: leave one of them out"
             )
-        if self.out is None:
+        if self.out is None and not self.plan:
             raise ValueError("give --out DIR, a new folder for the model")
         notes: list[str] = []
         base, experts, origin = self.base, self.expert, "--expert"

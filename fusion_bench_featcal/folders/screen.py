@@ -38,9 +38,8 @@ def show_start(
         read = min(read, budget_in_bytes(settings.expert_read_budget, read))
     row = row_of_rule(settings.rule)
     rows, strengths = {row: 1}, {row: settings.strengths}
-    plan = Plan(
-        read=read, output=home.size, folder=str(request.folder), rows=rows, strengths=strengths
-    )
+    folder = str(request.folder) if request.out else ""
+    plan = Plan(read=read, output=home.size, folder=folder, rows=rows, strengths=strengths)
     if request.plan:
         show_plan(plan)
         print("nothing was run")
