@@ -13,7 +13,7 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown, refuse_unu
 from fusion_bench_featcal.files import check_target, is_missing
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
-from fusion_bench_featcal.folders.mergekit import with_merge_config
+from fusion_bench_featcal.folders.mergekit import FILE, with_merge_config
 from fusion_bench_featcal.folders.options import mapping
 from fusion_bench_featcal.settings import PLUS, FeatCalSettings
 from fusion_bench_featcal.settings.fields import check_values, setting
@@ -33,6 +33,7 @@ class Request:
 
     Attributes:
         notes: Sentences on automatic decisions.
+        by_config: Options with values from mergekit's config.
     """
 
     merged: str | None = setting(
@@ -99,6 +100,7 @@ class Request:
     plan: bool = setting(False, "show reads, files and downloads, and stop", is_recorded=False)
     resume: bool = setting(False, "resume after an interruption", is_recorded=False)
     notes: tuple[str, ...] = ()
+    by_config: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, values: Mapping[str, Any], source: str = "featcal calibrate") -> "Request":
@@ -136,10 +138,21 @@ class Request:
     @property
     def models(self) -> dict[str, str]:
         """Option with its value -> folder or hub id, for all models."""
-        named = {"the merged model": self.merged, "--base": self.base}
-        named["--text-tower"] = self.text_tower
-        models = {f"{name} {path}": path for name, path in named.items() if path is not None}
-        return models | {f"--expert {task}={path}": path for task, path in self.expert.items()}
+        named = {
+            f"the merged model {self.merged}": self.merged,
+            f"--base {self.base}{self._origin('base')}": self.base,
+            f"--text-tower {self.text_tower}": self.text_tower,
+        }
+        origin = self._origin("expert")
+        named |= {f"--expert {task}={path}{origin}": path for task, path in self.expert.items()}
+        return {name: path for name, path in named.items() if path is not None}
+
+    def _origin(self, option: str) -> str:
+        """Return the file with an option's value and the way to override it, for messages."""
+        if option not in self.by_config:
+            return ""
+        options = {"base": "--base DIR", "expert": "--expert NAME=DIR for every expert"}
+        return f" (named by {self.merged}/{FILE}, which {options[option]} overrides)"
 
     @property
     def recipe(self) -> str:
@@ -212,7 +225,9 @@ class Request:
         if not experts:
             raise ValueError("name the experts: --expert NAME=DIR for each")
         refuse_unusable_names(experts, origin, _RESERVED)
-        return dataclasses.replace(self, base=base, expert=dict(experts), notes=tuple(notes))
+        changed = {"base": base, "expert": dict(experts)}
+        by_config = tuple(name for name in changed if changed[name] != getattr(self, name))
+        return dataclasses.replace(self, **changed, notes=tuple(notes), by_config=by_config)
 
     def _check(self) -> None:
         names_of_tasks = {

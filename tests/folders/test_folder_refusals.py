@@ -93,6 +93,8 @@ MODELS: list[Case] = [
     ("llama", {"out.blocks/one": ""}, {}, ["go on with --resume, or remove it"]),
     ("llama", {MERGE_CONFIG: "models: !!python/name:os.system ''"}, NO_MODELS,
      [MERGE_CONFIG, "line 1: could not determine a constructor"]),
+    ("llama", {"two": None} | merge_config("linear", "one", "./two", base_model="base"), NO_MODELS,
+     ["--expert two=./two (named by ", "--expert NAME=DIR for every expert overrides"]),
     ("llama", merge_config("slerp", "one", "two", base_model="one"),
      NO_MODELS | {"more": "--preset paper"}, ["--base is missing", "--set anchor_rho=1"]),
     ("encoders", {f"{name}/modules.json": None for name in ("merged", "base")}, {},
