@@ -16,6 +16,8 @@ from fusion_bench_featcal.modules.models import device_of
 
 HELD_BACK = 5
 """Without test data, one row in this number is held back for evaluation."""
+FEW_ROWS = 5
+"""Number of evaluated rows below which a task is not compared."""
 
 Batch = Mapping[str, Tensor]
 
@@ -133,11 +135,18 @@ def open_parts(
     if task not in request.eval:
         held_back = min(request.eval_rows, available // HELD_BACK)
         calibration = Part(option, rows, order[: min(requested, available - held_back)])
-        return calibration, Part(option, rows, order[available - held_back :])
-    calibration = Part(option, rows, order[:requested])
-    option = f"--eval {task}={request.eval[task]}"
-    rows = open_rows(request.eval[task], "test", option)
-    return calibration, Part(option, rows, spread(len(rows), request.eval_rows))
+        tests = Part(option, rows, order[available - held_back :])
+    else:
+        calibration = Part(option, rows, order[:requested])
+        option = f"--eval {task}={request.eval[task]}"
+        rows = open_rows(request.eval[task], "test", option)
+        tests = Part(option, rows, spread(len(rows), request.eval_rows))
+    if request.strict and len(tests.indices) < FEW_ROWS:
+        raise ValueError(
+            f"--strict compares at least {FEW_ROWS} rows per task, and {option} leaves "
+            f"{len(tests.indices)}: give more by --eval {task}=PATH"
+        )
+    return calibration, tests
 
 
 def sentence(

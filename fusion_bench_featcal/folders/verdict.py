@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.folders.tasks import Score
+from fusion_bench_featcal.folders.tasks import FEW_ROWS, Score
 from fusion_bench_featcal.results.statistics import student
 
 _WORSE = 0.1
@@ -55,14 +55,15 @@ def compare(merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice
     """Compare two models.
 
     A task is behind if its mean loss does not fall, or its accuracy falls beyond the 95 % interval.
-    Any other task is better if its loss falls or its accuracy rises beyond it.
+    Any other task is better if its loss falls or its accuracy rises beyond it. Tasks with few rows
+    are neither.
 
     Args:
         merged: Task -> the merged model's score.
         calibrated: Task -> the calibrated model's score, on the same rows.
         advice: Sentence on what to try if a task is behind.
     """
-    gains, better, unclear, behind = list[str](), 0, list[str](), list[str]()
+    gains, better, unclear, behind, few = list[str](), 0, list[str](), list[str](), list[str]()
     for task, before in merged.items():
         after, texts = calibrated[task], []
         fall = Mean.of(before.losses - after.losses)
@@ -73,7 +74,9 @@ def compare(merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice
         texts.append(f"loss {Mean(-fall.value, fall.half).text('.3f')}")
         rows, figures = counted(len(after.losses), "row"), ", ".join(texts)
         gains.append(f"gain of {task} on {rows}: {figures}")
-        if not fall.value > 0 or accuracy.value < -accuracy.half:
+        if len(after.losses) < FEW_ROWS:
+            few.append(f"{task} ({rows})")
+        elif not fall.value > 0 or accuracy.value < -accuracy.half:
             behind.append(f"{task} ({figures})")
         elif fall.is_above or accuracy.is_above:
             better += 1
@@ -83,6 +86,7 @@ def compare(merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice
         return Verdict(gains, "verdict: none, as nothing was scored", True)
     sentences = [f"better than the merged model on {better} of {counted(len(merged), 'task')}"]
     sentences += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
+    sentences += [f"too few rows to compare (below {FEW_ROWS}): {', '.join(few)}"] if few else []
     sentences += [f"not better: {', '.join(behind)}. {advice}".rstrip()] if behind else []
     return Verdict(gains, f"verdict: {'; '.join(sentences)}", not behind)
 

@@ -53,7 +53,8 @@ MORE_RIGHT = f"accuracy +20.0 ± {HALF:.1f} points, loss -0.250 ± 0.000"
         (MERGED, noisy(math.nan), False, "on 0 of 1 task; not better: a (loss +nan). Try", "+nan"),
         (noisy(1.0, 15), noisy(0.9, 5), False, "; not better: a (accuracy -50.0 ± 24.0", "-50.0"),
         (noisy(1.0), UNCLEAR, True, "within the 95 % interval: a", "loss -0.005 ± 0.010"),
-        (score([1.0], 0), score([0.5], 0), True, "within the 95 % interval: a", "loss -0.500"),
+        (score([1.0], 0), score([0.5], 0), True, "too few rows to compare (below 5): a (1 row)",
+         "loss -0.500"),
     ],
 )  # fmt: skip
 def test_a_verdict_counts_tasks_beyond_their_intervals(merged, calibrated, is_good, sentence, gain):
