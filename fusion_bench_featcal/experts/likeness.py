@@ -12,14 +12,14 @@ UNRELATED = 1.0
 """Distance from the base, relative to its norm, of models without a common origin. Two separately
 trained models are about 1.4 apart, a model and its fine-tuned version below 0.5."""
 
-_MATRICES = 8
+_WEIGHTS = 8
 _ROWS = 64
 
 
 def notes_on_experts(models: Mapping[str, ExpertModel], base: ExpertModel) -> list[str]:
     """Return a sentence for each model that is unrelated or equal to the base.
 
-    The first rows of a few matrices of each model are read, spread evenly over the model.
+    The first rows of a few weights of each model are read, spread evenly over the model.
 
     Args:
         models: Label of a model in sentences -> the model, an expert or the merged one.
@@ -43,15 +43,15 @@ def notes_on_experts(models: Mapping[str, ExpertModel], base: ExpertModel) -> li
 
 
 def _rows(model: ExpertModel, names: list[str]) -> Tensor:
-    """Return the first rows of some matrices as one vector."""
+    """Return the first rows of some weights as one vector."""
     rows = [model.rows(name, 0, _ROWS).float().flatten() for name in names]
     return torch.cat([torch.empty(0), *rows])
 
 
 def _sampled(model: ExpertModel) -> list[str]:
-    """Return names of matrices spread over a model, without the largest half (embeddings)."""
+    """Return names of weights spread over a model, without the largest half (embeddings)."""
     tensors = model.module.state_dict()
-    sizes = {n: t.numel() for n, t in tensors.items() if t.ndim == 2 and t.is_floating_point()}
+    sizes = {n: t.numel() for n, t in tensors.items() if t.ndim > 1 and t.is_floating_point()}
     median = statistics.median_high(sizes.values() or [0])
     names = [name for name, size in sizes.items() if size <= median and name in model.keys]
-    return names[:: max(1, len(names) // _MATRICES)][:_MATRICES]
+    return names[:: max(1, len(names) // _WEIGHTS)][:_WEIGHTS]
