@@ -97,14 +97,14 @@ def _family_of_target(_target_: Any, **options: Any) -> Family:
     module, _, name = str(_target_).rpartition(".")
     try:
         kind = getattr(import_module(module), name)
-    except (AttributeError, ImportError, ValueError) as error:
+    except Exception as error:  # importing a module may raise anything
         raise ValueError(
             f"method.family: _target_ {_target_!r} cannot be imported ({error}); give "
             "my_module.MyFamily, with my_module.py in the folder of the run or installed"
         ) from error
     try:
         family = kind(**options)
-    except TypeError as error:
+    except Exception as error:  # so may a user's class
         raise ValueError(f"method.family: {_target_}: {error}") from error
     if not isinstance(family, Family):
         raise ValueError(f"method.family: {_target_} made {family!r}, which is no Family")

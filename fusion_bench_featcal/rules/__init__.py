@@ -37,7 +37,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     target = options.pop("_target_", settings.rule)
     try:
         kind: Any = resolve_name(BY_NAME.get(target, target))
-    except (AttributeError, ImportError, ValueError) as error:
+    except Exception as error:  # importing a module may raise anything
         raise ValueError(
             f"method.rule: _target_ {target!r} cannot be imported ({error}). Give "
             "my_module.MyRule, with my_module.py in the folder of the run or installed"
@@ -55,7 +55,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         _check_types(options, kind, target)
     try:
         return cast(Any, kind)(**values | options)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # so may a user's class
         typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(f"method.rule: {target}({typed}): {error}") from error
 
