@@ -132,6 +132,9 @@ class FeatureCorrection(SampleSettings):
                 "set taskpool.pooling, or add the files of sentence-transformers (modules.json) to "
                 f"the base (modelpool.models.{BASE_MODEL})"
             )
+        config = models.base.config if models.base is not None else None
+        if "clip" not in (model_type := str((config or {}).get("model_type", "clip"))):
+            raise CalibrationError(f"{self.name} corrects no {model_type} models: leave it out")
         check_projection(models, self.clip_model)
         device = inputs.fabric.device
         return lambda: ProjectedFeature(load_projection(models, self.clip_model).to(device))
