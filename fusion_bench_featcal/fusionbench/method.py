@@ -1,7 +1,6 @@
 """The base of this package's FusionBench methods, whose keys are declared settings."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
@@ -12,7 +11,7 @@ from fusion_bench.mixins import LightningFabricMixin
 
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, read_settings
 from fusion_bench_featcal.fusionbench.program import prepare_run
-from fusion_bench_featcal.fusionbench.saving import sweep_job
+from fusion_bench_featcal.fusionbench.saving import folder_of_job
 
 
 class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
@@ -45,9 +44,8 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
 
     @property
     def log_dir(self) -> str | None:
-        """The program's log directory. In a sweep each job has a folder of it, by its number."""
-        folder = super().log_dir
-        return None if folder is None else str(Path(folder) / sweep_job())
+        """The program's log directory, in a sweep a job's folder of it."""
+        return folder_of_job(super().log_dir)
 
     def on_run_start(self) -> None:
         """Use the suite's task pool if none was named, and check the log directory."""

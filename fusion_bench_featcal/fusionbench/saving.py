@@ -33,10 +33,12 @@ _ADVICE = (
 )
 
 
-def sweep_job() -> str:
-    """Return the number of the current job of a sweep, whose jobs share a log directory, or ""."""
+def folder_of_job(log_dir: str | None) -> str | None:
+    """Return the current job's log directory. Jobs of a sweep have folders in it, by number."""
     config = HydraConfig.get() if HydraConfig.initialized() else None
-    return str(config.job.num) if config and config.mode == RunMode.MULTIRUN else ""
+    if log_dir is None or config is None or config.mode != RunMode.MULTIRUN:
+        return log_dir
+    return str(Path(log_dir, str(config.job.num)))
 
 
 def path_option(program: Any, name: str) -> Path | None:
@@ -44,7 +46,7 @@ def path_option(program: Any, name: str) -> Path | None:
     path = getattr(program, name, None)
     if path is None:
         return None
-    log_dir = Path(str(getattr(program, "log_dir", None))) / sweep_job()
+    log_dir = folder_of_job(getattr(program, "log_dir", None))
     return Path(str(path).replace("{log_dir}", str(log_dir))).expanduser().absolute()
 
 
