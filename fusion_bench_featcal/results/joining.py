@@ -130,19 +130,22 @@ def join(runs: Mapping[Path, Run]) -> Results:
         ReportError: If runs of a suite have different tasks or test items.
     """
     rows: dict[str, Row] = {}
+    origins: dict[str, Path] = {}
     older: list[str] = []
-    for run in runs.values():
+    for folder, run in runs.items():
         for row in run.rows:
             values = [row.suite, row.merger, row.name, row.seed, _settings(row)]
             key = json.dumps(values, sort_keys=True, default=str)
             before = rows.pop(key, None)
             rows[key] = row
             if before and before.tasks and before.accuracy != row.accuracy:
-                older.append(before.title)
+                older.append(f"{before.title} of {origins[key]}")
+            origins[key] = folder
     if older:
         log.warning(
-            "%s left out: newer rows with the same settings and seeds differ in versions, pools or "
-            "code: %s", counted(len(older), "row"), ", ".join(dict.fromkeys(older)),
+            "%s left out: newer rows with the same settings and seeds differ in models, versions, "
+            "pools or code: %s. Report such folders one by one",
+            counted(len(older), "row"), ", ".join(dict.fromkeys(older)),
         )  # fmt: skip
     joined = _labelled(list(rows.values()))
     _check_tests(joined)
