@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = _verb(verbs, "plan", plan_command)
     plan.add_argument("words", nargs="+", metavar="WORD", help="words of a run: modelpool=... ...")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
-    plan.add_argument("-m", "--multirun", action="store_true", help="allowed, as in a sweep")
+    plan.add_argument("-m", "--multirun", action="store_true", help="plan a sweep")
 
     settings = _verb(verbs, "settings", settings_command)
     settings.add_argument("method", nargs="?", default="featcal", metavar="METHOD")
