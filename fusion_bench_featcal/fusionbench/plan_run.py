@@ -118,9 +118,11 @@ def _rows(
         settings, choices = choices_of_config(method, suite)
         rows = choices.rows(settings)
         return dict.fromkeys(rows, 1), {row: of.strengths for row, of in rows.items()}
-    kind = get_class(target) if target.startswith("fusion_bench_featcal.") else None
-    if kind is not None:
-        kind(**{key: value for key, value in method.items() if key != "_target_"})  # checks them
-    if hasattr(kind, "planned_rows"):
-        return kind.planned_rows(method, suite), {}  # type: ignore[union-attr]
-    return {str(method.get("name") or target.rpartition(".")[2]): 1}, {}
+    row = method.get("name") or target.rpartition(".")[2]
+    if target.startswith("fusion_bench_featcal."):
+        kind = get_class(target)
+        made: Any = kind(**{k: v for k, v in method.items() if k != "_target_"})  # checks them
+        if hasattr(kind, "planned_rows"):
+            return kind.planned_rows(method, suite), {}
+        row = made.method.name if hasattr(made, "method") else row
+    return {str(row): 1}, {}
