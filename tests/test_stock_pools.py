@@ -82,7 +82,10 @@ VICUNA = (
     "+method.calibration_data.finetuned_model=texts.jsonl",
 )
 WHOLE_RUNS = {
-    "clip": ("modelpool=clip-vit-base-patch32_TA8",),  # the sentence of README
+    "clip": (
+        "modelpool=clip-vit-base-patch32_TA8",
+        "modelpool.default_taskpool.dataloader_kwargs.num_workers=0",  # 8 would start 8 processes
+    ),
     "flan_t5": ("modelpool=flan-t5-base_glue",),
     "language_model": VICUNA,
 }
