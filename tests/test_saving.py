@@ -18,7 +18,7 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings, files
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.fusionbench import save_model
 from fusion_bench_featcal.fusionbench.saving import check_save_target
-from fusion_bench_featcal.models.saving import PAPER, CardFacts, card_text
+from fusion_bench_featcal.models.saving import PAPER, CardFacts, card_text, writing_model
 
 
 class Tiny(nn.Module):
@@ -96,6 +96,18 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(CalibrationError, match=r"merged_model_save_path.*too little room.*4 KiB"):
         save_model(POOL, Tiny(2), tmp_path / "saved")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_another_run_filled_meanwhile_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with (
+        pytest.raises(CalibrationError, match="--out out is another run's by now: name a new"),
+        writing_model(target, needed=1, option="--out out", advice="") as new,
+    ):
+        new.mkdir()
+        target.mkdir()
+        (target / "theirs").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
 @pytest.mark.parametrize(

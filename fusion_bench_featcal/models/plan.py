@@ -146,7 +146,8 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
         table.add_row(label, "unknown" if size is None else bytes_text(size))
     for row, times in plan.rows.items():
         strengths = (f"{name}={value:g}" for name, value in plan.strengths.get(row, {}).items())
-        table.add_row(", ".join([f"row {row}", *strengths]), counted(times, "time"))
+        amount = "once" if times == 1 else counted(times, "time")
+        table.add_row(", ".join([f"row {row}", *strengths]), amount)
     if plan.jobs > 1:
         table.add_row("jobs of the sweep (sizes and settings: the first job's)", str(plan.jobs))
     if not plan.downloads:

@@ -68,6 +68,9 @@ def writing_model(target: Path, needed: int, *, option: str, advice: str) -> Ite
         with new_path(target) as new:
             yield new
     except (OSError, SafetensorError, RuntimeError) as error:
+        if target.is_dir() and any(target.iterdir()):
+            message = f"{option} is another run's by now: name a new folder"
+            raise CalibrationError(message) from error
         cause = getattr(error, "strerror", None) or first_line(error)
         raise CalibrationError(
             f"the model cannot be saved to {option}: {cause}. It needs {bytes_text(needed)}, and "
