@@ -74,6 +74,9 @@ class Mirror:
         address |= {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(home)}
         for name, value in address.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
+        # Releases before 1.0 read a copy.
+        copy = "huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE"
+        monkeypatch.setattr(copy, files, raising=False)
         monkeypatch.setattr("fusion_bench_featcal.models.hub._MODELS", {})
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         _end_sessions()
