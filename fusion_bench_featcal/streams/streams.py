@@ -25,11 +25,12 @@ from fusion_bench_featcal.streams.samples import naming_task
 from fusion_bench_featcal.streams.storage import DeviceStorage
 
 READ_AS_THE_OUTPUT = (
-    "q_proj", "query", "q_lin", "out_proj", "out_lin", "attention.output.dense", "output.dense",
-    "intermediate.dense", "fc1", "fc2", "lin1", "lin2", "c_fc", "c_proj",
+    "q_proj", "query", "q_lin", "o_proj", "out_proj", "out_lin", "attention.output.dense",
+    "output.dense", "intermediate.dense", "fc1", "fc2", "lin1", "lin2", "c_fc", "c_proj", "up_proj",
+    "gate_proj", "down_proj",
 )  # fmt: skip
 """Modules of a block with attention whose rows matter only for the same row of its output. Keys and
-values matter for all rows."""
+values matter for all rows. Releases of transformers differ in the names."""
 
 
 @dataclass(frozen=True)

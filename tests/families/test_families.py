@@ -15,6 +15,7 @@ from tricky_models import Between, biased
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import LLAMA, STACK, STAGES, resolve_family
 from fusion_bench_featcal.families.base import captured
+from fusion_bench_featcal.streams.streams import READ_AS_THE_OUTPUT
 
 
 def of_lists(**lists: nn.ModuleList) -> nn.Module:
@@ -67,6 +68,18 @@ def test_plus_uses_the_first_position_alone_where_the_head_does(name: str, is_fi
     tasks = run_fast(suite, **PLUS).log.of_kind("task")
     rows = {(r["block"] == suite.blocks[-1], r["rows"] == r["samples"]) for r in tasks}
     assert rows == {(False, False), (True, is_first)}
+
+
+KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin")
+
+
+@pytest.mark.parametrize("name", ["bert", "electra", "distilbert", "vit", "dinov2"])
+def test_only_keys_and_values_of_the_last_block_count_other_positions(name: str):
+    suite = suite_named(name)
+    block = suite.merged.get_submodule(suite.blocks[-1])
+    linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    others = [name for name in linears if not name.endswith(READ_AS_THE_OUTPUT)]
+    assert len(others) == 2 and all(name.endswith(KEYS_AND_VALUES) for name in others)
 
 
 def test_labels_choose_positions_of_decoders_only():
