@@ -1,7 +1,6 @@
 """Model families: how a model is cut into blocks, and how one block is run."""
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,7 @@ from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_bl
 from fusion_bench_featcal.families.stack import CLIP, LLAMA, STACK, Stack, find_stack
 from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
 from fusion_bench_featcal.families.t5 import T5, WHISPER
+from fusion_bench_featcal.settings.fields import named_class
 
 __all__ = [
     "CLIP", "LLAMA", "OPEN_CLIP", "STACK", "STAGES", "T5", "WHISPER", "Call", "Family", "Stack",
@@ -94,17 +94,10 @@ def _family(family: Any) -> Family:
 
 def _family_of_target(_target_: Any, **options: Any) -> Family:
     """Return a family of the class with a dotted name, built with the other options."""
-    module, _, name = str(_target_).rpartition(".")
-    try:
-        kind = getattr(import_module(module), name)
-    except Exception as error:  # importing a module may raise anything
-        raise ValueError(
-            f"method.family: _target_ {_target_!r} cannot be imported ({error}); give "
-            "my_module.MyFamily, with my_module.py in the folder of the run or installed"
-        ) from error
+    kind = named_class(_target_, "method.family", "MyFamily")
     try:
         family = kind(**options)
-    except Exception as error:  # so may a user's class
+    except Exception as error:  # a user's class may raise anything
         raise ValueError(f"method.family: {_target_}: {error}") from error
     if not isinstance(family, Family):
         raise ValueError(f"method.family: {_target_} made {family!r}, which is no Family")

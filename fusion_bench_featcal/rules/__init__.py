@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
-from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_type_hints
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
+from fusion_bench_featcal.settings.fields import named_class
 
 __all__ = ["BY_NAME", "GroupSums", "Linear", "Rule", "Solved", "rule_of"]
 
@@ -35,13 +35,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         return settings.rule
     options = {} if isinstance(settings.rule, str) else dict(settings.rule)
     target = options.pop("_target_", settings.rule)
-    try:
-        kind: Any = resolve_name(BY_NAME.get(target, target))
-    except Exception as error:  # importing a module may raise anything
-        raise ValueError(
-            f"method.rule: _target_ {target!r} cannot be imported ({error}). Give "
-            "my_module.MyRule, with my_module.py in the folder of the run or installed"
-        ) from error
+    kind = named_class(BY_NAME.get(target, target), "method.rule", "MyRule")
     if not is_dataclass(kind) or not hasattr(kind, "turns"):
         raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
     shared = {field.name for field in fields(kind)} & {f.name for f in fields(FeatCalSettings)}
@@ -55,7 +49,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         _check_types(options, kind, target)
     try:
         return cast(Any, kind)(**values | options)
-    except Exception as error:  # so may a user's class
+    except Exception as error:  # a user's class may raise anything
         typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(f"method.rule: {target}({typed}): {error}") from error
 

@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
+from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args
 
@@ -165,6 +166,26 @@ def is_text_list(value: Any, of: Sequence[str] | None = None) -> bool:
         and not isinstance(value, str)
         and all(isinstance(text, str) and text and (of is None or text in of) for text in value)
     )
+
+
+def named_class(target: Any, setting: str, example: str) -> Any:
+    """Return the class that a setting names by `_target_`.
+
+    Args:
+        target: The dotted name.
+        setting: The setting, for the message.
+        example: Name of a class, for the message.
+
+    Raises:
+        ValueError: If it cannot be imported.
+    """
+    try:
+        return resolve_name(str(target))
+    except Exception as error:  # importing a module may raise anything
+        raise ValueError(
+            f"{setting}: _target_ {target!r} cannot be imported ({error}). Give "
+            f"my_module.{example}, with my_module.py in the folder of the run or installed"
+        ) from error
 
 
 def _kinds(field: Field[Any]) -> Sequence[Any]:
