@@ -120,9 +120,9 @@ def _rows(
         return dict.fromkeys(rows, 1), {row: of.strengths for row, of in rows.items()}
     row = method.get("name") or target.rpartition(".")[2]
     if target.startswith("fusion_bench_featcal."):
-        kind = get_class(target)
-        made: Any = kind(**{k: v for k, v in method.items() if k != "_target_"})  # checks them
-        if hasattr(kind, "planned_rows"):
-            return kind.planned_rows(method, suite), {}
+        keys = {key: value for key, value in method.items() if key != "_target_"}
+        made: Any = get_class(target)(**keys)  # checks them
+        if hasattr(made, "planned_rows"):
+            return made.planned_rows(suite), {}
         row = made.method.name if hasattr(made, "method") else row
     return {str(row): 1}, {}

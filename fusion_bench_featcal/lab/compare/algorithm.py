@@ -135,19 +135,16 @@ class ComparisonAlgorithm(DeclaredMethod):
         super().__init__(**keys)
         (self.settings,) = self.declared
 
-    @classmethod
-    def planned_rows(cls, config: Mapping[str, Any], suite: Mapping[str, Any]) -> dict[str, int]:
+    def planned_rows(self, suite: Mapping[str, Any]) -> dict[str, int]:
         """Return the rows of a comparison -> the number of mergers on which each runs.
 
         Args:
-            config: The method's config.
             suite: The model pool's key `featcal`.
 
         Raises:
             ValueError: As `grid.cells_of`.
         """
-        keys = {key: value for key, value in config.items() if key != "_target_"}
-        return dict(Counter(cell.row for cell in cells_of(cls(**keys).settings, suite)))
+        return dict(Counter(cell.row for cell in cells_of(self.settings, suite)))
 
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
         """Run all cells that are not finished, report them, and return no model.
