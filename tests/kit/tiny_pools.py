@@ -15,7 +15,7 @@ import pytest
 import torch
 from fusion_bench.modelpool import CLIPVisionModelPool
 from tiny_images import picture, write_clip
-from torch import Tensor, nn
+from torch import nn
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
@@ -88,11 +88,6 @@ def tower(models: Mapping[str, str], name: str) -> Any:
 
 def projection_of(models: Mapping[str, str], name: str = "_pretrained_") -> Any:
     return CLIPModel.from_pretrained(models[name]).visual_projection.requires_grad_(False)
-
-
-def pixels_of(models: Mapping[str, str], items: list[dict[str, Any]]) -> Tensor:
-    processor: Any = tiny_processor(models)
-    return processor(images=[i["image"] for i in items], return_tensors="pt")["pixel_values"]
 
 
 def refusing(pool: Any) -> Any:

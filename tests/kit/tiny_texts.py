@@ -19,7 +19,6 @@ from fusion_bench_featcal.pools import CausalLMPool
 WORDS = ("<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrst")
 TASKS = ("one", "two")
 NAMES = ("_pretrained_", *TASKS)
-NORMS = {"seq2seq": "decoder.final_layer_norm", "causal": "model.norm"}
 
 
 def word_tokenizer(*, ends: bool = False, words: tuple[str, ...] = WORDS, **options: Any) -> Any:
