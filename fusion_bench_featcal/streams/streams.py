@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertModel
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.families.base import stoppable
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
@@ -23,14 +25,6 @@ from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import naming_task
 from fusion_bench_featcal.streams.storage import DeviceStorage
-
-READ_AS_THE_OUTPUT = (
-    "q_proj", "query", "q_lin", "o_proj", "out_proj", "out_lin", "attention.output.dense",
-    "output.dense", "intermediate.dense", "fc1", "fc2", "lin1", "lin2", "c_fc", "c_proj", "up_proj",
-    "gate_proj", "down_proj",
-)  # fmt: skip
-"""Modules of a block with attention whose rows matter only for the same row of its output. Keys and
-values matter for all rows. Releases of transformers differ in the names."""
 
 
 @dataclass(frozen=True)
@@ -151,14 +145,35 @@ class Streams:
     def narrow(self, block: str, sites: Iterable[Site]) -> None:
         """In the last block, count only first positions, if the model's head reads no others.
 
-        Keys and values, and modules with unknown names, still count all of their rows.
+        Modules whose other rows reach the first one, such as keys and values, count all rows.
         """
         if not self.reads_first or block != self.stages[-1][-1]:
             return
-        names = [site.name for site in sites if not site.name.endswith(READ_AS_THE_OUTPUT)]
+        first = next(iter(self.tasks.values()))[0]
+        with self.storage.loaded(first):
+            result = self.step(self.model, block, first.cal).hidden[:, 0]
+            names = [
+                site.name
+                for site in sites
+                if not torch.equal(result, self._first_with_changes(block, first.cal, site.name))
+            ]
         for batch in (batch for task in self.tasks for batch in self.visits(task)):
             of_sites = {name: batch.rows.of(name) for name in names}
             batch.rows = Rows({"": CountedRows.first_of(batch.cal.hidden)} | of_sites)
+
+    def _first_with_changes(self, block: str, call: Any, name: str) -> Tensor:
+        """Return a block's first output if a module's other outputs change their signs."""
+        positions = call.hidden.shape[:-1]
+
+        def change(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            output = output.clone(memory_format=torch.contiguous_format)
+            aligned = output.shape[:-1] in (positions, (positions.numel(),))
+            others = output.view(*positions, -1)[:, 1:] if aligned else output
+            others *= -1
+            return output
+
+        with stoppable(self.model.get_submodule(name).register_forward_hook(change)):
+            return self.step(self.model, block, call).hidden[:, 0]
 
     def follow(
         self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
