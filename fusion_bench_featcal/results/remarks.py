@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_featcal.run.log import doubts
+
 from .notes import BELOW, SAMPLES, UPDATE, Note
 from .run import Row
 
@@ -39,7 +41,7 @@ def tasks_below_merged(rows: Sequence[Row]) -> list[Note]:
 
 def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
     """Return all notes on the calibration log of a row."""
-    return [*exchanged_samples(name, records), *largest_update(name, records)]
+    return [*doubted_samples(name, records), *largest_update(name, records)]
 
 
 def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
@@ -58,21 +60,12 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
     return [Note(UPDATE, text, name)]
 
 
-def exchanged_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
-    """Return a note on each task whose expert fits another task's samples.
-
-    `records` come from the calibration log of row `name`.
-    """
+def doubted_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
+    """Return notes on samples that do not fit the experts, from the calibration log of a row."""
+    trust = [record for record in records if record["kind"] == "trust"]
     return [
-        Note(
-            SAMPLES,
-            f"{record['task']}: its expert fits the samples of {record['fits']}. Were the samples "
-            "exchanged?",
-            name,
-            record["task"],
-        )
-        for record in records
-        if record["kind"] == "trust" and record["fits"]
+        Note(SAMPLES, f"{task}: {doubt}" if task else doubt, name, task)
+        for task, doubt in doubts(trust).items()
     ]
 
 

@@ -1,6 +1,7 @@
 """Log of a calibration, block by block."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,27 @@ class CalibrationLog:
             ReportError: If the file cannot be written.
         """
         write_atomic(Path(path), json_lines(self.plain_records()))
+
+
+UNFAMILIAR = 0.1
+"""Trust up to which samples are doubted if no task has more. A single task may have less."""
+
+
+def doubts(trust: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return sentences on samples that do not fit the experts, by task, or under "" for all tasks.
+
+    Args:
+        trust: The records of kind `trust`.
+    """
+    found = {
+        record["task"]: f"its expert fits the samples of task {record['fits']}. Were the samples "
+        "exchanged?"
+        for record in trust
+        if record["fits"]
+    }
+    if trust and not found and (most := max(r["trust"] for r in trust)) <= UNFAMILIAR:
+        found[""] = (
+            "no expert fits its own samples better than those of other tasks (trust at most "
+            f"{most:.2f}). Do all tasks have the same samples, or none of the experts' data?"
+        )
+    return found

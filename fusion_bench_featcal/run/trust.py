@@ -11,6 +11,7 @@ from torch import Tensor
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.run.log import doubts
 from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.streams.samples import naming_module
 from fusion_bench_featcal.streams.task_rows import paired_rows
@@ -37,7 +38,7 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
 
         gamma_i = gamma max(64 / k_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
 
-    A warning names tasks whose samples were exchanged.
+    Warnings name tasks whose samples were exchanged, or say that no task's samples fit.
 
     Args:
         problem: The problem, whose rule is `Plus`.
@@ -53,14 +54,10 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
         trust = dict(zip(tasks, trust_of(weights, likeness).tolist(), strict=True))
         exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(likeness).items()}
     for task, value in trust.items():
-        record = {"task": task, "trust": value, "fits": exchanged.get(task)}
-        problem.log.add("trust", record)
-    for task, other in exchanged.items():
-        logger.warning(
-            "task %s: its expert fits the samples of task %s. Were the samples exchanged? Check "
-            "modelpool.train_datasets and method.calibration_data",
-            *(task, other),
-        )
+        problem.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
+    for task, doubt in doubts(problem.log.of_kind("trust")).items():
+        where = "modelpool.train_datasets and method.calibration_data"
+        logger.warning("%s%s Check %s", task and f"task {task}: ", doubt, where)
     rule: Any = problem.rule
     gammas = dict[str, float]()
     for task in streams.tasks:
