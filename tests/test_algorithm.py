@@ -118,7 +118,8 @@ def test_report_and_table_have_every_row_and_next_steps_come_last(run: Run) -> N
     lines = run.output[run.output.index("alphabets2: accuracy") :].splitlines()
     end = next(n for n, line in enumerate(lines) if line.startswith("next: "))
     program, *words = shlex.split(lines[end].removeprefix("next: "))
-    assert (Path(program).name, words) == ("featcal", ["report", f"{run.folder}/log"])
+    assert (Path(program).name, words[0]) == ("featcal", "report")
+    assert Path(words[1]).absolute() == run.folder / "log"  # relative below the current folder
     assert lines[end - 1] == f"reports: {run.folder}/log"
     assert lines[end - 2] == f"saved the model of row {ROW}: {run.folder}/saved"
     assert max(len(line) for line in lines[: end - 2]) <= 80
