@@ -102,7 +102,10 @@ def open_language_task(
     notes = [sentence(task, request, *parts, calibration.columns("columns"), measure)]
     notes += _notes_of_rows(task, calibration)
     if calibration.are_generated:
-        notes.append(f"{task}: no targets in --data, so its expert writes them")
+        unread = calibration.columns("unread")
+        names = f"{task}:prompt={calibration.columns('columns')[-1]},target=COLUMN"
+        advice = f". If {' or '.join(unread)} has them: --columns {names}" if unread else ""
+        notes.append(f"{task}: no targets in --data, so its expert writes them{advice}")
     return Task(calibration, calibration.samples, tests, notes)
 
 

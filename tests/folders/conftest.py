@@ -65,7 +65,9 @@ def lora(folder: Path) -> list[str]:
 
 
 def missing_targets(folder: Path) -> list[str]:
-    write_rows(folder / "one.jsonl", [{"prompt": r["prompt"]} for r in sentences("one", ROWS)])
+    write_rows(
+        folder / "one.jsonl", [{"prompt": r["prompt"], "id": "a"} for r in sentences("one", ROWS)]
+    )
     return words(folder, *PAPER, "--set", "generated_tokens=3")
 
 

@@ -151,7 +151,8 @@ def test_an_encoder_decoder_whose_expert_writes_missing_targets(finished):
     run = finished("t5")
     names = changed(type(run.models["base"]).from_pretrained(run.out), run.models["merged"])
     assert any(name.startswith("decoder") for name in names) and "shared.weight" not in names
-    assert "one: no targets in --data, so its expert writes them" in run.screen
+    note = "one: no targets in --data, so its expert writes them. If id has them: --columns"
+    assert f"{note} one:prompt=prompt,target=COLUMN" in " ".join(run.screen.split())
     assert "two: no targets" not in run.screen
     assert run.report.accuracy["experts"]["one"] == 1  # of answers that it has written itself
 
