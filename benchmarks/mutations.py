@@ -1,4 +1,4 @@
-"""Mutate `core` and `rules` with mutmut, and list the mutants that no test notices.
+"""Mutate `core`, `rules` and `run` with mutmut, and list the mutants that no test notices.
 
     python benchmarks/mutations.py [--sample 400] [--minutes 120] [--jobs 2]
 
@@ -54,7 +54,7 @@ def report(results: dict[str, str]) -> str:
     """Return a page with the number of mutants by status and the survivors."""
     counts = Counter("noticed" if s in NOTICED else s for s in results.values())
     lines = [
-        "# Mutants of `core` and `rules`\n",
+        "# Mutants of `core`, `rules` and `run`\n",
         f"By `python benchmarks/mutations.py`. {len(results)} mutants in all, "
         + ", ".join(f"{status}: {count}" for status, count in sorted(counts.items()))
         + ". Some survivors do the same as the original, for example without `strict`.\n",
