@@ -129,6 +129,7 @@ def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path: Pa
 METHODS, UPSTREAM = "post_merging_methods", "upstream_mergers"
 OURS = {kind: {"_target_": f"fusion_bench_featcal.lab.rivals.{kind}"}
         for kind in ("FeatCal", "Surgery")}  # fmt: skip
+CHAIN = "fusion_bench_featcal.lab.rivals.Chain"
 TWO = {METHODS: {"scale": method(Scale), "twice": method(Scale)}, "references": []}
 OUT = {"compare": {"leave_out": {"twice": "it is too much", "simple_average": "it is too plain"}}}
 
@@ -149,6 +150,16 @@ OUT = {"compare": {"leave_out": {"twice": "it is too much", "simple_average": "i
 def test_cells_of_choices_and_pools(suite: Any, choices: Any, expected: str) -> None:
     settings = comparison(Path("never"), **({METHODS: DOUBLE} | choices)).settings
     assert [cell.title for cell in cells_of(settings, suite)] == expected.split()
+
+
+def test_methods_draw_the_comparisons_samples_unless_they_have_their_own_settings() -> None:
+    methods: dict[str, Any] = {"scale": method(Scale), "own": method(Scale, seed=5)} | OURS
+    methods["chain"] = {"_target_": CHAIN, "methods": [method(Scale), OURS["FeatCal"]]}
+    chosen: Any = {"seed": 7, "samples_per_task": 9, UPSTREAM: {"x": AVERAGE}, METHODS: methods}
+    cells = {cell.row: cell for cell in cells_of(comparison(Path("never"), **chosen).settings, {})}
+    drawn = {n: cells[n].method.settings for n in methods}
+    assert [drawn[name]["seed"] for name in methods] == [7, 5, 7, 7, 7]
+    assert [drawn[name]["samples_per_task"] for name in (*OURS, "chain")] == [9, 9, 9]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

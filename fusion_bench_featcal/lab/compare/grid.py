@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.fusionbench.options import is_merger, plain
 from fusion_bench_featcal.fusionbench.pool_models import import_target
-from fusion_bench_featcal.lab.rivals import Method
+from fusion_bench_featcal.lab.rivals import Chain, Method
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 REFERENCES = (BASE, EXPERTS)
 NONE = "none"  # in method.post_merging: the merger alone, which always runs
 _KEYS = ("upstream_mergers", "mergers_alone", "post_merging_methods")
+_SHARED = ("samples_per_task", "calibration_split", "calibration_corruption", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
 
     cells = [Cell(row=name) for name in _chosen(settings, "references", REFERENCES, {})]
     rows = [
-        Cell(row=name, method=_method(name, methods[name]), config=methods[name])
+        _row(name, methods[name], settings)
         for name in _chosen(settings, "post_merging", {NONE: None, **methods}, left_out)
         if name != NONE
     ]
@@ -138,18 +139,31 @@ def _merger(name: str, config: Any, setting: str) -> Merger:
     return Merger(name=name, config=config, setting=setting)
 
 
-def _method(name: str, config: Any) -> Method:
+def _row(name: str, config: Any, settings: Any) -> Cell:
+    """Return a method's row, not yet over a merger."""
     setting = f"method.post_merging_methods.{name}"
-    if not isinstance(config, Mapping) or "_target_" not in config:
-        raise ValueError(f"{setting} must have a _target_, got {config!r}")
-    import_target(setting, config["_target_"])
+    config = _drawing_alike(config, settings, setting)
     method = _made(config, setting)
     if not isinstance(method, Method) or not hasattr(method, "post_merge"):
         raise ValueError(
             f"{setting}: {config['_target_']} is no post-merging method: derive it from "
             "fusion_bench_featcal.lab.rivals.Method and give it post_merge(merged, inputs)"
         )
-    return method
+    return Cell(row=name, method=method, config=config)
+
+
+def _drawing_alike(config: Any, settings: Any, setting: str) -> dict[str, Any]:
+    """Return a method's config, with the comparison's seed and samples where it names none."""
+    if not isinstance(config, Mapping) or "_target_" not in config:
+        raise ValueError(f"{setting} must have a _target_, got {config!r}")
+    kind = import_target(setting, config["_target_"])
+    names = kind.names() if isinstance(kind, type) and issubclass(kind, Method) else ()
+    shared = {name: plain(getattr(settings, name)) for name in _SHARED if name in names}
+    config = shared | dict(config)
+    if kind is Chain:
+        parts = config.get("methods") or ()
+        config["methods"] = [_drawing_alike(part, settings, setting) for part in parts]
+    return config
 
 
 def _made(config: Mapping[str, Any], setting: str) -> Any:
@@ -157,7 +171,8 @@ def _made(config: Mapping[str, Any], setting: str) -> Any:
         return instantiate(config, _recursive_=False, _convert_="all")
     except Exception as error:  # Hydra wraps the constructor's error, which is about a setting
         reason = str(error.__cause__ or error).replace("method.", f"{setting}.")
-        raise ValueError(f"{setting}: {reason}") from error
+        prefix = "" if reason.startswith(setting) else f"{setting}: "
+        raise ValueError(f"{prefix}{reason}") from error
 
 
 def _check_keys(config: Mapping[str, Any], setting: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 _MODULES = {
     "Chain": "chain", "CorrectedModel": "corrected_model", "FeatCal": "featcal", "Method": "method",
+    "SampleSettings": "method",
 }  # fmt: skip
 """Public names that are no option of the command line -> module."""
 
