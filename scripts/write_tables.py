@@ -184,9 +184,10 @@ def accuracies_figure() -> str:
 
 def diagnosis_part() -> str:
     """Return the tables of the diagnosis in docs/results."""
-    (run,) = results_of(DIAGNOSIS).runs.values()
+    results = results_of(DIAGNOSIS)
+    (run,) = results.runs.values()
     tables = [f"*{part.title}*\n\n{part.markdown()}" for part in diagnosis_tables(run)]
-    return "\n\n".join(tables)
+    return "\n\n".join([*tables, measured(results)])
 
 
 def figures() -> dict[Path, str]:

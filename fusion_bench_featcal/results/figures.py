@@ -35,7 +35,7 @@ _INK, _GREY = "#222222", "#8c8c8c"
 _INK_RULES = "svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}"
 # Okabe and Ito's colours, distinguishable with common colour blindness. Marks differ, too.
 _LOOKS = {
-    "base": (_GREY, "x"), "experts": (_INK, "|"), MERGED: ("#d55e00", "s"),
+    "base": (_GREY, "x"), "experts": (_INK, "*"), MERGED: ("#d55e00", "s"),
     "featcal": ("#0072b2", "o"), "featcal_plus": ("#56b4e9", ">"),
 }  # fmt: skip
 _FREE_LOOKS = list(product(("#009e73", "#cc79a7", "#e69f00", "#7a5195", "#8c6d31"), "<hpdv^DP"))
@@ -223,7 +223,7 @@ def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         free = [look for look in _FREE_LOOKS[start:] + _FREE_LOOKS[:start] if look not in taken]
         look = _LOOKS.get(name, (free or _FREE_LOOKS)[0])
         taken.append(look)
-        size, edge = (11 if look[1] == "|" else 6), (1.6 if look[1] in "x|" else 0.0)
+        size, edge = (9 if look[1] == "*" else 6), (1.6 if look[1] == "x" else 0.0)
         styles[name] = {"color": look[0], "marker": look[1], "markersize": size,
                         "markeredgewidth": edge}  # fmt: skip
     return styles
