@@ -94,8 +94,9 @@ def typed_path(path: Path) -> str:
 def closing_lines_of_a_comparison(folder: Path, cells: Path) -> list[str]:
     """Return the last lines of `method=compare`, which saves no model."""
     return [
-        f"finished cells, of earlier commands too: featcal report {typed_path(cells)}",
         "compare saves no model; run a method by itself for that:",
         "  method=featcal merged_model_save_path=DIR",
-        *next_lines(folder),
+        f"reports: {folder}",
+        "next, with the finished cells of other jobs and earlier commands:",
+        f"  featcal report {typed_path(cells)}",
     ]

@@ -167,8 +167,10 @@ def legend(frame: Any) -> list[str]:
         lines.append(
             "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)"
         )
-    if frame.share.notna().any() or frame.worst_task.notna().any():
+    if frame.share.notna().any():
         lines.append("share: of the gap from merged to experts; worst task: least share, its value")
+    elif frame.worst_task.notna().any():
+        lines.append("worst task: least gain, its value")
     if f"cost.{TASK_ID}" in frame and frame[f"cost.{TASK_ID}"].any():
         lines.append("task id: inference needs the task of each input")
     used = frame[frame.samples != ""].groupby("samples", sort=False).row.unique()
@@ -179,6 +181,14 @@ def legend(frame: Any) -> list[str]:
 
 
 # ---- the table of points
+
+
+def point_legend(frame: Any, notes: Iterable[Note]) -> list[str]:
+    """Return lines on the meaning of the table of points."""
+    lines = ["n: samples per task"] if "samples_per_task" in frame.attrs["labels"] else []
+    if any(note.kind == BELOW for note in notes):
+        lines.append("tasks end below the merged model: --out DIR names each row's worst task")
+    return lines
 
 
 def point_tables(frame: Any) -> list[Table]:
@@ -251,11 +261,20 @@ def tables_of(frame: Any, width: int | None = None) -> list[Table]:
 
 def sentences(frame: Any, notes: Iterable[Note]) -> list[str]:
     """Return the legend of a frame of `summary`, and the notes."""
-    seeds, has_points = int(frame.seeds.max()), bool(frame.attrs["labels"])
-    means = [f"means over {seeds} seeds"] if seeds > 1 else []
-    legends = [] if has_points else legend(frame)
+    notes, has_points = list(notes), bool(frame.attrs["labels"])
+    legends = point_legend(frame, notes) if has_points else legend(frame)
     texts = sentences_of(notes, *[BELOW] * has_points)
-    return [*means, *legends, *(f"note: {text}" for text in texts)]
+    return [*means_text(frame), *legends, *(f"note: {text}" for text in texts)]
+
+
+def means_text(frame: Any) -> list[str]:
+    """Return a sentence on the number of seeds of repairs, or of mergers alone, if several."""
+    of_repairs = frame.seeds[~frame.row.isin(REFERENCES) & (frame.row != frame.merger)]
+    seeds = of_repairs if len(of_repairs) else frame.seeds
+    least, most = int(seeds.min()), int(seeds.max())
+    if most == 1:
+        return []
+    return [f"means over {most} seeds" if least == most else f"means over {least} to {most} seeds"]
 
 
 def show(frame: Any, notes: Iterable[Note]) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,10 @@ def test_rows_of_other_settings_are_points_of_one_table(tmp_path: Path) -> None:
     assert ["n", "=", "8", "n", "=", "64"] in lines
     assert ["+", "featcal", "62.8", "(32", "%)", "68.4", "(46", "%)"] in lines
     assert ["ties", "50.0", "50.0"] in lines and ["experts", "90.0", "90.0"] in lines
+    assert "means over 3 seeds\nn: samples per task\n" in done.out
     assert (tmp_path / "out" / "lines.csv").read_text().startswith("samples_per_task,")
+    shutil.rmtree(tmp_path / "cells" / "featcal-64-3")
+    assert "means over 2 to 3 seeds" in featcal("report", tmp_path / "cells").out
 
 
 def test_a_rows_merger_is_the_one_with_its_settings(tmp_path: Path) -> None:
