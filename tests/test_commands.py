@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ WORDS = {
     "method.calibration_data={mini_mnist: a.csv}": "mini_mnist=a.csv: there is no such file",
     "modelpool.models.mini_mnist=/no/folder": "modelpool.models.mini_mnist=/no/folder: there",
     "modelpool.train_datasets.mini_mnist=/no/file": "train_datasets.mini_mnist=/no/file: there",
+    "+modelpool.train_dataset={a: b}": "modelpool.train_dataset is unknown (nearest: 'train_",
+    "method.calibration_data.mini_mnist=a.csv": "To add it, write +method.calibration_data.mini_",
     "+modelpool.models.mini_new=a": "task 'mini_new' has no calibration data",
     "+modelpool.default_taskpool.tasks.mini_mnis=1":
         "default_taskpool.tasks.mini_mnis: no expert has this name (nearest: 'mini_mnist')",
@@ -76,12 +79,15 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_a_failed_run_ends_in_one_line_and_a_bug_in_its_traceback():
+def test_a_failed_run_ends_in_one_line_and_a_bug_in_its_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with composing():
         config = compose("fabric_model_fusion", [*RUN, "modelpool.models.mini_korean=/no/folder"],
                          return_hydra_config=True)  # fmt: skip
     with pytest.raises(SystemExit, match=r"^error: modelpool\.models\.mini_korean=/no/folder: th"):
         FeatCalJob().on_run_start(config)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err.startswith("\ninterrupted. The same command goes on after")
     job = JobReturn(status=JobStatus.FAILED)
     job.return_value = raised(CalibrationError("method.seed: change it"))
     FeatCalJob().on_job_end(config, job)

@@ -20,6 +20,7 @@ from fusion_bench_featcal.fusionbench.options import (
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _BY_TASK = ("calibration_data", "task_weights")
+_DATA = ("train_datasets", "val_datasets", "test_datasets")
 
 
 def check_config(config: DictConfig) -> None:
@@ -44,6 +45,7 @@ def check_config(config: DictConfig) -> None:
             raise ValueError(f"{getattr(error, 'full_key', 'config')}: {missing}") from error
         raise ValueError(f"the config cannot be resolved: {error}") from error
     suite: Any = OmegaConf.to_container(config.modelpool, resolve=False)
+    refuse_unknown((k for k in suite if k.endswith(("dataset", "datasets"))), _DATA, "modelpool.")
     tasks = [name for name in entries["modelpool.models"] if not str(name).startswith("_")]
     for key in _BY_TASK:
         refuse_unknown(method.get(key) or (), tasks, f"method.{key}.")

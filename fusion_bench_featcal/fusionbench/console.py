@@ -29,6 +29,10 @@ _NEEDLESS = re.compile(
     r"Using a slow image processor|(?s:(?=.* LOAD REPORT)(?!.*(MISSING|MISMATCH|CONVERSION)))"
 )
 _SWITCHES = ("print_config", "print_function_call")
+_INTERRUPTED = (
+    "interrupted. The same command goes on after the finished cells of method=compare, and with "
+    "method.checkpoint_dir and method.resume=true after the last finished block"
+)
 _hook_before: Any = None
 
 
@@ -52,6 +56,7 @@ class FeatCalJob(Callback):
         from fusion_bench_featcal.fusionbench.config_checks import check_config
 
         make_importable(os.getcwd())
+        explain_interruptions()
         # FusionBench sets it to 1, which processes started by the job would take for the user's.
         config.hydra.job.env_set[FULL_ERROR] = os.environ.get(FULL_ERROR, "0")
         if is_helper(os.environ):  # the time in the folder's name would differ
@@ -70,6 +75,7 @@ class FeatCalJob(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Switch FusionBench's prints off in every job of a sweep."""
         make_importable(os.getcwd())
+        explain_interruptions()
         config.hydra.overrides.task = [
             *(f"{name}=false" for name in _SWITCHES),
             *config.hydra.overrides.task,
@@ -132,6 +138,19 @@ def make_importable(folder: str) -> None:
         sys.path.append(folder)
 
 
+def explain_interruptions() -> None:
+    """Say how to go on in place of a traceback, if a run is interrupted by Ctrl-C."""
+    before = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            before(kind, error, trace)
+        elif not is_helper(os.environ):
+            print(f"\n{_INTERRUPTED}", file=sys.stderr)
+
+    sys.excepthook = explain
+
+
 def explain_config_errors() -> None:
     """Explain Hydra's errors in one line until the config is composed."""
     global _hook_before
@@ -164,5 +183,6 @@ def explained(error: BaseException) -> ValueError:
         return ValueError(f"there is no config {error.missing_cfg_file}{hint}")
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         hint = nearest_hint(cause.key, cause.parent_node or ())
-        return ValueError(f"{cause.full_key} is unknown{hint}")
+        added = f". To add it, write +{cause.full_key}=..."
+        return ValueError(f"{cause.full_key} is unknown{hint or added}")
     return ValueError(" ".join(f"{error} {cause or ''}".split()))

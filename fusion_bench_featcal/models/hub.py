@@ -252,7 +252,10 @@ def hub_cause(error: BaseException) -> str | None:
         return f"the hub is busy ({status}). Wait, or {_LOG_IN}, and {_AGAIN}"
     is_network = any(type(link).__module__.startswith(_TRANSPORTS) for link in chain)
     if is_network or is_any(ConnectionError, TimeoutError):
-        return f"the hub at {constants.ENDPOINT} does not answer. Check the network and {_AGAIN}"
+        return (
+            "there is no such file or folder here, and the hub at "
+            f"{constants.ENDPOINT} does not answer. Check the network and {_AGAIN}"
+        )
     return None
 
 

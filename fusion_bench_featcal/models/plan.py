@@ -152,4 +152,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
         table.add_row("jobs of the sweep (sizes and settings: the first job's)", str(plan.jobs))
     if not plan.downloads:
         table.add_row("to fetch", "nothing")
-    (console or Console()).print(table)
+    console = console or Console()
+    console.print(table)
+    if any(download.files is None for download in plan.downloads):
+        console.print("unknown: nothing of that name is here, and the hub does not describe it")
