@@ -1,8 +1,10 @@
 """A method's use of FusionBench's program: its task pool, its mergers, its machine."""
 
 import copy
+import io
 import logging
 import re
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from fusion_bench_featcal.fusionbench.saving import check_save_target
 from fusion_bench_featcal.results import prepare_directory
 
 log = logging.getLogger(__name__)
-
+prints = logging.getLogger("fusion_bench.prints")  # in the log file only (console.ScreenFilter)
 
 _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 
@@ -91,18 +93,28 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
         CalibrationError: If the method does not return exactly one model.
     """
     log.info("merging with %s", method_name(config))
-    if program is not None:
-        merger = program._instantiate_and_setup(config, compat_load_fn=_LOAD_METHOD)
-    else:
-        merger = instantiate(config, _recursive_=False)
-    merged = merger.run(_pool_for_merging(modelpool))
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):  # times of steps, and other notes for developers
+            merged = _merged(program, config, modelpool)
+    finally:
+        if text := printed.getvalue().strip():
+            prints.info(text)
     if not isinstance(merged, nn.Module):
         raise CalibrationError(
-            f"{setting} ({type(merger).__name__}) returned {type(merged).__name__}; "
+            f"{setting} ({method_name(config)}) returned {type(merged).__name__}; "
             "what follows needs one merged model"
         )
     bind_own_functions(merged)
     return counting_in(torch.int64, merged).requires_grad_(False)
+
+
+def _merged(program: Any, config: Any, modelpool: BaseModelPool) -> Any:
+    if program is not None:
+        merger = program._instantiate_and_setup(config, compat_load_fn=_LOAD_METHOD)
+    else:
+        merger = instantiate(config, _recursive_=False)
+    return merger.run(_pool_for_merging(modelpool))
 
 
 def counting_in(dtype: torch.dtype, model: Any) -> Any:
