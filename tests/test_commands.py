@@ -188,7 +188,8 @@ def test_plan_counts_rows_of_comparisons_and_sweeps():
 
 
 def test_plan_reads_sizes_of_downloads_from_the_hub_or_does_without(tmp_path, monkeypatch):
-    models = f"{{_pretrained_: {image.path()}, one: {image.path('mini_mnist')}, two: some/model}}"
+    base, one = (f"'{image.path(name)}'" for name in ("pretrained", "mini_mnist"))
+    models = f"{{_pretrained_: {base}, one: {one}, two: some/model}}"
     words = [TA6, "~modelpool.models", f"+modelpool.models={models}", "~modelpool.train_datasets",
              "+modelpool.train_datasets={one: {path: some/data}, two: other/data}"]  # fmt: skip
     offline = plan_run(words)

