@@ -122,6 +122,7 @@ def test_report_and_table_have_every_row_and_next_steps_come_last(run: Run) -> N
     assert Path(words[1]).absolute() == run.folder / "log"  # relative below the current folder
     assert lines[end - 1] == f"reports: {run.folder}/log"
     assert lines[end - 2] == f"saved the model of row {ROW}: {run.folder}/saved"
+    assert lines[end - 3] == "another row is saved by method.save=featcal"
     assert max(len(line) for line in lines[: end - 2]) <= 80
 
 
