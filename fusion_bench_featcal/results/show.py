@@ -68,9 +68,11 @@ def short_names(tasks: Sequence[str]) -> dict[str, str]:
 
 
 def abbreviated(names: Iterable[str], letters: int) -> dict[str, str]:
-    """Cut names to some letters, unless two would be equal."""
-    names = list(names)
-    cut = {name: name[:letters].rstrip("_- ") for name in names}
+    """Cut names to some letters, the last of them an ellipsis, unless two would be equal."""
+    cut = {
+        name: name if len(name) <= letters else f"{name[: letters - 1].rstrip('_- ')}…"
+        for name in names
+    }
     return {n: c if [*cut.values()].count(c) == 1 else n for n, c in cut.items()}
 
 
