@@ -32,6 +32,8 @@ REFUSED = {
     "ConvNext.*/convnext-base-224|Dinov2.*|ResNet.*": NO_EXPERT,
     "SequenceClassificationModelPool/(?!roberta).*": NO_EXPERT,
     "OpenCLIP.*": "open_clip is not installed",
+    # loads its tokenizer at once, and transformers 4.57 has no message for a missing network
+    "gpt-2_glue": "downloads begin|not NoneType",
     # broken in FusionBench
     ".*_robustness_corrupted": "Interpolation key 'corruption' not found",
     ".*/roberta-base_glue": "Could not load 'model/roberta/roberta_glue-stsb'",
