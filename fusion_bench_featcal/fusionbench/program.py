@@ -1,10 +1,10 @@
 """A method's use of FusionBench's program: its task pool, its mergers, its machine."""
 
 import copy
-import io
 import logging
 import re
 from contextlib import redirect_stdout
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -93,13 +93,15 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
         CalibrationError: If the method does not return exactly one model.
     """
     log.info("merging with %s", method_name(config))
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed):  # times of steps, and other notes for developers
-            merged = _merged(program, config, modelpool)
-    finally:
-        if text := printed.getvalue().strip():
-            prints.info(text)
+    # Times of steps, and other notes for developers. FusionBench needs a file with a descriptor.
+    with TemporaryFile("w+", encoding="utf-8") as printed:
+        try:
+            with redirect_stdout(printed):
+                merged = _merged(program, config, modelpool)
+        finally:
+            printed.seek(0)
+            if text := printed.read().strip():
+                prints.info(text)
     if not isinstance(merged, nn.Module):
         raise CalibrationError(
             f"{setting} ({method_name(config)}) returned {type(merged).__name__}; "

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
@@ -240,7 +241,7 @@ class Group:
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each value that all rows have."""
     shared = (key for key in rows[0] if all(key in row for row in rows))
-    return {key: sum(row[key] for row in rows) / len(rows) for key in shared}
+    return {key: fmean(row[key] for row in rows) for key in shared}
 
 
 def groups_of(results: Results) -> list[Group]:
