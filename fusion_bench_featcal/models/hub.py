@@ -17,6 +17,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import causes, first_line
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import free_space
 
@@ -165,8 +166,8 @@ def _query(location: str, option: str, *, weights: bool) -> HubModel:
     try:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=timeout)
     except Exception as error:  # the client and the network raise many types
-        explained, folder = hub_error(error, option), _cached(location, weights=weights)
-        if folder is None:
+        explained = hub_error(error, f"{option}{_nearest_here(location)}")
+        if (folder := _cached(location, weights=weights)) is None:
             raise explained from error
         log.info("%s. The cached version is used", explained)
         return HubModel(location, option, folder, {})
@@ -174,6 +175,12 @@ def _query(location: str, option: str, *, weights: bool) -> HubModel:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     files = {name: sizes[name] for name in needed_files(sizes, weights=weights)}
     return HubModel(location, option, repository / "snapshots" / str(info.sha), files)
+
+
+def _nearest_here(location: str) -> str:
+    """Return the local name nearest to a hub id, which may be a mistyped path, for messages."""
+    path = Path(location).expanduser()
+    return nearest_hint(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
 
 
 def _cached(location: str, *, weights: bool) -> Path | None:

@@ -55,6 +55,13 @@ def test_a_failure_has_a_remedy_and_the_same_command_goes_on(failure, mirror, mo
     assert fetched("some/model") == MODEL
 
 
+def test_a_folder_here_with_nearly_the_name_is_named(mirror, tmp_path, monkeypatch):
+    (tmp_path / "llama-base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CalibrationError, match=r"^--base lama-base \(nearest: 'llama-base'\): the"):
+        fetched("lama-base")
+
+
 def test_a_full_disk_is_noticed_before_and_the_cache_serves_if_the_hub_fails(mirror, monkeypatch):
     repository = mirror.add("some/model", MODEL)
     with monkeypatch.context() as patch:
