@@ -85,6 +85,6 @@ def doubts(trust: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if trust and not found and (most := max(r["trust"] for r in trust)) < UNFAMILIAR:
         found[""] = (
             "no expert fits its own samples much better than those of other tasks (trust at most "
-            f"{most:.2f}). Samples unlike the tasks' may harm: use others, or the paper's settings."
+            f"{most:.2f}). If they are unlike the tasks' data, use others, or the paper's settings."
         )
     return found
