@@ -86,7 +86,7 @@ def test_values_are_accepted_or_refused_in_the_words_of_the_list(name: str):
             FeatCalSettings(**{name: value})
 
 
-@pytest.mark.parametrize(("values", "message"), CLASHES, ids=str)
+@pytest.mark.parametrize(("values", "message"), CLASHES)
 def test_settings_that_clash_and_rules_that_cannot_be_made_are_named(
     values: dict[str, Any], message: str
 ):
