@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from calibrations import gamma
 from tiny_models import normal
 from torch import Tensor
 
 from fusion_bench_featcal.core import moments
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.products import SMALL
 from fusion_bench_featcal.core.solve import UnsolvedError, solve_ridge
 
 EPS = torch.finfo(torch.float64).eps
@@ -30,6 +32,16 @@ def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.Monkey
     torch.testing.assert_close(means.gram, torch.cov(x.T, correction=0))
     torch.testing.assert_close(whole.energy(centred=True), (x - x.mean(0)).square().sum())
     torch.testing.assert_close(whole.row_weight(0.0), 1 / (x.T @ x).norm())
+
+
+def test_sums_of_rows_wider_than_a_tile_are_whole_products_and_symmetric():
+    rows = normal(3, 50, 2 * SMALL + 7).double()
+    sums = Moments.zeros(rows.shape[1], 0, rows)
+    for part in rows.split(20):
+        sums.add(part)
+    gram, bound = sums.mirrored().gram, 2 * gamma(len(rows), torch.float64)
+    assert ((gram - rows.T @ rows).abs() <= bound * rows.abs().T @ rows.abs()).all()
+    assert torch.equal(gram, gram.T)
 
 
 def system(rank: int = 20) -> tuple[Tensor, Tensor]:
