@@ -2,7 +2,7 @@
 
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,15 @@ def test_a_resumed_run_has_the_bits_and_log_of_an_uninterrupted_one(name: str, t
         assert [record["blocks"] for record in result.log.of_kind("resumed")] == [blocks]
         assert result.reads["plan"] == expected.reads["plan"]
         (tmp_path / "block-0001.safetensors").unlink()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread, as in forks: results are bit-identical with equal numbers of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
