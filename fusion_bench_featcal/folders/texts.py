@@ -99,11 +99,12 @@ def open_language_task(
     if test.indices:
         tests = Tests(test.checked, targets_of, _counts_tokens(test))
         measure = f"{'tokens' if tests.by_token else 'whole answers'} that are right"
-    notes = [sentence(task, request, *parts, calibration.columns("columns"), measure)]
+    read = calibration.columns("columns")
+    notes = [sentence(task, request, *parts, read, measure)]
     notes += _notes_of_rows(task, calibration)
     if calibration.are_generated:
         unread = calibration.columns("unread")
-        names = f"{task}:prompt={calibration.columns('columns')[-1]},target=COLUMN"
+        names = f"{task}:prompt={read[-1]},target=COLUMN"
         advice = f". If {' or '.join(unread)} has them: --columns {names}" if unread else ""
         notes.append(f"{task}: no targets in --data, so its expert writes them{advice}")
     return Task(calibration, calibration.samples, tests, notes)

@@ -121,8 +121,8 @@ def _rows(
     row = method.get("name") or target.rpartition(".")[2]
     if target.startswith("fusion_bench_featcal."):
         keys = {key: value for key, value in method.items() if key != "_target_"}
-        made: Any = get_class(target)(**keys)  # checks them
-        if hasattr(made, "planned_rows"):
-            return made.planned_rows(suite), {}
-        row = made.method.name if hasattr(made, "method") else row
+        algorithm: Any = get_class(target)(**keys)  # checks them
+        if hasattr(algorithm, "planned_rows"):
+            return algorithm.planned_rows(suite), {}
+        row = algorithm.method.name if hasattr(algorithm, "method") else row
     return {str(row): 1}, {}

@@ -212,9 +212,9 @@ class RunResults:
         if self._program is not None:
             self._program.taskpool = None  # FusionBench would evaluate the returned model again
             show_run(self.report)
-            saver, repairs = self.saver, [row.name for row in self.report.rows if row.is_repair]
-            others = [name for name in repairs if name != saver.row]
-            print(*closing_lines(saver.row, saver.folder, self._log_dir, others), sep="\n")
+            saver, rows = self.saver, self.report.rows
+            unsaved = [row.name for row in rows if row.is_repair and row.name != saver.row]
+            print(*closing_lines(saver.row, saver.folder, self._log_dir, unsaved), sep="\n")
         if self._failed:
             rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
             raise CalibrationError(f"failed: {rows}. The other rows are finished")

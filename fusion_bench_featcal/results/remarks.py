@@ -70,17 +70,17 @@ def doubted_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Not
 
 
 def closing_lines(
-    saved_row: str, saved_path: Path | None, folder: Path | None = None, others: Sequence[str] = ()
+    saved_row: str, saved_path: Path | None, folder: Path | None = None, unsaved: Sequence[str] = ()
 ) -> list[str]:
     """Return the last lines of a run: the saved model, the files, the next command.
 
     `saved_row` is the row of the returned model, which is saved at `saved_path` unless it is None.
-    `others` are the other rows that could be saved.
+    `unsaved` are the other rows that could be saved.
     """
     saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:
         saved = f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"
-    another = [f"another row is saved by method.save={' or '.join(others)}"] if others else []
+    another = [f"another row is saved by method.save={' or '.join(unsaved)}"] if unsaved else []
     return [*another, saved, *(next_lines(folder) if folder else [])]
 
 

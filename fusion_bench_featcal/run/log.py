@@ -76,15 +76,15 @@ def doubts(trust: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     Args:
         trust: The records of kind `trust`.
     """
-    found = {
+    sentences = {
         record["task"]: f"its expert fits the samples of task {record['fits']}. Were the samples "
         "exchanged?"
         for record in trust
         if record["fits"]
     }
-    if trust and not found and (most := max(r["trust"] for r in trust)) < UNFAMILIAR:
-        found[""] = (
+    if trust and not sentences and (most := max(r["trust"] for r in trust)) < UNFAMILIAR:
+        sentences[""] = (
             "no expert fits its own samples much better than those of other tasks (trust at most "
             f"{most:.2f}). If they are unlike the tasks' data, use others, or the paper's settings."
         )
-    return found
+    return sentences

@@ -56,8 +56,10 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
     for task, value in trust.items():
         problem.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
     for task, doubt in doubts(problem.log.of_kind("trust")).items():
-        where = "modelpool.train_datasets and method.calibration_data"
-        logger.warning("%s%s Check %s", task and f"task {task}: ", doubt, where)
+        logger.warning(
+            "%s%s Check modelpool.train_datasets and method.calibration_data",
+            *(task and f"task {task}: ", doubt),
+        )
     rule: Any = problem.rule
     gammas = dict[str, float]()
     for task in streams.tasks:

@@ -168,8 +168,8 @@ class Streams:
         def change(_: nn.Module, __: Any, output: Tensor) -> Tensor:
             output = output.clone(memory_format=torch.contiguous_format)
             aligned = output.shape[:-1] in (positions, (positions.numel(),))
-            others = output.view(*positions, -1)[:, 1:] if aligned else output
-            others *= -1
+            later_rows = output.view(*positions, -1)[:, 1:] if aligned else output
+            later_rows *= -1
             return output
 
         with stoppable(self.model.get_submodule(name).register_forward_hook(change)):

@@ -157,9 +157,9 @@ def test_methods_draw_the_comparisons_samples_unless_they_have_their_own_setting
     methods["chain"] = {"_target_": CHAIN, "methods": [method(Scale), OURS["FeatCal"]]}
     chosen: Any = {"seed": 7, "samples_per_task": 9, UPSTREAM: {"x": AVERAGE}, METHODS: methods}
     cells = {cell.row: cell for cell in cells_of(comparison(Path("never"), **chosen).settings, {})}
-    drawn = {n: cells[n].method.settings for n in methods}
-    assert [drawn[name]["seed"] for name in methods] == [7, 5, 7, 7, 7]
-    assert [drawn[name]["samples_per_task"] for name in (*OURS, "chain")] == [9, 9, 9]
+    used = {n: cells[n].method.settings for n in methods}
+    assert [used[name]["seed"] for name in methods] == [7, 5, 7, 7, 7]
+    assert [used[name]["samples_per_task"] for name in (*OURS, "chain")] == [9, 9, 9]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

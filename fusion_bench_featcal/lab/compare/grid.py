@@ -161,8 +161,9 @@ def _drawing_alike(config: Any, settings: Any, setting: str) -> dict[str, Any]:
     shared = {name: plain(getattr(settings, name)) for name in _SHARED if name in names}
     config = shared | dict(config)
     if kind is Chain:
-        parts = config.get("methods") or ()
-        config["methods"] = [_drawing_alike(part, settings, setting) for part in parts]
+        config["methods"] = [
+            _drawing_alike(of, settings, setting) for of in config.get("methods") or ()
+        ]
     return config
 
 
