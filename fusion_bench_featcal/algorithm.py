@@ -24,6 +24,7 @@ from fusion_bench_featcal.fusionbench.program_processes import (
     share_model,
 )
 from fusion_bench_featcal.fusionbench.run_results import RunResults
+from fusion_bench_featcal.fusionbench.saving import check_disks
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import Cost, measure
@@ -120,8 +121,11 @@ class FeatCalAlgorithm(DeclaredMethod):
 
     def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
         """Check folders and models, and return the merger. Nothing is loaded or merged."""
+        rows = list(rows)
         for settings in rows:
-            open_checkpoint(settings, self._processes)  # raises if it cannot be used
+            with open_checkpoint(settings, self._processes):
+                pass  # raises if it cannot be used
+        check_disks(self._program, inputs.models, [settings.checkpoint_dir for settings in rows])
         upstream = Upstream(self.base_method, inputs.models)
         check_pool_models(inputs.models, self.fabric)
         upstream.budget_left(self.settings)  # raises if the merger alone exceeds the budget

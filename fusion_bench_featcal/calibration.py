@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from fusion_bench_featcal.modules.models import (
     without_ties,
 )
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
 from fusion_bench_featcal.run.problem import (
     BASE,
@@ -317,8 +317,11 @@ def calibrated(request: Request) -> CalibrationResult:
     device, processes = request.device, request.processes
     if request.merged_weights is not None:
         return_freed_memory()
-    with naming_memory(device, lambda: processes.doing):
-        problem = open_problem(request)
+    with (
+        naming_memory(device, lambda: processes.doing),
+        open_checkpoint(request.settings, processes) as output,
+    ):
+        problem = open_problem(request, output)
         with problem.computing():
             if request.merged_weights is None:
                 check_merged(problem)
@@ -347,10 +350,7 @@ def result_of(problem: Problem, request: Request) -> CalibrationResult:
         problem.output.finish(without_ties(model), problem.log)
     else:
         problem.output.finish(problem.working.tensors, problem.log)
-    folder = request.settings.checkpoint_dir
-    return CalibrationResult(
-        model, problem.log, reads_of(problem), Path(folder) if folder else None
-    )
+    return CalibrationResult(model, problem.log, reads_of(problem), problem.output.weights)
 
 
 def reads_of(problem: Problem) -> dict[str, Any]:

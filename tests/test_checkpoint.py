@@ -1,9 +1,13 @@
 """A calibration that stops resumes from the shards of its model, or says why not."""
 
+import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,11 +15,14 @@ import torch
 from calibrations import assert_identical, run_fast
 from killing import MOMENTS, die_at
 from process_group import in_forks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file, save_model
 from tiny_models import Suite, clip_suite, t5_suite
 from tiny_open_clip import tower_suite
 from torch import nn
 
-from fusion_bench_featcal import CalibrationError, Plus
+from fusion_bench_featcal import CalibrationError, Plus, SafetensorsExpert
+from fusion_bench_featcal.files.locks import locked
 
 
 def small_clip() -> Suite:
@@ -116,12 +123,155 @@ def test_finished_blocks_of_another_run_are_refused_and_stay(finished: Any, name
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "of another block"])
-def test_damaged_files_are_refused_and_named(finished: Any, damage: str, tmp_path: Path):
-    folder = shutil.copytree(finished[0], tmp_path / "damaged")
-    contents = [(folder / f"block-000{n}.safetensors").read_bytes() for n in (0, 1)]
-    content = contents[0] if damage == "of another block" else contents[1][:-9]
-    (folder / "block-0001.safetensors").write_bytes(content)
-    with pytest.raises(CalibrationError, match=r"method\.checkpoint_dir") as caught:
-        run(small_clip(), folder, resume=True)
-    assert str(folder) in str(caught.value)
+def flipped_bit(folder: Path, random: Random) -> Path:
+    file = random.choice(blocks_of(folder))
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+    return file
+
+
+def zero_page(folder: Path, random: Random) -> Path:
+    file = random.choice(blocks_of(folder))
+    content = bytearray(file.read_bytes())
+    start = random.randrange(0, len(content) - 4096, 4096)
+    content[start : start + 4096] = bytes(4096)
+    file.write_bytes(content)
+    return file
+
+
+def cut_end(folder: Path, random: Random) -> Path:
+    file = random.choice(blocks_of(folder))
+    os.truncate(file, random.randrange(file.stat().st_size))
+    return file
+
+
+def other_block(folder: Path, _: Random) -> Path:
+    first, second = blocks_of(folder)
+    shutil.copyfile(first, second)
+    return second
+
+
+def changed_records(folder: Path, random: Random) -> Path:
+    """A block whose header is valid and has another digit in its log records."""
+    file = random.choice(blocks_of(folder))
+    content = bytearray(file.read_bytes())
+    start = content.index(b"residual")
+    content[start + 12] = ord("0") + (content[start + 12] - ord("0") + 1) % 10
+    file.write_bytes(content)
+    return file
+
+
+def forged_tensors(folder: Path, random: Random) -> Path:
+    """A block with its own metadata and other values."""
+    file = random.choice(blocks_of(folder))
+    tensors = {name: tensor + 1 for name, tensor in load_file(file).items()}
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    save_file(tensors, file, metadata)
+    return file
+
+
+DAMAGES = (flipped_bit,) * 50 + (zero_page,) * 15 + (cut_end,) * 10
+DAMAGES += (other_block,) + (changed_records,) * 2 + (forged_tensors,) * 2
+
+
+def blocks_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("block-*.safetensors"))
+
+
+def test_no_damage_of_a_finished_block_is_silent(finished: Any, tmp_path: Path):
+    suite = small_clip()
+    for number, damage in enumerate(DAMAGES):
+        folder = shutil.copytree(finished[0], tmp_path / str(number))
+        file = damage(folder, Random(number))
+        with pytest.raises(CalibrationError, match=r"method\.checkpoint_dir") as caught:
+            run(suite, folder, resume=True)
+        assert str(file) in str(caught.value), damage
+        shutil.rmtree(folder)
+
+
+def test_damage_behind_the_calibration_is_noticed_by_every_reader(tmp_path: Path):
+    weights = run(small_clip(), tmp_path).weights
+    assert weights is not None
+    mapped = weights.mapped()
+    assert mapped.keys() == weights.names() and all(
+        torch.equal(weights.tensor(name), tensor) for name, tensor in mapped.items()
+    )
+    file = forged_tensors(tmp_path, Random(0))
+    for read in (weights.mapped, lambda: [*map(weights.tensor, weights.names())]):
+        with pytest.raises(CalibrationError, match=rf"{file}.*cannot be used"):
+            read()
+
+
+def test_two_runs_at_once_in_one_folder_do_not_mix(tmp_path: Path):
+    """One of them is refused, whichever comes second, and the folder is the other one's."""
+    settings: list[dict[str, Any]] = [{"ridge_lambda": 0.05}, {"ridge_lambda": 5.0}]
+    expected = [run(small_clip(), tmp_path / str(n), **settings[n]).model for n in range(2)]
+    for trial in range(3):
+        folder = tmp_path / f"trial-{trial}"
+
+        def work(rank: int, folder: Path = folder) -> None:
+            run(small_clip(), folder, **settings[rank])
+
+        outcomes = in_forks(2, work)
+        (winner,) = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+        refused = r"is in use by process \d+ on .*another folder|holds the finished blocks of a run"
+        assert re.search(rf"method.checkpoint_dir {folder} ({refused})", str(outcomes[1 - winner]))
+        model = run(small_clip(), folder, resume=True, **settings[winner]).model
+        assert_identical(model, expected[winner])
+
+
+def test_a_lock_of_a_killed_process_is_taken_over_and_its_files_are_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    target, leftover = tmp_path / "out", tmp_path / ".out.0123abcd.part"
+    other = tmp_path / ".out.more.0123abcd.part"
+
+    def die(_: int) -> None:
+        with locked(target, "--out"):
+            leftover.mkdir()
+            other.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_forks(1, die) == [-signal.SIGKILL]
+    with locked(target, "--out"):
+        assert "taken over from process" in caplog.text and "out.0123abcd.part" in caplog.text
+        with pytest.raises(CalibrationError, match=f"in use by process {os.getpid()} on "):
+            locked(target, "--out").__enter__()
+    assert [*tmp_path.iterdir()] == [other]
+
+
+def edited(folder: Path, name: str, row: int) -> None:
+    """Change one number of a row of a tensor in a file."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(len(tensors[name]), -1)[row, 0] += 1e-3
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_changed_model_in_files_ends_the_resumed_run(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of large models some rows of each matrix count, and vectors whole."""
+    monkeypatch.setattr("fusion_bench_featcal.run.digests.WHOLE", 2**40 * whole)
+    suite = small_clip()
+    for task, expert in suite.experts.items():
+        (tmp_path / task).mkdir()
+        save_model(expert, str(tmp_path / task / "model.safetensors"))
+
+    def resumed() -> Any:
+        files: Any = {task: SafetensorsExpert(tmp_path / task) for task in suite.experts}
+        return run(replace(suite, experts=files), tmp_path / "blocks", resume=True)
+
+    resumed()
+    resumed()
+    prefix = next(n for n in suite.merged.state_dict() if n.endswith("layers.1.mlp.fc1.weight"))
+    rows = len(suite.merged.state_dict()[prefix])
+    for name, row in ((prefix, rows // 2), (prefix, rows - 1), (prefix[:-6] + "bias", 3)):
+        kept = (tmp_path / "task_1" / "model.safetensors").read_bytes()
+        edited(tmp_path / "task_1", name, row)
+        with pytest.raises(CalibrationError, match=r"belongs to another run: .*models"):
+            resumed()
+        (tmp_path / "task_1" / "model.safetensors").write_bytes(kept)
+    resumed()

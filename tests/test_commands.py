@@ -17,7 +17,7 @@ from reports import error_of, featcal, leave_run
 from fusion_bench_featcal import CalibrationError, __version__
 from fusion_bench_featcal.fusionbench.console import FeatCalJob, ScreenFilter
 from fusion_bench_featcal.fusionbench.plan_run import plan_run
-from fusion_bench_featcal.models.plan import Plan, check
+from fusion_bench_featcal.models.plan import check_room
 from fusion_bench_featcal.suites import image
 
 TA6 = "modelpool=clip-vit-mini_TA6"
@@ -177,7 +177,7 @@ def test_plan_of_a_suite_and_its_settings():
     assert "ridge_lambda=0.1, mix_alpha=0.3, anchor_rho=2" in text
     assert "read from experts, at most" in text and "free in blocks" in text
     with pytest.raises(CalibrationError, match=r"of disk space in .*new, .* are free"):
-        check(Plan(output=2**62, folder="new"))
+        check_room({"new": 2**62})
 
 
 def test_plan_counts_rows_of_comparisons_and_sweeps():

@@ -40,11 +40,11 @@ def calibrated(suite: Suite, folder: Path, **more: Any) -> nn.Module:
     """The model that a calibration from files leaves in its folder."""
     streamed, weights = on_disk(suite, folder)
     result = run_fast(streamed, merged_weights=weights, checkpoint_dir=folder / "out", **more)
-    assert result.folder is not None and all(p.is_meta for p in result.model.parameters())
+    assert result.weights is not None and all(p.is_meta for p in result.model.parameters())
     model = copied_module(suite.merged)
     for tensor in model.state_dict().values():
         tensor.zero_()
-    fill(model, SafetensorsExpert(result.folder))
+    fill(model, result.weights)
     return model
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,28 +57,23 @@ class SafetensorsExpert(ExpertSource):
         self._stored: dict[str, _Stored] = {}
         self._states: dict[Path, tuple[int, int]] = {}
         for file in safetensors_files(Path(path)):
-            try:
-                with file.open("rb") as stream:  # safe_open reports any failure as a missing file
-                    self._states[file] = _state(stream)
-                    with safe_open(file, framework="pt"):  # checks the header
-                        self._stored |= _header(file, stream)
-            except OSError as error:
-                raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
-            except Exception as error:  # safetensors raises its own class, not a built-in one
-                raise CalibrationError(
-                    f"{file} is no readable safetensors file: {error}"
-                ) from error
-        self._refuse_unusable_dtypes()
+            self._open(file)
 
-    def _refuse_unusable_dtypes(self) -> None:
-        for name, stored in self._stored.items():
-            is_code = stored.dtype == "U8" and name.endswith(".weight")  # else a mask, as in GPT-2
-            if is_code or stored.dtype not in DTYPES:
-                raise CalibrationError(
-                    f"tensor {name!r} of {stored.file} is stored as {stored.dtype}, which cannot "
-                    "be calibrated: load the model in the library that made it, and save it in "
-                    "bfloat16, float16 or float32"
-                )
+    def _open(self, file: Path) -> dict[str, str]:
+        """Add the tensors of one file, and return its metadata."""
+        try:
+            with file.open("rb") as stream:  # safe_open reports any failure as a missing file
+                state = _state(stream)
+                with safe_open(file, framework="pt"):  # checks the header
+                    tensors, metadata = _header(file, stream)
+        except OSError as error:
+            raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
+        except Exception as error:  # safetensors raises its own class, not a built-in one
+            raise CalibrationError(f"{file} is no readable safetensors file: {error}") from error
+        _refuse_unusable_dtypes(tensors)
+        self._states[file] = state
+        self._stored |= tensors
+        return metadata
 
     @property
     def config(self) -> dict[str, Any] | None:  # type: ignore[override]
@@ -152,17 +148,27 @@ def _state(stream: BinaryIO) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _header(file: Path, stream: BinaryIO) -> dict[str, _Stored]:
-    """Return the tensors of a file with a checked header, by name."""
+def _header(file: Path, stream: BinaryIO) -> tuple[dict[str, _Stored], dict[str, str]]:
+    """Return the tensors of a file with a checked header, by name, and its metadata."""
     size = int.from_bytes(stream.read(8), "little")
     header = json.loads(stream.read(size))
-    header.pop("__metadata__", None)
-    tensors = {}
+    metadata, tensors = header.pop("__metadata__", {}), {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         shape, dtype = tuple(entry["shape"]), entry["dtype"]
         tensors[name] = _Stored(file, 8 + size + begin, end - begin, shape, dtype)
-    return tensors
+    return tensors, metadata
+
+
+def _refuse_unusable_dtypes(tensors: Mapping[str, _Stored]) -> None:
+    for name, stored in tensors.items():
+        is_code = stored.dtype == "U8" and name.endswith(".weight")  # else a mask, as in GPT-2
+        if is_code or stored.dtype not in DTYPES:
+            raise CalibrationError(
+                f"tensor {name!r} of {stored.file} is stored as {stored.dtype}, which cannot "
+                "be calibrated: load the model in the library that made it, and save it in "
+                "bfloat16, float16 or float32"
+            )
 
 
 def safetensors_files(path: Path) -> list[Path]:

@@ -37,10 +37,18 @@ class Evaluation:
         report: Scores of all models.
         heads: Task -> its expert's classifier, with the body of the last added model. Models
             without separate heads have none.
+        digests: Digests of models and data.
     """
 
-    def __init__(self, models: Models, tasks: Mapping[str, Task], notes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        models: Models,
+        tasks: Mapping[str, Task],
+        notes: Sequence[str],
+        digests: Mapping[str, str],
+    ) -> None:
         """Create a report with its first notes and no scores."""
+        self.digests = digests
         request = models.request
         self.report = Run(
             suite=request.folder.name,

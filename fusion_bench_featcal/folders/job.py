@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,18 @@ from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.errors import CalibrationError, NotImproved
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import total_bytes
+from fusion_bench_featcal.files import prepare_directory
+from fusion_bench_featcal.files.locks import locked
 from fusion_bench_featcal.folders.encoders import NameHeads
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
+from fusion_bench_featcal.folders.inputs import (
+    INPUTS,
+    changed_inputs,
+    digests_of,
+    write_inputs,
+)
 from fusion_bench_featcal.folders.model_folder import (
     ENCODER,
     IMAGE_ENCODER,
@@ -30,7 +37,7 @@ from fusion_bench_featcal.folders.model_folder import (
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import in_words_of_the_command
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
-from fusion_bench_featcal.folders.saving import is_saved, save
+from fusion_bench_featcal.folders.saving import REPORT, is_saved, save
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
@@ -49,7 +56,7 @@ def run(request: Request) -> Path:
         CalibrationError: If the calibration cannot go on. Messages name the command's options.
     """
     try:
-        with quiet():
+        with quiet(), nullcontext() if request.plan else locked(request.folder, "--out"):
             return _run(request)
     except NotImproved:
         raise
@@ -62,6 +69,11 @@ def run(request: Request) -> Path:
 def _run(request: Request) -> Path:
     out, blocks = request.folder, request.checkpoints
     if (request.resume or blocks.is_dir()) and is_saved(out, request.recipe):
+        if changed := changed_inputs(out / REPORT, digests_of(request)):
+            raise ValueError(
+                f"{out} was saved by this command with other files: {', '.join(changed)} changed "
+                "since. Name a new folder by --out"
+            )
         shutil.rmtree(blocks, ignore_errors=True)
         print(f"{out} is complete: this command saved it before")
         return out
@@ -79,7 +91,8 @@ def _run(request: Request) -> Path:
         notes += [*request.notes, *map(in_words_of_the_command, models.notes)]
         show_start(models, settings, tasks, notes)
         if not request.plan:
-            evaluation = Evaluation(models, tasks, notes)
+            digests = _checked_digests(request)
+            evaluation = Evaluation(models, tasks, notes, digests)
             has_saved = _evaluate_and_save(models, settings, processor, tasks, evaluation)
             show_scores(evaluation.report, evaluation.report.notes[len(notes) :])
             if not has_saved:
@@ -89,8 +102,27 @@ def _run(request: Request) -> Path:
                 )
         return out
     finally:
+        if not request.has_blocks:
+            (blocks / INPUTS).unlink(missing_ok=True)
         with suppress(OSError):
             blocks.rmdir()  # fails, and keeps the folder, if it contains blocks
+
+
+def _checked_digests(request: Request) -> dict[str, str]:
+    """Return the digests of models and data, which must be those of blocks to resume from."""
+    digests = digests_of(request)
+    # Other rows to evaluate on change no block.
+    changed = [
+        option
+        for option in changed_inputs(request.checkpoints, digests)
+        if not option.startswith("--eval ")
+    ]
+    if request.has_blocks and changed:
+        raise ValueError(
+            f"{', '.join(changed)} changed since the blocks in {request.checkpoints} were "
+            "calibrated: restore what they were made of, or remove that folder to begin again"
+        )
+    return digests
 
 
 def _check_device(device: str) -> None:
@@ -126,6 +158,8 @@ def _evaluate_and_save(
     """Evaluate, calibrate, evaluate again, and save. Returns False if --strict forbids it."""
     request = models.request
     evaluation.add_references(models.merged_source)
+    prepare_directory(request.checkpoints, "--out")
+    write_inputs(request.checkpoints, evaluation.digests)
     with measure() as cost:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")
         result = calibrate(
@@ -137,18 +171,18 @@ def _evaluate_and_save(
             device=request.device,
             merged_weights=models.merged_source,
         )
-    assert result.folder is not None
+    assert result.weights is not None
     row, merger = row_of_rule(settings.rule), request.merger[0]
     read = sum(map(total_bytes, models.sources.values()))
     result.reads["budget"] = settings.expert_read_budget
     result.reads["upstream"] = merger and {"merger": merger, "experts": read}
-    evaluation.add(row, SafetensorsExpert(result.folder))
+    evaluation.add(row, result.weights)
     verdict = evaluation.conclude(settings, result, cost.as_dict())
     if has_saved := verdict.is_good or not request.strict:
         origin = {"merged model": request.merged or request.merge}
         counts = {name: task.samples for name, task in tasks.items()}
         facts = CardFacts(row, origin, settings.of_the_model().as_dict(), counts)
-        save(models, result, processor, facts, evaluation.report, evaluation.heads)
+        save(models, result, processor, facts, evaluation)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     return has_saved
 

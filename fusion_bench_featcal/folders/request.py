@@ -136,6 +136,11 @@ class Request:
         return Path(f"{self.folder}.blocks")
 
     @property
+    def has_blocks(self) -> bool:
+        """Return whether an interrupted run has left finished blocks."""
+        return any(self.checkpoints.glob("block-*.safetensors"))
+
+    @property
     def models(self) -> dict[str, str]:
         """Option with its value -> folder or hub id, for all models."""
         named = {
@@ -202,10 +207,10 @@ class Request:
         if self.out is None:
             return
         check_target(self.folder, "--out")
-        blocks = self.checkpoints
-        if not self.resume and blocks.is_dir() and any(blocks.iterdir()):
+        if not self.resume and self.has_blocks:
             raise ValueError(
-                f"{blocks} has blocks of an interrupted run: go on with --resume, or remove it"
+                f"{self.checkpoints} has blocks of an interrupted run: go on with --resume, or "
+                "remove it"
             )
 
     def _completed(self) -> "Request":

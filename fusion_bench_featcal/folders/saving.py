@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from fusion_bench_featcal.data.embeddings import FILES
 from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.json_files import json_text
 from fusion_bench_featcal.files.tensors import write_tensors
 from fusion_bench_featcal.files.untrusted import parse_json, read_bytes
+from fusion_bench_featcal.folders.evaluation import Evaluation
+from fusion_bench_featcal.folders.inputs import write_inputs
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.models.hub import MODULES
@@ -26,15 +26,14 @@ from fusion_bench_featcal.models.saving import (
     correct_configs,
     write_shards,
     writing_model,
+    written_bytes,
 )
-from fusion_bench_featcal.results import Run, write_run
+from fusion_bench_featcal.results import write_run
 from fusion_bench_featcal.run.problem import CalibrationResult
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""
 HEADS = "heads"
-LARGEST_FILE = 5 * 10**9
-"""Largest number of bytes of a model that is saved as one file."""
 
 
 def save(
@@ -42,8 +41,7 @@ def save(
     result: CalibrationResult,
     processor: Any,
     facts: CardFacts,
-    report: Run,
-    heads: Mapping[str, nn.Module],
+    evaluation: Evaluation,
 ) -> None:
     """Save the calibrated model with heads, card and report, atomically.
 
@@ -52,10 +50,10 @@ def save(
         result: The calibration, whose folder has the model's calibrated part.
         processor: Tokenizer or image processor.
         facts: The model's origin.
-        report: The report, for the model card and `featcal/`.
-        heads: Task -> its expert's classifier, whose head is saved.
+        evaluation: The report, for the model card and `featcal/`, the experts' classifiers, whose
+            heads are saved, and the digests of models and data.
     """
-    request = models.request
+    request, report, heads = models.request, evaluation.report, evaluation.heads
     advice = (
         "Make room and repeat the command with --resume: the finished blocks are in "
         f"{request.checkpoints}"
@@ -66,7 +64,7 @@ def save(
         about = f"{request.folder / HEADS}/NAME (that of the model itself: {models.home.name}'s)"
         print(f"heads: {about}")
         card += f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME`.\n"
-    option, needed = f"--out {request.folder}", models.home.size
+    option, needed = f"--out {request.folder}", written_bytes(models.home.size)
     with writing_model(request.folder, needed, option=option, advice=advice) as new:
         new.mkdir()
         _write_weights(models, result, new)
@@ -78,6 +76,7 @@ def save(
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         write_run(new / REPORT, report, "--out")
+        write_inputs(new / REPORT, evaluation.digests)
         result.log.write(new / REPORT / "calibration_log.jsonl")
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
 
@@ -92,8 +91,8 @@ def is_saved(folder: Path, recipe: str) -> bool:
 
 def _write_weights(models: Models, result: CalibrationResult, folder: Path) -> None:
     """Write config and weights, in one file up to 5 GB, else one for each block."""
-    assert result.folder is not None
-    home, calibrated = models.home, SafetensorsExpert(result.folder)
+    assert result.weights is not None
+    home, calibrated = models.home, result.weights
     stored = home.source(models.base)
     if not isinstance(stored, SafetensorsExpert):  # transformers uses other names in files
         models.load(calibrated).save_pretrained(folder)  # type: ignore[operator]
@@ -107,7 +106,7 @@ def _write_weights(models: Models, result: CalibrationResult, folder: Path) -> N
     if models.has_heads and home.name in models.experts:
         of_body = pair_names(home.label, home.label, stored, models.empty_body)
         outside_blocks |= {of_body[name]: t for name, t in models.tail(home.name).items()}
-    write_shards(folder, calibrated, outside_blocks, LARGEST_FILE)
+    write_shards(folder, calibrated, outside_blocks)
 
 
 def _write_heads(models: Models, heads: Mapping[str, Any], folder: Path) -> None:

@@ -13,7 +13,8 @@ from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.hub import hub_models
-from fusion_bench_featcal.models.plan import Plan, check, show_plan
+from fusion_bench_featcal.models.plan import Plan, check_room, show_plan
+from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import VERDICT, Note
 from fusion_bench_featcal.results.run import row_of_rule, with_average
@@ -38,14 +39,19 @@ def show_start(
         read = min(read, budget_in_bytes(settings.expert_read_budget, read))
     row = row_of_rule(settings.rule)
     rows, strengths = {row: 1}, {row: settings.strengths}
-    folder = str(request.folder) if request.out else ""
-    plan = Plan(read=read, output=home.size, folder=folder, rows=rows, strengths=strengths)
+    writes = {}
+    if request.out is not None:
+        writes = {
+            str(request.folder): written_bytes(home.size),
+            str(request.checkpoints): home.size,
+        }
+    plan = Plan(read=read, output=home.size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:
         show_plan(plan)
         print("nothing was run")
         return
     print(f"plan: {bytes_text(read)} read from experts, at most")
-    check(plan)
+    check_room(plan.writes)
 
 
 def show_downloads(request: Request) -> bool:

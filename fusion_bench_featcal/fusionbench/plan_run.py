@@ -50,8 +50,9 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     rows, strengths = _rows(method, pool.get("featcal") or {})
     rows = {row: jobs * times for row, times in rows.items()}
     first = next(iter(sizes.values()), None)
-    folder = str(method.get("checkpoint_dir") or config.merged_model_save_path or "")
-    return Plan(tuple(downloads), read, first, folder, rows, strengths, jobs)
+    folders = (method.get("checkpoint_dir"), config.merged_model_save_path)
+    writes = {str(folder): first for folder in folders if folder}
+    return Plan(tuple(downloads), read, first, writes, rows, strengths, jobs)
 
 
 def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from hydra.types import RunMode
 from torch import nn
 
 from fusion_bench_featcal.files import check_target, write_atomic
+from fusion_bench_featcal.files.locks import locked
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
+from fusion_bench_featcal.models.plan import check_room
 from fusion_bench_featcal.models.saving import (
     CARD,
     CardFacts,
@@ -55,6 +58,7 @@ def check_save_target(program: Any) -> None:
 
     Raises:
         ValueError: If the target exists, or there are options for FusionBench's save.
+        CalibrationError: If another run saves there.
         ReportError: If the folder cannot be written.
     """
     target = path_option(program, SAVE_PATH)
@@ -66,6 +70,20 @@ def check_save_target(program: Any) -> None:
             "processor, and not uploaded. Leave it out"
         )
     check_target(target, SAVE_PATH)
+    with locked(target, SAVE_PATH):
+        pass  # raises if another run saves there, and removes what a killed one has left
+
+
+def check_disks(program: Any, models: PoolModels, checkpoint_dirs: Iterable[str | None]) -> None:
+    """Refuse a run whose saved model and finished blocks have too little room on their disks.
+
+    Raises:
+        CalibrationError: If there is too little.
+    """
+    known = (model.file_bytes for model in models.values())
+    size = next(filter(None, known), None)
+    folders = [path_option(program, SAVE_PATH), *checkpoint_dirs]
+    check_room({str(folder): size for folder in folders if folder})
 
 
 def save_model(
@@ -87,7 +105,10 @@ def save_model(
     """
     target = Path(path).expanduser().absolute()
     needed = stored_bytes(model.state_dict().values())
-    with writing_model(target, needed, option=f"{SAVE_PATH}={target}", advice=_ADVICE) as new:
+    with (
+        locked(target, SAVE_PATH),
+        writing_model(target, needed, option=f"{SAVE_PATH}={target}", advice=_ADVICE) as new,
+    ):
         if hasattr(model, "save_pretrained"):
             model.save_pretrained(str(new))
         else:

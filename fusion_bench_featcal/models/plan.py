@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
-from fusion_bench_featcal.files import free_space
+from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.models.hub import hub_error, hub_models
 
 _NO_DATA = (".md", ".py", ".gitattributes")
@@ -36,7 +36,7 @@ class Plan:
         downloads: Models and data sets that the hub's cache lacks.
         read: To read from experts, at most.
         output: The calibrated model.
-        folder: The folder that it is written to, or "" if there is none.
+        writes: Folder -> bytes that the run writes there: the model, finished blocks.
         rows: Row of the results -> number of times that it is made.
         strengths: Row of the results -> its strengths by name, if it has any.
         jobs: Number of jobs. The amounts are of a sweep's first job, and rows of all jobs.
@@ -45,7 +45,7 @@ class Plan:
     downloads: tuple[Download, ...] = ()
     read: int | None = None
     output: int | None = None
-    folder: str = ""
+    writes: Mapping[str, int | None] = field(default_factory=dict)
     rows: Mapping[str, int] = field(default_factory=dict)
     strengths: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     jobs: int = 1
@@ -53,8 +53,8 @@ class Plan:
     @property
     def free(self) -> dict[str, int]:
         """Folder -> free space of its disk, for the hub's cache and the output."""
-        folders = ([constants.HF_HUB_CACHE] if self.downloads else []) + [self.folder]
-        return {folder: free_space(Path(folder)) for folder in folders if folder}
+        folders = ([constants.HF_HUB_CACHE] if self.downloads else []) + [*self.writes]
+        return {folder: free_space(Path(folder)) for folder in folders}
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -117,18 +117,28 @@ def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:
     return downloads
 
 
-def check(plan: Plan) -> None:
-    """Refuse a run whose model has no room on its disk.
+def check_room(writes: Mapping[str, int | None]) -> None:
+    """Refuse a run whose model and finished blocks have no room on their disks together.
+
+    Args:
+        writes: Folder -> bytes that are written there, None if unknown. Blocks that an
+            interrupted run has finished are there already.
 
     Raises:
-        CalibrationError: Naming the folder.
+        CalibrationError: Naming the folders.
     """
-    free = plan.free.get(plan.folder)
-    if free is not None and free < (plan.output or 0):
-        raise CalibrationError(
-            f"nothing was calibrated: the run needs {bytes_text(plan.output or 0)} of disk space "
-            f"in {plan.folder}, {bytes_text(free)} are free. Name a folder on another disk"
-        )
+    disks: dict[int, dict[str, int]] = {}
+    for folder, size in writes.items():
+        disk = existing(Path(folder)).stat().st_dev
+        finished = sum(file.stat().st_size for file in Path(folder).glob("block-*.safetensors"))
+        disks.setdefault(disk, {})[folder] = max(0, (size or 0) - finished)
+    for sizes in disks.values():
+        needed, free = sum(sizes.values()), free_space(Path(next(iter(sizes))))
+        if free < needed:
+            raise CalibrationError(
+                f"nothing was calibrated: the run needs {bytes_text(needed)} of disk space in "
+                f"{' and '.join(sizes)}, {bytes_text(free)} are free. Name a folder on another disk"
+            )
 
 
 def show_plan(plan: Plan, console: Console | None = None) -> None:

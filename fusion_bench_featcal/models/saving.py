@@ -7,19 +7,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.plurals import bytes_text
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files import free_space, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.models.hub import commits
@@ -30,6 +27,7 @@ from fusion_bench_featcal.results.run import GIVEN
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.summaries import summary
 from fusion_bench_featcal.results.tables import page
+from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.settings import FeatCalSettings
 
 CARD = "README.md"
@@ -47,6 +45,18 @@ class CardFacts:
     upstream: Any = None  # config of the upstream merger, or None for the pool's merged model
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
     samples: Mapping[str, Any] = field(default_factory=dict)  # task -> number that was used
+
+
+LARGEST_FILE = 5 * 10**9
+"""Largest number of bytes of a model that is saved as one file."""
+
+
+def written_bytes(size: int) -> int:
+    """Return the bytes that saving a calibrated model writes, given the model's bytes.
+
+    The files of blocks become those of a larger model without being copied.
+    """
+    return size if size <= LARGEST_FILE else 0
 
 
 @contextmanager
@@ -67,6 +77,8 @@ def writing_model(target: Path, needed: int, *, option: str, advice: str) -> Ite
             raise OSError("the disk has too little room")
         with new_path(target) as new:
             yield new
+    except CalibrationError:  # a damaged block, which names its file
+        raise
     except (OSError, SafetensorError, RuntimeError) as error:
         if target.is_dir() and any(target.iterdir()):
             message = f"{option} is another run's by now: name a new folder"
@@ -79,25 +91,23 @@ def writing_model(target: Path, needed: int, *, option: str, advice: str) -> Ite
 
 
 def write_shards(
-    folder: Path, blocks: SafetensorsExpert, outside_blocks: Mapping[str, Tensor], limit: int
+    folder: Path, blocks: FinishedBlocks, outside_blocks: Mapping[str, Tensor]
 ) -> None:
     """Convert a model stored as files of its blocks to transformers' format.
 
     Args:
         folder: A folder without weights.
-        blocks: Files of blocks. Above the limit they become shards without changes.
+        blocks: Files of blocks. Above `LARGEST_FILE` bytes they become shards without changes.
         outside_blocks: The model's other tensors.
-        limit: Largest number of bytes of a model in one file.
 
     Raises:
         OSError: If it cannot be written.
+        CalibrationError: If a block is damaged.
     """
-    names = blocks.names()
+    names, mapped = blocks.names(), blocks.mapped()
     size = sum(map(blocks.nbytes, names)) + sum(tensor.nbytes for tensor in outside_blocks.values())
-    if size <= limit:
-        # Memory-mapped, because the files belong to this run and are as large as the model.
-        mapped = [load_file(file).items() for file in blocks.files]
-        write_tensors(folder / "model.safetensors", dict(chain(*mapped, outside_blocks.items())))
+    if written_bytes(size):
+        write_tensors(folder / "model.safetensors", {**mapped, **outside_blocks})
         return
     files = blocks.files + ([None] if outside_blocks else [])
     weights = {}

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.experts.source import ExpertSource
+from fusion_bench_featcal.experts.source import ExpertSource, total_bytes
 
+WHOLE = 10**9
+"""Bytes of a model from which on only some rows of its matrices are read for a digest."""
+ROWS = 16
 _SHORT = 32  # hexadecimal digits: 128 bits
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -35,13 +38,22 @@ def digest_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()[:_SHORT]
 
 
-def glimpse(source: ExpertSource) -> str:
-    """Return a digest of names, shapes and first rows of a model's tensors."""
+def digest_model(source: ExpertSource) -> str:
+    """Return a digest of names, shapes, dtypes and content of a model's tensors.
+
+    Of matrices of a model of `WHOLE` bytes or more, some rows count, spread over each.
+    """
+    # A source that cannot read rows alone would read the whole tensor for each.
+    is_whole = type(source).rows is ExpertSource.rows or total_bytes(source) < WHOLE
     digest = hashlib.sha256()
     for name in sorted(source.names()):
         shape = source.shape(name)
-        rows = digest_tensor(source.rows(name, 0, 1))
-        digest.update(f"{name} {shape} {rows}\n".encode())
+        digest.update(f"{name} {shape}\n".encode())
+        if is_whole or len(shape) < 2:
+            _update(digest, "", source.tensor(name))
+        else:
+            for row in sorted({number * (shape[0] - 1) // (ROWS - 1) for number in range(ROWS)}):
+                _update(digest, str(row), source.rows(name, row, row + 1))
     return digest.hexdigest()[:_SHORT]
 
 

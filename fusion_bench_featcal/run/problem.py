@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,8 @@ from fusion_bench_featcal.modules.models import (
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
 from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.run.checkpoint import Checkpoint, open_checkpoint
+from fusion_bench_featcal.run.checkpoint import Checkpoint
+from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
@@ -152,21 +152,26 @@ class CalibrationResult:
             `merged_weights` only its structure.
         log: Records of every block.
         reads: Count of the bytes read (see docs/runs.md).
-        folder: The output folder with the calibrated model, or None.
+        weights: The calibrated weights in `checkpoint_dir`, which every read checks for damage, or
+            None without a folder.
     """
 
     model: nn.Module
     log: CalibrationLog
     reads: dict[str, Any] = field(default_factory=dict)
-    folder: Path | None = None
+    weights: FinishedBlocks | None = None
 
 
-def open_problem(request: Request) -> Problem:
-    """Open models and samples of a calibration, and check them."""
+def open_problem(request: Request, output: Checkpoint) -> Problem:
+    """Open models and samples of a calibration, and check them.
+
+    Args:
+        request: The arguments of `calibrate`.
+        output: Stores finished blocks.
+    """
     request = without_fused_attention(request)
     settings, processes, device = request.settings, request.processes, request.device
-    rule, output = rule_of(settings), open_checkpoint(settings, processes)
-    samples = {}
+    rule, samples = rule_of(settings), {}
     for task in processes.share(request.experts):
         processes.doing = f"inputs · {task}"
         batches = request.batches[task]

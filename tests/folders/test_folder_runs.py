@@ -21,7 +21,7 @@ from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.data.text_formats import read_row
-from fusion_bench_featcal.folders import calibrate_folder, models, saving
+from fusion_bench_featcal.folders import calibrate_folder, models
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results import read_run
@@ -105,7 +105,7 @@ def test_models_that_do_not_fit_are_merged_and_evaluated_from_files(finished, fo
     with monkeypatch.context() as patch:
         patch.setattr(models, "free_bytes", lambda device: 0)
         patch.setattr(ModelFolder, "load", None)  # no model is in memory
-        patch.setattr(saving, "LARGEST_FILE", 2000)
+        patch.setattr("fusion_bench_featcal.models.saving.LARGEST_FILE", 2000)
         more = ("--merge", "task_arithmetic:0.4", "--set", f"samples_per_task={ROWS}")
         assert main(words(folder, *PAPER, *more, merged=None)) == 0
     assert len(list((folder / "out").glob("model-*.safetensors"))) > 1

@@ -20,6 +20,7 @@ from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of, load_updates
 from fusion_bench_featcal.rules.rule import Linear, Rule
+from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.problem import Autocast, Problem, Request, check_merged, open_problem
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import same_as
@@ -90,7 +91,7 @@ class Merger(Rule, SampleSettings):
         load_means(start, experts, self.start_scale(len(experts)))
         options: Any = {"device": device, "autocast": autocast or nullcontext}
         request = Request(start, base, experts, batches, settings, **options)
-        problem = open_problem(request)
+        problem = open_problem(request, Checkpoint())
         check_merged(problem)
         with problem.computing():
             self.merge_blocks(problem)

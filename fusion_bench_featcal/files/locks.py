@@ -1,0 +1,95 @@
+"""Locks that keep two runs from writing one folder."""
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.files import PART, prepare_directory, remove
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(target: Path, option: str) -> Iterator[None]:
+    """Context in which no other process writes a file or folder.
+
+    The lock is a hidden file next to the target with the name of its process. The system releases
+    it when the process ends in any way. Temporary files of ended processes are removed first.
+
+    Args:
+        target: The file or folder. It may be missing.
+        option: The option that names it, such as `--out`.
+
+    Raises:
+        CalibrationError: If another process has the lock.
+        ReportError: If the folder above it cannot be written.
+    """
+    target = target.absolute()
+    prepare_directory(target.parent, option)
+    lock = target.with_name(f".{target.name}.lock")
+    with _acquired(lock, f"{option} {target}") as file:
+        if former := file.read().strip():
+            log.warning("%s: taken over from %s, which has ended", target, former)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        remove_leftovers(target.parent, target.name)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # before the release: nobody else has this file
+
+
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove temporary files of killed processes from a folder that this process has locked.
+
+    Args:
+        folder: The folder.
+        name: The name of the file or folder that they were written for, or None for any.
+    """
+    target = ".+" if name is None else re.escape(name)
+    for path in folder.iterdir():
+        if re.fullmatch(rf"\.{target}\.[0-9a-f]{{8}}{re.escape(PART)}", path.name):
+            log.warning("removing %s, left by an interrupted run", path)
+            remove(path)
+
+
+@contextmanager
+def _acquired(lock: Path, label: str) -> Iterator[IO[str]]:
+    """Yield the open file of a lock that this process has."""
+    import fcntl  # absent on Windows
+
+    with open(lock, "a+", encoding="utf-8") as file:
+        file.seek(0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = file.read().strip() or "another run"
+            raise CalibrationError(
+                f"{label} is in use by {owner}. Wait until it ends, or name another folder"
+            ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): start no second run with it", label, error)
+        if _is_at(file, lock):
+            try:
+                yield file
+            finally:
+                with suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_UN)  # also for child processes that inherited it
+            return
+    with _acquired(lock, label) as file:  # the former owner has removed it since it was opened
+        yield file
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Return whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,97 @@
+"""Digests of the models and data of one `featcal calibrate`, by which changes are noticed."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.files.json_files import digest_json, json_text
+from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.folders.options import flag_of
+from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.models.hub import fetch, needed_files
+from fusion_bench_featcal.run.digests import WHOLE, digest_model
+from fusion_bench_featcal.settings.fields import settings_of
+
+INPUTS = "inputs.json"
+"""File beside finished blocks, and in the report of a saved model, with option -> digest."""
+_MODELS = ("merged", "base", "expert", "text_tower", "tokenizer")
+
+
+def digests_of(request: Request) -> dict[str, str]:
+    """Return option (with the task's name) -> digest of its files.
+
+    Of a model the files that are used here count, of weights as much as `digest_model` reads. Data
+    of the hub have the digest of their names.
+
+    Raises:
+        CalibrationError: If a model cannot be downloaded or read.
+    """
+    return {
+        option: _digest(location, option, is_model=field in _MODELS)
+        for field, option, location in _locations(request)
+    }
+
+
+def write_inputs(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write digests to a folder.
+
+    Raises:
+        ReportError: If they cannot be written.
+    """
+    write_atomic(folder / INPUTS, json_text(dict(digests)), "--out")
+
+
+def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
+    """Return the options whose models or data differ from those of a folder's digests.
+
+    Raises:
+        ValueError: If the file with the digests is damaged.
+    """
+    former = read_json(folder / INPUTS) if (folder / INPUTS).exists() else digests
+    return [option for option in digests if former.get(option) != digests[option]]
+
+
+def _locations(request: Request) -> Iterator[tuple[str, str, str]]:
+    """Yield field, option with the task's name, and location of every model and data set."""
+    for field in settings_of(Request):
+        value = getattr(request, field.name) if field.metadata.get("is_location") else None
+        option = "MERGED" if field.name == "merged" else flag_of(field.name)
+        if isinstance(value, Mapping):
+            yield from ((field.name, f"{option} {task}", place) for task, place in value.items())
+        elif value is not None:
+            yield field.name, option, value
+
+
+def _digest(location: str, option: str, *, is_model: bool) -> str:
+    """Return the digest of a location, and of the names and content of its files."""
+    if is_model:
+        path = fetch(location, f"{option} {location}", weights=option != "--tokenizer")
+    elif (path := _local_path(location)) is None:
+        return digest_json(location)
+    files = {file.relative_to(path).as_posix(): file for file in _files(path)}
+    if is_model and path.is_dir():
+        files = {name: files[name] for name in needed_files(files)}
+    is_whole = is_model or sum(file.stat().st_size for file in files.values()) < WHOLE
+    return digest_json({name: _digest_file(file, is_whole) for name, file in files.items()})
+
+
+def _local_path(location: str) -> Path | None:
+    """Return the path of data, without the split of a saved dataset, or None for data of a hub."""
+    paths = (Path(text).expanduser() for text in (location, location.rpartition(":")[0]) if text)
+    return next(filter(Path.exists, paths), None)
+
+
+def _files(path: Path) -> Iterable[Path]:
+    return [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file())
+
+
+def _digest_file(file: Path, is_whole: bool) -> str | int:
+    """Return the digest of a file, or its size if images are too many to read."""
+    if file.suffix == ".safetensors":
+        return digest_model(SafetensorsExpert(file))
+    if not is_whole:
+        return file.stat().st_size
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

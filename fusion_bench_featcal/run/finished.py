@@ -1,0 +1,152 @@
+"""Finished blocks of a run in files, for resuming, evaluation and saving."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.plurals import bytes_text
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.files import free_space
+from fusion_bench_featcal.files.json_files import digest_json
+from fusion_bench_featcal.files.tensors import write_tensors
+from fusion_bench_featcal.run.digests import digest_tensor
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class FinishedBlocks(SafetensorsExpert):
+    """Calibrated tensors of one run, in a file for each block.
+
+    Metadata of a file are the digest of its run, its log records, a digest of each tensor, and a
+    digest of all these and the file's name. The metadata are checked when a file is opened, and a
+    tensor whenever it is read. A file of another run, or a damaged one, is thus never used.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        """Start without files.
+
+        Args:
+            folder: The folder of the files.
+            run: Digest of the run (`digest_of_run`).
+        """
+        self._folder, self._run = folder, run
+        self._stored, self._states = {}, {}
+        self._digests = dict[str, str]()
+        self._records = dict[str, Records]()
+
+    def write(self, file: str, tensors: Mapping[str, Tensor], records: Records = ()) -> None:
+        """Write a file atomically, and open it.
+
+        Raises:
+            CalibrationError: If it cannot be written.
+        """
+        tensors = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
+        digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+        metadata = {
+            "run": self._run,
+            "records": json.dumps(records),
+            "digests": json.dumps(digests),
+        }
+        with naming_room(self._folder / file, sum(tensor.nbytes for tensor in tensors.values())):
+            seal = {"seal": _seal(file, metadata)}
+            write_tensors(self._folder / file, tensors, metadata | seal)
+        self.open(file)
+
+    def open(self, file: str) -> None:
+        """Open a file of this run, and check all but the content of its tensors.
+
+        Raises:
+            CalibrationError: If it belongs to another run, or is damaged.
+        """
+        with self._naming_damage(file):
+            metadata = self._open(self._folder / file)
+            seal = metadata.pop("seal", "")
+            metadata.pop("format", None)
+            if seal != _seal(file, metadata):
+                raise CalibrationError("its header was changed, or it is no finished block")
+            digests = json.loads(metadata["digests"])
+            if digests.keys() != {*self.names_in(self._folder / file)}:
+                raise CalibrationError("it has other tensors than were written")
+        if metadata["run"] != self._run:
+            raise CalibrationError(
+                f"method.checkpoint_dir {self._folder} belongs to another run: it had other "
+                "settings, models, samples, versions or processes. Choose another folder, or "
+                "remove this one. Nothing in it was changed"
+            )
+        self._digests |= digests
+        self._records[file] = json.loads(metadata["records"])
+
+    def records(self, file: str) -> Records:
+        """Return the log records in an opened file."""
+        return self._records[file]
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            CalibrationError: If it is damaged, or its file is gone or was replaced.
+        """
+        with self._naming_damage(self._stored[name].file.name):
+            return self._checked(name, super().tensor(name))
+
+    # Part of a tensor has no digest.
+    rows = ExpertSource.rows
+
+    def mapped(self) -> dict[str, Tensor]:
+        """Return all tensors memory-mapped, for a model that may be as large as the memory.
+
+        Raises:
+            CalibrationError: As `tensor`.
+        """
+        mapped = {}
+        for file in self.files:
+            with self._naming_damage(file.name):
+                mapped |= {name: self._checked(name, t) for name, t in load_file(file).items()}
+        return mapped
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        if digest_tensor(tensor) != self._digests[name]:
+            raise CalibrationError(f"its tensor {name!r} is not as it was written")
+        return tensor
+
+    @contextmanager
+    def _naming_damage(self, file: str) -> Iterator[None]:
+        """Context manager that adds the remedy to errors of reading a file."""
+        try:
+            yield
+        except (OSError, CalibrationError, ValueError, KeyError) as error:
+            raise CalibrationError(
+                f"{self._folder / file} (method.checkpoint_dir) cannot be used: {error}. Remove it "
+                "to calibrate its block and later ones again (method.resume=true)"
+            ) from error
+
+
+def _seal(file: str, metadata: Mapping[str, str]) -> str:
+    """Return the digest of a file's metadata and its name, since files may be exchanged."""
+    return digest_json([file, metadata])
+
+
+@contextmanager
+def naming_room(path: Path, size: int) -> Iterator[None]:
+    """Context manager that adds the needed and the free space to errors of writing a file.
+
+    Args:
+        path: The file in `checkpoint_dir`.
+        size: Its bytes.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CalibrationError(
+            f"cannot write {path}: {error.strerror or error}. It needs {bytes_text(size)}, and "
+            f"{bytes_text(free_space(path.parent))} are free. Make room or change "
+            "method.checkpoint_dir; with method.resume=true a run goes on after its last whole "
+            "block"
+        ) from error

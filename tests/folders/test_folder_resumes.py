@@ -1,0 +1,131 @@
+"""`featcal calibrate` that ended early, or runs twice: what the next command does."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from killing import MOMENTS, die_at
+from made_folders import words
+from process_group import in_forks
+from reports import error_of, featcal
+from safetensors.torch import load_file
+
+from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.files.json_files import read_lines
+from fusion_bench_featcal.files.locks import locked
+from fusion_bench_featcal.folders import evaluation
+from fusion_bench_featcal.models import saving
+
+FAST = ("--preset", "paper", "--no-eval", "--set", "modules=[q_proj]")
+
+
+def killed(moment: str, count: int, command: list[str]) -> None:
+    def work(_: int) -> None:
+        die_at(moment, count)
+        main(command)
+
+    assert in_forks(1, work) == [-signal.SIGKILL]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_nothing_is_left_of_a_killed_run_after_the_next_one(folder: Path, monkeypatch):
+    command, out, kept = words(folder, *FAST), folder / "out", names(folder)
+    calls, replace = itertools.count(), os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: (next(calls), replace(*paths)))
+        assert main(command) == 0
+    last = next(calls) - 1  # the call that gives OUT its name
+    expected = (out / "model.safetensors").read_bytes()
+    shutil.rmtree(out)
+    kills = [(MOMENTS[0], 1), (MOMENTS[1], 2), (MOMENTS[1], last - 2), (MOMENTS[1], last)]
+    for moment, count in [*kills, (MOMENTS[2], last)]:
+        killed(moment, count, command)
+        assert names(folder) > kept  # the lock, and what was written
+        done = featcal(*command, "--resume")
+        assert done.code == 0, (moment, count, done.err)
+        assert names(folder) == kept | {"out"}, (moment, count)
+        assert (out / "model.safetensors").read_bytes() == expected
+        shutil.rmtree(out)
+
+
+def test_a_second_command_with_the_same_folder_is_refused(folder: Path):
+    with locked(folder / "out", "--out"):
+        message = error_of(*words(folder, *FAST))
+    assert re.fullmatch(
+        rf"--out {folder}/out is in use by process {os.getpid()} on \S+\. Wait until it ends, or "
+        "name another folder",
+        message,
+    )
+
+
+def change(file: Path) -> None:
+    """Exchange two lines of a text, or two bytes of the last number of other files."""
+    content = file.read_bytes()
+    first, second, *more = content.split(b"\n")
+    changed = b"\n".join([second, first, *more])
+    if file.suffix != ".jsonl":
+        changed = content[:-4] + content[-3:-2] + content[-4:-3] + content[-2:]
+    assert changed != content and len(changed) == len(content)
+    file.write_bytes(changed)
+
+
+CHANGES = {"--data one": "one.jsonl", "--expert two": "two/model.safetensors"}
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_a_finished_run_with_changed_inputs_is_not_taken_for_this_one(option, folder: Path):
+    command, file = [*words(folder, *FAST), "--resume"], folder / CHANGES[option]
+    assert main(command) == 0
+    assert "this command saved it before" in featcal(*command).out
+    change(file)
+    assert re.search(rf"saved by this command .*: {option} changed since", error_of(*command))
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_an_interrupted_run_does_not_go_on_with_changed_inputs(option, folder: Path, monkeypatch):
+    """It says so before references are evaluated."""
+    command, file = words(folder, *FAST), folder / CHANGES[option]
+    before, kept = file.read_bytes(), names(folder) | {"out.blocks", ".out.blocks.lock"}
+    killed(MOMENTS[2], 2, command)  # after the second block
+    change(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation.Evaluation, "add_references", None)
+        message = error_of(*command, "--resume")
+    assert re.search(rf"^{option} changed since the blocks in .*out\.blocks were", message)
+    assert names(folder) == kept
+    file.write_bytes(before)
+    assert main([*command, "--resume"]) == 0
+    log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")
+    assert [record["blocks"] for record in log if record["kind"] == "resumed"] == [2]
+
+
+def test_a_block_that_is_damaged_before_it_is_saved_is_named(folder: Path, monkeypatch):
+    block, write = folder / "out.blocks" / "block-0000.safetensors", saving.write_shards
+
+    def damaging(*arguments: Any) -> None:
+        change(block)
+        write(*arguments)
+
+    monkeypatch.setattr("fusion_bench_featcal.folders.saving.write_shards", damaging)
+    message = error_of(*words(folder, *FAST))
+    assert f"{block} (--out) cannot be used: its tensor" in message and "--resume" in message
+    assert not (folder / "out").exists() and block.exists()
+
+
+def test_the_disk_has_to_hold_blocks_and_model(folder: Path, monkeypatch):
+    size = sum(tensor.nbytes for tensor in load_file(folder / "one" / "model.safetensors").values())
+    free = SimpleNamespace(free=size * 3 // 2)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    message = error_of(*words(folder, *FAST))
+    assert re.search(r"nothing was calibrated: .* in \S*/out and \S*/out\.blocks, ", message)
+    free.free = size * 5 // 2
+    assert main(words(folder, *FAST)) == 0
