@@ -22,7 +22,7 @@ from tiny_open_clip import tower_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, Plus, SafetensorsExpert
-from fusion_bench_featcal.files.locks import locked
+from fusion_bench_featcal.files.locks import locked_target
 
 
 def small_clip() -> Suite:
@@ -229,16 +229,16 @@ def test_a_lock_of_a_killed_process_is_taken_over_and_its_files_are_removed(
     other = tmp_path / ".out.more.0123abcd.part"
 
     def die(_: int) -> None:
-        with locked(target, "--out"):
+        with locked_target(target, "--out"):
             leftover.mkdir()
             other.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_forks(1, die) == [-signal.SIGKILL]
-    with locked(target, "--out"):
+    with locked_target(target, "--out"):
         assert "taken over from process" in caplog.text and "out.0123abcd.part" in caplog.text
         with pytest.raises(CalibrationError, match=f"in use by process {os.getpid()} on "):
-            locked(target, "--out").__enter__()
+            locked_target(target, "--out").__enter__()
     assert [*tmp_path.iterdir()] == [other]
 
 

@@ -1,5 +1,6 @@
 """Models are saved as a whole, in a new place, with a card."""
 
+import contextlib
 import os
 import re
 import signal
@@ -35,6 +36,12 @@ class Tiny(nn.Module):
 
 
 POOL: Any = BaseModelPool({"_pretrained_": Tiny(0)})  # type: ignore[dict-item]
+
+
+def program_saving_to(path: Path, options: Any = None) -> Any:
+    return SimpleNamespace(
+        merged_model_save_path=str(path), merged_model_save_kwargs=options, log_dir=None
+    )
 
 
 PLUS = FeatCalSettings.plus(seed=1).as_dict()
@@ -88,7 +95,10 @@ def test_a_crash_leaves_no_model_or_the_whole_model(
     if target.exists():
         assert torch.load(target / "pytorch_model.bin")["weight"][0] == 2
     others = [entry.name for entry in tmp_path.iterdir() if entry != target]
-    assert all(re.fullmatch(r"\.saved\..*\.part", name) for name in others)
+    assert all(re.fullmatch(r"\.saved\.(lock|.*\.part)", name) for name in others)
+    with contextlib.suppress(ValueError):  # the target exists
+        check_save_target(program_saving_to(target))  # as at the start of the next run
+    assert [*tmp_path.iterdir()] == [target] * target.exists()
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +133,5 @@ def test_unusable_targets_and_options_are_refused_first(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
-    program: Any = SimpleNamespace(
-        merged_model_save_path=str(tmp_path / path), merged_model_save_kwargs=options, log_dir=None
-    )
     with pytest.raises((ValueError, ReportError), match=message):
-        check_save_target(program)
+        check_save_target(program_saving_to(tmp_path / path, options))

@@ -16,14 +16,13 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked(target: Path, option: str) -> Iterator[None]:
-    """Context in which no other process writes a file or folder.
+def locked_target(target: Path, option: str) -> Iterator[None]:
+    """Context in which no other process writes a file or folder that may be missing.
 
-    The lock is a hidden file next to the target with the name of its process. The system releases
-    it when the process ends in any way. Temporary files of ended processes are removed first.
+    The lock is next to it. Temporary files that killed processes wrote for it are removed.
 
     Args:
-        target: The file or folder. It may be missing.
+        target: The file or folder.
         option: The option that names it, such as `--out`.
 
     Raises:
@@ -31,28 +30,52 @@ def locked(target: Path, option: str) -> Iterator[None]:
         ReportError: If the folder above it cannot be written.
     """
     target = target.absolute()
-    prepare_directory(target.parent, option)
-    lock = target.with_name(f".{target.name}.lock")
-    with _acquired(lock, f"{option} {target}") as file:
+    folder = prepare_directory(target.parent, option)
+    with _locked(folder / f".{target.name}.lock", f"{option} {target}"):
+        _remove_leftovers(folder, target.name)
+        yield
+
+
+@contextmanager
+def locked_folder(folder: Path, option: str) -> Iterator[None]:
+    """Context in which no other process writes in a folder, which is created if necessary.
+
+    The lock is in the folder. Temporary files of killed processes in it are removed.
+
+    Args:
+        folder: The folder.
+        option: The option that names it, such as `method.checkpoint_dir`.
+
+    Raises:
+        CalibrationError: If another process has the lock.
+        ReportError: If the folder cannot be written.
+    """
+    folder = prepare_directory(folder, option)
+    with _locked(folder / ".lock", f"{option} {folder}"):
+        _remove_leftovers(folder)
+        yield
+
+
+@contextmanager
+def _locked(lock: Path, label: str) -> Iterator[None]:
+    """Context with a lock, a file with the process that has it.
+
+    The system releases it when that process ends in any way.
+    """
+    with _acquired(lock, label) as file:
         if former := file.read().strip():
-            log.warning("%s: taken over from %s, which has ended", target, former)
+            log.warning("%s: taken over from %s, which has ended", label, former)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        remove_leftovers(target.parent, target.name)
         try:
             yield
         finally:
             lock.unlink(missing_ok=True)  # before the release: nobody else has this file
 
 
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove temporary files of killed processes from a folder that this process has locked.
-
-    Args:
-        folder: The folder.
-        name: The name of the file or folder that they were written for, or None for any.
-    """
+def _remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove temporary files of killed processes, written for one name or for any."""
     target = ".+" if name is None else re.escape(name)
     for path in folder.iterdir():
         if re.fullmatch(rf"\.{target}\.[0-9a-f]{{8}}{re.escape(PART)}", path.name):

@@ -8,14 +8,12 @@ from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.files.json_files import digest_json, json_text
 from fusion_bench_featcal.files.untrusted import read_json
-from fusion_bench_featcal.folders.options import flag_of
+from fusion_bench_featcal.folders.options import INPUTS, flag_of
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import fetch, needed_files
 from fusion_bench_featcal.run.digests import WHOLE, digest_model
 from fusion_bench_featcal.settings.fields import settings_of
 
-INPUTS = "inputs.json"
-"""File beside finished blocks, and in the report of a saved model, with option -> digest."""
 _MODELS = ("merged", "base", "expert", "text_tower", "tokenizer")
 
 

@@ -15,16 +15,11 @@ from fusion_bench_featcal.errors import CalibrationError, NotImproved
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.files import prepare_directory
-from fusion_bench_featcal.files.locks import locked
+from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders.encoders import NameHeads
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
-from fusion_bench_featcal.folders.inputs import (
-    INPUTS,
-    changed_inputs,
-    digests_of,
-    write_inputs,
-)
+from fusion_bench_featcal.folders.inputs import changed_inputs, digests_of, write_inputs
 from fusion_bench_featcal.folders.model_folder import (
     ENCODER,
     IMAGE_ENCODER,
@@ -35,7 +30,7 @@ from fusion_bench_featcal.folders.model_folder import (
     class_names,
 )
 from fusion_bench_featcal.folders.models import Models
-from fusion_bench_featcal.folders.options import in_words_of_the_command
+from fusion_bench_featcal.folders.options import INPUTS, in_words_of_the_command
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.saving import REPORT, is_saved, save
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
@@ -56,7 +51,7 @@ def run(request: Request) -> Path:
         CalibrationError: If the calibration cannot go on. Messages name the command's options.
     """
     try:
-        with quiet(), nullcontext() if request.plan else locked(request.folder, "--out"):
+        with quiet(), nullcontext() if request.plan else locked_target(request.folder, "--out"):
             return _run(request)
     except NotImproved:
         raise

@@ -14,6 +14,8 @@ from fusion_bench_featcal.settings.fields import setting, settings_of
 
 RECIPE = "recipe.yaml"
 """File next to a result with the options of its run."""
+INPUTS = "inputs.json"
+"""File beside finished blocks, and in a saved model's report: option -> digest of its files."""
 
 
 def pair(word: str) -> dict[str, Any]:

@@ -137,8 +137,9 @@ class Request:
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether an interrupted run has left finished blocks."""
-        return any(self.checkpoints.glob("block-*.safetensors"))
+        """Return whether blocks of an interrupted run, or foreign files, are in their folder."""
+        names = {path.name for path in self.checkpoints.glob("*")} - {options.INPUTS}
+        return not all(name.startswith(".") for name in names)  # a lock, or unfinished files
 
     @property
     def models(self) -> dict[str, str]:

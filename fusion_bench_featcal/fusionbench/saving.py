@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from torch import nn
 
 from fusion_bench_featcal.files import check_target, write_atomic
-from fusion_bench_featcal.files.locks import locked
+from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
@@ -69,9 +69,8 @@ def check_save_target(program: Any) -> None:
             f"{OPTIONS} has no effect: a model is saved in its dtype, with its tokenizer or "
             "processor, and not uploaded. Leave it out"
         )
-    check_target(target, SAVE_PATH)
-    with locked(target, SAVE_PATH):
-        pass  # raises if another run saves there, and removes what a killed one has left
+    with locked_target(target, SAVE_PATH):  # removes what a killed run has left
+        check_target(target, SAVE_PATH)
 
 
 def check_disks(program: Any, models: PoolModels, checkpoint_dirs: Iterable[str | None]) -> None:
@@ -106,7 +105,7 @@ def save_model(
     target = Path(path).expanduser().absolute()
     needed = stored_bytes(model.state_dict().values())
     with (
-        locked(target, SAVE_PATH),
+        locked_target(target, SAVE_PATH),
         writing_model(target, needed, option=f"{SAVE_PATH}={target}", advice=_ADVICE) as new,
     ):
         if hasattr(model, "save_pretrained"):

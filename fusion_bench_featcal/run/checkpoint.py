@@ -18,9 +18,8 @@ from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
-from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.files.json_files import digest_json
-from fusion_bench_featcal.files.locks import locked, remove_leftovers
+from fusion_bench_featcal.files.locks import locked_folder
 from fusion_bench_featcal.files.tensors import INDEX, write_index
 from fusion_bench_featcal.run.digests import (
     InputsDigest,
@@ -230,8 +229,7 @@ def open_checkpoint(settings: FeatCalSettings, processes: Any) -> Iterator[Check
     with ExitStack() as stack:
         if processes.rank == 0:
             try:
-                stack.enter_context(locked(folder, "method.checkpoint_dir"))
-                remove_leftovers(prepare_directory(folder, "method.checkpoint_dir"))
+                stack.enter_context(locked_folder(folder, "method.checkpoint_dir"))
             except (CalibrationError, ReportError) as error:
                 refusal = str(error)
         if refusal := processes.gather(refusal)[0]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.files.json_files import read_lines
-from fusion_bench_featcal.files.locks import locked
+from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders import evaluation
 from fusion_bench_featcal.models import saving
 
@@ -58,7 +58,7 @@ def test_nothing_is_left_of_a_killed_run_after_the_next_one(folder: Path, monkey
 
 
 def test_a_second_command_with_the_same_folder_is_refused(folder: Path):
-    with locked(folder / "out", "--out"):
+    with locked_target(folder / "out", "--out"):
         message = error_of(*words(folder, *FAST))
     assert re.fullmatch(
         rf"--out {folder}/out is in use by process {os.getpid()} on \S+\. Wait until it ends, or "
@@ -94,7 +94,7 @@ def test_a_finished_run_with_changed_inputs_is_not_taken_for_this_one(option, fo
 def test_an_interrupted_run_does_not_go_on_with_changed_inputs(option, folder: Path, monkeypatch):
     """It says so before references are evaluated."""
     command, file = words(folder, *FAST), folder / CHANGES[option]
-    before, kept = file.read_bytes(), names(folder) | {"out.blocks", ".out.blocks.lock"}
+    before, kept = file.read_bytes(), names(folder) | {"out.blocks"}
     killed(MOMENTS[2], 2, command)  # after the second block
     change(file)
     with monkeypatch.context() as patch:
