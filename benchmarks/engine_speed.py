@@ -38,7 +38,7 @@ def calibrated(side: str, options: argparse.Namespace) -> Any:
         calibrate_plainly(merged, base, dict(zip(names, experts, strict=True)), inputs, settings)
         return merged
     if side == PLUS:
-        settings = FeatCalSettings.plus(samples_per_task=options.samples, augment=None)
+        settings = FeatCalSettings.plus(samples_per_task=options.samples, augment="none")
     sources = {name: SafetensorsExpert(folder / name) for name in names}
     base = SafetensorsExpert(folder / "base")
     return calibrate(merged, base, sources, inputs, settings, progress=False).model

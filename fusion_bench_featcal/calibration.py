@@ -22,6 +22,7 @@ from fusion_bench_featcal.modules.models import (
     tensors_under,
     without_ties,
 )
+from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
@@ -325,7 +326,7 @@ def calibrated(request: Request) -> CalibrationResult:
         with problem.computing():
             if request.merged_weights is None:
                 check_merged(problem)
-            problem.output.start(problem, request.settings)
+            problem.output.start(problem, completed(request.settings))
             if problem.output.is_complete:
                 restore(problem)
             else:

@@ -21,7 +21,7 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import checked_choices, run_results
 from fusion_bench_featcal.fusionbench.options import RunSettings
-from fusion_bench_featcal.settings import PLUS
+from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.suites import image
 
 ROW = "featcal_mini"
@@ -110,7 +110,7 @@ def test_report_and_table_have_every_row_and_next_steps_come_last(run: Run) -> N
     assert (report.merger, report.suite) == ("task_arithmetic", "clip-vit-mini_alphabets2")
     seeds = [row.seed for row in report.rows]
     assert seeds == [None, None, 42, 42, 42]  # the merged model is paired with the calibrated ones
-    settings = FeatCalSettings(samples_per_task=8).as_dict()
+    settings = completed(FeatCalSettings(samples_per_task=8)).as_dict()
     assert report.row("featcal").settings.items() <= settings.items()
     assert report.row("featcal").samples["mini_korean"] == {"samples": 8, "split": "train"}
     assert all((report.recovered_gap[row] or 0) > 0.7 for row in ("featcal", ROW))
@@ -184,6 +184,8 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"base_method": "simple_average"}, r"method@method\.base_method=task_arithmetic"),
     ({"compare_with": ["expert"]}, "method.compare_with must be null or a list of base, experts,"),
     ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
+    ({"presets": {"plus": {"mix_alpha": 0.5}}},
+     r"^method\.presets\.plus: the row featcal_plus is FeatCal\+: set .*plus\.rule=plus"),
     ({"presets": {"weak": {}}, "save": "featcal_wek"},
      r"method\.save must be .*featcal_weak.*'featcal_weak'\)"),
 ]  # fmt: skip
@@ -208,12 +210,16 @@ def test_models_that_the_pool_lacks_are_named(name: str, message: str) -> None:
 
 def test_presets_of_the_pool_become_rows_of_the_papers_rule() -> None:
     changes: Any = {"ridge_lambda": 1e-5, "mix_alpha": 0.6}
-    pool: Any = {"presets": {"plus": dict(PLUS), "paper_flan_t5": changes}}
+    pool: Any = {"presets": {"plus": {"rule": "plus"}, "paper_flan_t5": changes}}
     paper = FeatCalSettings(seed=3, checkpoint_dir="somewhere")
     choices = checked_choices(paper, RunSettings(), pool)
     assert list(choices.rows(paper)) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
     folder = "somewhere/preset-paper_flan_t5"
     assert choices.presets["paper_flan_t5"] == paper.replace(checkpoint_dir=folder, **changes)
-    plus = FeatCalSettings.plus(augment=None)
+    changed = paper.replace(mix_alpha=0.5, calibrate_norm=True, decoder_rows="targets")
+    of_plus = FeatCalSettings.plus(seed=3, checkpoint_dir="somewhere/preset-plus")
+    for run in (paper, changed):  # what belongs to the paper's rule does not reach another one
+        assert checked_choices(run, RunSettings(), pool).presets["plus"] == of_plus
+    plus = FeatCalSettings.plus(augment="none")
     choices = checked_choices(plus, RunSettings(), pool)
     assert choices.save == "featcal_plus" and choices.rows(plus) == {"featcal_plus": plus}

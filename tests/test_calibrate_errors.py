@@ -77,7 +77,7 @@ ROWS: list[Row] = [
     row(t5_suite, r"task_0.*labels, or decoder_input_ids",
         lambda s: s.inputs["task_0"][0].pop("labels")),
     row(decoder_suite, r"^task task_0: method\.augment=jitter needs images .*Set method\.augment",
-        **PLUS, augment="jitter"),
+        **PLUS | {"augment": "jitter"}),
     row(clip_suite, r"task_weights names tasks \['travel'\].*no expert", **PLUS,
         task_weights={"travel": 2.0}),
     # models that do not fit

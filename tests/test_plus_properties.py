@@ -1,18 +1,20 @@
 """FeatCal+ with few or equal samples, and its trust in samples."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from calibrations import PLUS, assert_identical, cast, run_fast
 from plus_slow import calibrated_plus, listen
-from tiny_models import Suite, clip_suite, normal
+from tiny_models import Suite, clip_suite, decoder_suite, normal
 from torch import nn
 from tricky_models import biased, plain, stack_suite
-from variations import models_of
+from variations import models_of, size_of
 
-from fusion_bench_featcal import Plus
+from fusion_bench_featcal import FeatCalSettings, Plus, calibrate
 from fusion_bench_featcal.run.log import doubts
 from fusion_bench_featcal.run.trust import FAMILIAR
 
@@ -50,6 +52,28 @@ def test_zero_inputs_change_nothing_and_without_a_base_samples_alone_count():
     assert_identical(run_fast(suite, **PLUS).model, suite.merged)
 
 
+@pytest.mark.parametrize("make", [partial(clip_suite, tasks=1), decoder_suite])
+def test_a_rule_object_and_its_name_give_equal_bits(make: Callable[[], Suite]):
+    suite = make()
+    models = suite.merged, suite.base, suite.experts
+    by_object, *by_name = (
+        calibrate(*models, suite.inputs, settings, suite.family, progress=False)
+        for settings in (
+            Plus(),
+            FeatCalSettings(rule="plus"),
+            FeatCalSettings(rule="plus", augment="auto", decoder_rows="auto", calibrate_norm=False),
+        )
+    )
+    for other in by_name:
+        assert_identical(other.model, by_object.model)
+    samples = sum(map(size_of, suite.inputs["task_0"]))
+    (rows, *_) = (record["rows"] for record in by_object.log.of_kind("task"))
+    if "labels" in suite.inputs["task_0"][0]:
+        assert rows < sum(batch["attention_mask"].sum() for batch in suite.inputs["task_0"])
+    else:  # 5 positions of each image and of its 7 copies
+        assert rows == samples * 5 * 8
+
+
 def trained_suite() -> Suite:
     """A suite whose experts' first modules differ from the base by the root of a Gram matrix."""
     suite = clip_suite()
@@ -70,15 +94,13 @@ def trained_suite() -> Suite:
 
 def test_exchanged_samples_are_named_and_count_less(caplog: pytest.LogCaptureFixture):
     suite = trained_suite()
-    assert not doubts(run_fast(suite, rule=Plus()).log.of_kind("trust"))
+    assert not doubts(run_fast(suite, **PLUS).log.of_kind("trust"))
     same = dict.fromkeys(suite.inputs, next(iter(suite.inputs.values())))
-    (doubt,) = doubts(
-        run_fast(replace(suite, inputs=same), rule=Plus()).log.of_kind("trust")
-    ).values()
+    (doubt,) = doubts(run_fast(replace(suite, inputs=same), **PLUS).log.of_kind("trust")).values()
     assert doubt in caplog.text and "trust at most 0.00" in doubt
     one, two, right = suite.inputs
     suite.inputs |= {one: suite.inputs[two], two: suite.inputs[one]}
-    result = run_fast(suite, rule=Plus())
+    result = run_fast(suite, **PLUS)
     records = {record["task"]: record for record in result.log.of_kind("trust")}
     fits = {task: record["fits"] for task, record in records.items()}
     assert fits == {one: two, two: one, right: None}

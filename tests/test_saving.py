@@ -20,6 +20,7 @@ from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.fusionbench import save_model
 from fusion_bench_featcal.fusionbench.saving import check_save_target
 from fusion_bench_featcal.models.saving import PAPER, CardFacts, card_text, writing_model
+from fusion_bench_featcal.rules import completed
 
 
 class Tiny(nn.Module):
@@ -44,13 +45,13 @@ def program_saving_to(path: Path, options: Any = None) -> Any:
     )
 
 
-PLUS = FeatCalSettings.plus(seed=1).as_dict()
+PLUS = completed(FeatCalSettings.plus(seed=1)).as_dict()
 # Facts of a card, its title, a sentence, and its settings.
 CARDS: list[tuple[CardFacts, str, str, str]] = [
     (CardFacts("featcal_plus", settings=PLUS), "Merged model, repaired by FeatCal+",
      f"with FeatCal+, its extension of the paper's FeatCal ({PAPER}), row `featcal_plus`",
      "- seed: `1`"),
-    (CardFacts("featcal", settings=FeatCalSettings().as_dict()),
+    (CardFacts("featcal", settings=completed(FeatCalSettings()).as_dict()),
      "Merged model, repaired by FeatCal", f"with FeatCal ({PAPER})", "- all: `defaults`"),
     (CardFacts("surgery", settings={"width": 4}), "Merged model (surgery)", "row `surgery`",
      "- width: `4`"),

@@ -13,10 +13,10 @@ from reports import error_of, featcal
 
 from fusion_bench_featcal import FeatCalSettings, Paper, Plus
 from fusion_bench_featcal.families import LLAMA
+from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.lab.settings_page import algorithm_class, method_names, settings_of_method
-from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.settings import PLUS
+from fusion_bench_featcal.rules import completed, rule_of
 
 BY_HAND = {"base_method", "upstream_mergers", "mergers_alone", "post_merging_methods", "leave_out",
            "notes"}  # fmt: skip
@@ -36,7 +36,9 @@ SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
              ["kfold", None, 3, {}, {"gamma": 2.0}]),
     "task_weights": ("null or a mapping of tasks to numbers above 0", [None],
                      ["equal", 2.0, {"a": 0}, {"a": "1"}]),
-    "augment": ("null or one of auto, jitter", ["jitter", None], ["flip", True, 3, ["jitter"]]),
+    "augment": ("null or one of none, auto, jitter", ["jitter", None],
+                ["flip", True, 3, ["jitter"]]),
+    "calibrate_norm": ("null or true or false", [None, True, False], [0, "true"]),
     "samples_per_task": ("an integer >= 1", [1], [0, 2.0, True]),
     "modules": ("null or a non-empty list of patterns", [["*.fc1", "!0.*"]],
                 ["mlp.fc1", [], [""], [3]]),
@@ -50,7 +52,11 @@ PUBLISHED = {  # lambda, rho, alpha, norms
     "paper_llama_8b": (3.0, 0.5, 0.15, False),
 }
 CLASHES: list[tuple[dict[str, Any], str]] = [
-    ({**PLUS, "mix_alpha": 0.5}, r"mix_alpha=0\.5 has no part in the rule plus: leave"),
+    ({"rule": "plus", "mix_alpha": 0.5}, r"mix_alpha=0\.5 has no part in the rule plus: leave"),
+    ({"rule": "plus", "calibrate_norm": True},
+     r"method\.calibrate_norm=True has no part in the rule plus: leave"),
+    ({"rule": Paper(calibrate_norm=False), "calibrate_norm": True},
+     r"calibrate_norm=True has no part in the rule Paper: set it there"),
     ({"rule": Paper(), "mix_alpha": 0.5},
      r"mix_alpha=0\.5 has no part in the rule Paper: set it there, Paper\(\.\.\.\)"),
     ({"resume": True}, r"method\.resume needs method\.checkpoint_dir"),
@@ -105,12 +111,32 @@ def test_presets_are_the_published_settings(name: str):
 
 
 def test_pools_bring_presets_as_they_are():
-    assert read_yaml("method/featcal/plus.yaml").items() >= PLUS.items()
     for file in CONFIG.glob("modelpool/*.yaml"):
         presets = read_yaml(f"modelpool/{file.name}").get("featcal", {}).get("presets", {})
         for name, brought in presets.items():
             preset = read_yaml(f"method/featcal/{name.removesuffix('-targets')}.yaml")
             assert brought.items() - {("decoder_rows", "targets")} <= preset.items(), (file, name)
+
+
+def test_featcal_plus_is_one_method_by_any_name_and_its_values_stand_in_its_rule():
+    composed = read_yaml("method/featcal.yaml") | read_yaml("method/featcal/plus.yaml")
+    by_method = FeatCalSettings(**{n: composed[n] for n in FeatCalSettings.names()})
+    folder = {"merged": "m", "base": "b", "expert": {"a": "a"}, "data": {"a": "a"}, "out": "o"}
+    by_command = Request(**folder, preset="plus").settings
+    expected = completed(FeatCalSettings(rule="plus"))
+    samples = {"augment": "auto", "decoder_rows": "auto", "calibrate_norm": False}
+    assert samples.items() <= expected.as_dict().items()
+    for settings in (by_method, FeatCalSettings.plus(), FeatCalSettings.plus(**samples)):
+        assert completed(settings) == expected
+    of_run = {"max_length": None, "checkpoint_dir": None}
+    assert completed(by_command.replace(**of_run)) == expected
+    by_object = completed(FeatCalSettings(rule=Plus()))
+    assert rule_of(by_object) == rule_of(expected) and by_object.replace(rule="plus") == expected
+    table = (CONFIG.parent / "docs/method.md").read_text()
+    for name, value in samples.items():
+        paper = getattr(completed(FeatCalSettings()), name)
+        words = [str(word).lower() for word in (paper, value)]
+        assert re.search(rf"\| `{name}` \| `?{words[0]}`? \| `?{words[1]}`? \|", table)
 
 
 def test_settings_are_copied_with_changes_and_never_changed():

@@ -40,6 +40,7 @@ from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import row_of_rule
+from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -140,7 +141,7 @@ def _settings(models: Models, processor: Any) -> FeatCalSettings:
     elif length == MAX_LENGTH:
         of_sentences = models.pooling.max_length if kind == ENCODER else None
         length = min(filter(None, [MAX_LENGTH, tokens_allowed(processor), of_sentences]))
-    return request.settings.replace(max_length=length)
+    return completed(request.settings.replace(max_length=length))
 
 
 def _evaluate_and_save(

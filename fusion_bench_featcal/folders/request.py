@@ -15,10 +15,9 @@ from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.mergekit import FILE, with_merge_config
 from fusion_bench_featcal.folders.options import mapping
-from fusion_bench_featcal.settings import PLUS, FeatCalSettings
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import check_values, setting
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"plus": PLUS, "paper": {}}
 MAX_LENGTH = 1024
 """Tokens of a text if `max_length` is not set, because memory grows with the longest text."""
 PROMPT = "a photo of a {}."
@@ -77,7 +76,7 @@ class Request:
     out: str | None = setting(None, "a new folder for the model", metavar="DIR", is_recorded=False)
     strict: bool = setting(False, "save nothing, and exit with 1, if a task is not better")
     preset: str = setting(
-        "plus", "settings: FeatCal+ (default) or the paper's", choices=tuple(PRESETS)
+        "plus", "settings: FeatCal+ (default) or the paper's", choices=("plus", "paper")
     )
     set: Mapping[str, Any] = mapping(
         "a setting, such as samples_per_task=64 (repeatable, see featcal settings)",
@@ -171,9 +170,7 @@ class Request:
         names = [name for name in FeatCalSettings.names() if name not in _ELSEWHERE]
         refuse_unknown(self.set, names, "--set ")
         run = {"checkpoint_dir": str(self.checkpoints), "resume": self.resume}
-        return FeatCalSettings(
-            **{"max_length": MAX_LENGTH, **PRESETS[self.preset], **self.set, **run}
-        )
+        return FeatCalSettings(**{"max_length": MAX_LENGTH, "rule": self.preset, **self.set, **run})
 
     @cached_property
     def merger(self) -> tuple[str | None, float]:

@@ -13,8 +13,8 @@ from fusion_bench_featcal.errors.nearest_names import (
     refuse_unusable_names,
 )
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.results.run import row_of_rule
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.results.run import FEATCAL_PLUS, row_of_rule
+from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
@@ -161,10 +161,32 @@ def _checked_presets(
     for name, changes in presets.items():
         refuse_unknown(changes, FeatCalSettings.names(), f"{key}.{name}.")
         try:
-            checked[str(name)] = settings.replace(**changes)
+            checked[str(name)] = FeatCalSettings(**with_preset(vars(settings), changes))
         except ValueError as error:
             raise ValueError(str(error).replace("method.", f"{key}.{name}.")) from None
+        refuse_other_rule(f"{FEATCAL}_{name}", checked[str(name)].rule, f"{key}.{name}")
     return checked
+
+
+def with_preset(values: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of settings with the changes of a preset.
+
+    A preset with another rule has none of the values that belong to a rule, which may have no part
+    in its rule, and would make its row another method.
+    """
+    rule = values.get("rule", FeatCalSettings.rule)
+    dropped = () if preset.get("rule", rule) == rule else (*OF_RULES, *BY_RULE)
+    return {name: values[name] for name in values if name not in dropped} | dict(preset)
+
+
+def refuse_other_rule(row: str, rule: Any, key: str) -> None:
+    """Refuse a row that is named like FeatCal+ and has another rule.
+
+    Raises:
+        ValueError: Naming the key of the row.
+    """
+    if row == FEATCAL_PLUS and rule != "plus":
+        raise ValueError(f"{key}: the row {row} is FeatCal+: set {key}.rule=plus, or rename it")
 
 
 def plain(value: Any) -> Any:

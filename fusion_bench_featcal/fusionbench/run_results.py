@@ -41,7 +41,7 @@ from fusion_bench_featcal.results.remarks import (
 )
 from fusion_bench_featcal.results.run import calibration_log, conditions_of, file_suffix
 from fusion_bench_featcal.results.show import show_run
-from fusion_bench_featcal.rules import BY_NAME, rule_of
+from fusion_bench_featcal.rules import BY_NAME, completed, rule_of
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
@@ -148,6 +148,7 @@ class RunResults:
             self.report.note(Note(NOTE, f"solved by the rule {rule_of(settings)!r}", name))
         # These notes also close the run's output, so no warning is printed here.
         self.report.note(*notes_of_log(name, result.log.records))
+        settings = completed(settings)
         values, split = settings.of_the_model().as_dict(), settings.calibration_split
         of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}

@@ -27,6 +27,7 @@ from fusion_bench_featcal.results.run import GIVEN
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.summaries import summary
 from fusion_bench_featcal.results.tables import page
+from fusion_bench_featcal.rules import BY_NAME, completed
 from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -192,8 +193,8 @@ def _changed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings that differ from the defaults of their rule."""
     if "rule" not in settings:
         return settings
-    plus = settings["rule"] == "plus"
-    defaults = (FeatCalSettings.plus() if plus else FeatCalSettings()).as_dict()
+    rule = settings["rule"] if settings["rule"] in [*BY_NAME] else FeatCalSettings.rule
+    defaults = completed(FeatCalSettings(rule=rule)).as_dict()
     changed = {n: v for n, v in settings.items() if n not in defaults or v != defaults[n]}
     return changed or {"all": "defaults"}
 

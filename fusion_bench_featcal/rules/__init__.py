@@ -7,10 +7,12 @@ from typing import Any, cast, get_args, get_type_hints
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
-from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
+from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings
 from fusion_bench_featcal.settings.fields import named_class
 
-__all__ = ["BY_NAME", "GroupSums", "Linear", "Rule", "Solved", "rule_of"]
+__all__ = [
+    "BY_NAME", "GroupSums", "Linear", "Rule", "Solved", "completed", "rule_of", "value_of",
+]  # fmt: skip
 
 BY_NAME: Mapping[str, str] = {
     "paper": "fusion_bench_featcal.rules.paper.Paper",
@@ -40,9 +42,8 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
     shared = {field.name for field in fields(kind)} & {f.name for f in fields(FeatCalSettings)}
     _refuse_changes(settings, kind, target, "leave it at its default", shared)
-    values = {name: getattr(settings, name) for name in shared}
-    if "task_weights" in shared:
-        values["task_weights"] = settings.task_weights or {}
+    given = {name: getattr(settings, name) for name in shared}
+    values = {name: value for name, value in given.items() if value is not None}
     names = [field.name for field in fields(kind) if field.init]
     if options:
         refuse_unknown(options, names, f"method.rule: {target}: option ")
@@ -52,6 +53,23 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     except Exception as error:  # a user's class may raise anything
         typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(f"method.rule: {target}({typed}): {error}") from error
+
+
+def value_of(settings: FeatCalSettings, name: str) -> Any:
+    """Return a setting of `BY_RULE`, which is the rule's attribute if it is null.
+
+    Raises as `rule_of`.
+    """
+    value = getattr(settings, name)
+    return getattr(rule_of(settings), name) if value is None else value
+
+
+def completed(settings: FeatCalSettings) -> FeatCalSettings:
+    """Return the settings with the values of their rule, equal for equal methods.
+
+    Raises as `rule_of`.
+    """
+    return settings.replace(**{name: value_of(settings, name) for name in BY_RULE})
 
 
 def _check_types(options: Mapping[str, Any], kind: Any, target: str) -> None:

@@ -54,6 +54,8 @@ class Plus(Rule):
     task_weights: Mapping[str, float] = field(default_factory=dict)
     calibrate_bias: bool = True
     mix_alpha = 1.0
+    augment = "auto"
+    decoder_rows = "auto"
     reads_closing_rows = True
 
     @property

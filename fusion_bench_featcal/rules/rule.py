@@ -64,6 +64,8 @@ class Rule(ABC):
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
         estimates_statistics: Whether running statistics of BatchNorms are estimated on the samples.
+        augment: Copies of samples, unless the setting of this name is given.
+        decoder_rows: Positions of a decoder that count, unless the setting is given.
     """
 
     mix_alpha: float = 0.0
@@ -72,6 +74,8 @@ class Rule(ABC):
     calibrate_bias: bool = False
     calibrate_norm: bool = False
     estimates_statistics: bool = True
+    augment: str = "none"
+    decoder_rows: str = "all"
 
     @property
     def runs_experts(self) -> bool:

@@ -33,7 +33,7 @@ from fusion_bench_featcal.modules.models import (
     tail_of,
 )
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
-from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.rules import rule_of, value_of
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.finished import FinishedBlocks
@@ -197,7 +197,9 @@ def open_problem(request: Request, output: Checkpoint) -> Problem:
         experts,
         rule,
         autocast=with_kernel(kernel, request.autocast),
-        decoder_rows=rows_named(settings, next(iter(samples.values()))[0].inputs),
+        decoder_rows=rows_named(
+            value_of(settings, "decoder_rows"), next(iter(samples.values()))[0].inputs
+        ),
         reads_first=reads_first,
         drift=DriftLog(channels_first=images) if rule.runs_experts else None,
         storage=storage_for(settings, device),

@@ -18,18 +18,13 @@ from fusion_bench_featcal.settings.fields import (
 SETTINGS_OF_THE_RUN = ("activations", "checkpoint_dir", "resume")
 """Settings of storage and reading, which do not change the calibrated model."""
 
-PLUS: Mapping[str, Any] = {
-    "rule": "plus",
-    "augment": "auto",
-    "decoder_rows": "auto",
-    "calibrate_norm": False,
-}
-"""FeatCal+, as in `config/method/featcal/plus.yaml`."""
-
 OF_RULES = (
     "ridge_lambda", "mix_alpha", "anchor_rho", "task_weights", "calibrate_bias", "calibrate_norm",
 )  # fmt: skip
 """Settings that a rule has as fields, or does not have."""
+
+BY_RULE = ("augment", "decoder_rows", "calibrate_norm")
+"""Settings whose null stands for the rule's attribute of the same name (`rules.completed`)."""
 
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -107,9 +102,9 @@ class FeatCalSettings(Settings):
     )
     augment: str | None = setting(
         None,
-        "Jittered copies of images, used in addition to them: `auto` makes none of anything else, "
-        "`jitter` refuses anything else.",
-        choices=("auto", "jitter"),
+        "Jittered copies of images, used in addition to them: `none`, `auto` (none of anything "
+        "else) or `jitter` (anything else is refused). Null: as the rule has it.",
+        choices=("none", "auto", "jitter"),
     )
     samples_per_task: int = setting(
         256, "Unlabeled samples drawn for each task. A task that has fewer uses all.", ge=1
@@ -151,8 +146,10 @@ class FeatCalSettings(Settings):
         ge=2,
     )
     calibrate_bias: bool = setting(True, "Calibrate biases (Eqs. 51-55).")
-    calibrate_norm: bool = setting(
-        True, "Calibrate gains and shifts of LayerNorm and GroupNorm (Eqs. 56-59)."
+    calibrate_norm: bool | None = setting(
+        None,
+        "Calibrate gains and shifts of LayerNorm and GroupNorm (Eqs. 56-59). Null: as the rule has "
+        "it.",
     )
     modules: Sequence[str] | None = setting(
         None,
@@ -161,10 +158,10 @@ class FeatCalSettings(Settings):
         accepts="a non-empty list of patterns",
         check=lambda value: is_text_list(value) and len(value) > 0,
     )
-    decoder_rows: str = setting(
-        "all",
+    decoder_rows: str | None = setting(
+        None,
         "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
-        "token, or `auto`: targets if there are labels.",
+        "token, or `auto`: targets if there are labels. Null: as the rule has it.",
         choices=("all", "targets", "auto"),
     )
     family: Any = setting(
@@ -208,8 +205,6 @@ class FeatCalSettings(Settings):
         """Yield a phrase for each setting that contradicts another one. `rule_of` checks rules."""
         if self.resume and self.checkpoint_dir is None:
             yield "resume needs method.checkpoint_dir, the folder that keeps the blocks"
-        if self.rule == "plus" and self.calibrate_norm:
-            yield "rule=plus needs method.calibrate_norm=false, as method=featcal/plus has"
 
     @property
     def strengths(self) -> dict[str, float]:
@@ -220,7 +215,7 @@ class FeatCalSettings(Settings):
     @classmethod
     def plus(cls, **changes: Any) -> "FeatCalSettings":
         """Return the settings of FeatCal+ (docs/method.md), with changes by name."""
-        return cls(**{**PLUS, **changes})
+        return cls(**{"rule": "plus", **changes})
 
     def replace(self, **changes: Any) -> "FeatCalSettings":
         """Return a checked copy with changes by name."""

@@ -17,23 +17,23 @@ LIMITS = (8.0, 0.08, 0.16, 0.16)
 """Largest changes: angle in degrees, size, and shifts along both sides, which are 2 long."""
 
 
-def number_of_copies(samples: int, augment: str | None, inputs: Any) -> int:
+def number_of_copies(samples: int, augment: str, inputs: Any) -> int:
     """Return the number of changed copies of each sample. It falls with the number of samples.
 
     Args:
         samples: Number of samples that the task has.
-        augment: The setting: null, `auto` (images only) or `jitter`.
+        augment: The setting: `none`, `auto` (images only) or `jitter`.
         inputs: A batch of the model's inputs.
 
     Raises:
         CalibrationError: If the setting is `jitter` and the inputs hold no images.
     """
-    if augment is None or (augment == "auto" and images_of(inputs) is None):
+    if augment == "none" or (augment == "auto" and images_of(inputs) is None):
         return 0
     if images_of(inputs) is None:
         raise CalibrationError(
             "method.augment=jitter needs images [batch, channels, height, width], and the inputs "
-            "hold none. Set method.augment to null, or to auto (which changes images only)"
+            "hold none. Set method.augment to none, or to auto (which changes images only)"
         )
     return max(1, min(ceil(ENOUGH / samples) - 1, MOST))
 

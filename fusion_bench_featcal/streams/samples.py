@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.rules import rule_of, value_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
@@ -95,7 +95,7 @@ def take(
     taken = list(take_samples(task, batches, settings, model))
     samples = sum(batch.samples for batch in taken)
     with naming_task(task):
-        copies = number_of_copies(samples, settings.augment, taken[0].inputs)
+        copies = number_of_copies(samples, value_of(settings, "augment"), taken[0].inputs)
     for batch in taken if holds_out else ():
         batch.held_out = torch.arange(batch.start, batch.start + batch.samples) % HELD == HELD - 1
     return [copy for batch in taken for copy in with_copies(task, batch, copies, settings)]
@@ -164,10 +164,10 @@ def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.
     return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
-def rows_named(settings: FeatCalSettings, inputs: Any) -> str:
+def rows_named(decoder_rows: str, inputs: Any) -> str:
     """Return `decoder_rows`, with `auto` resolved for a batch of a model's inputs."""
-    if settings.decoder_rows != "auto":
-        return settings.decoder_rows
+    if decoder_rows != "auto":
+        return decoder_rows
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     return "targets" if isinstance(labels, Tensor) and labels.ndim == 2 else "all"
 

@@ -174,6 +174,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({METHODS: {"x": OURS["FeatCal"] | {"ridge_lamda": 1}}},
      r"ing_methods\.x.*ridge_lamda.*'ridge_lambda'"),
     ({METHODS: {"x": OURS["Surgery"] | {"rank": 0}}}, r"methods\.x\.rank must be an integer"),
+    ({METHODS: {"featcal_plus": OURS["FeatCal"]}},
+     r"methods\.featcal_plus: the row featcal_plus is FeatCal\+: set .*\.rule=plus, or rename"),
     ({METHODS: {"x": AVERAGE}}, r"is no post-merging method: derive it"),
     ({"merged_model_save_path": "x"}, "merged_model_save_path"),
 ]  # fmt: skip

@@ -22,7 +22,10 @@ def gamma(terms: int, dtype: torch.dtype = torch.float32) -> float:
     return rounding / (1 - rounding)
 
 
-PLUS: dict[str, Any] = {"rule": "plus", "calibrate_norm": False}
+# FeatCal+ without what it does to samples, as in the slow references.
+PLUS: dict[str, Any] = {
+    "rule": "plus", "calibrate_norm": False, "augment": "none", "decoder_rows": "all",
+}  # fmt: skip
 OF_THE_RULE = ("ridge_lambda", "mix_alpha", "anchor_rho", "calibrate_bias", "calibrate_norm")
 OPTIONS = {"autocast", "device", "merged_weights", "processes", "progress"}
 

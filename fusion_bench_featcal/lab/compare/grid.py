@@ -12,7 +12,12 @@ from fusion_bench.compat.method import AlgorithmFactory
 from hydra.utils import instantiate
 
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
-from fusion_bench_featcal.fusionbench.options import is_merger, plain
+from fusion_bench_featcal.fusionbench.options import (
+    is_merger,
+    plain,
+    refuse_other_rule,
+    with_preset,
+)
 from fusion_bench_featcal.fusionbench.pool_models import import_target
 from fusion_bench_featcal.lab.rivals import Chain, Method
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
@@ -67,7 +72,9 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
     left_out = {**(plain(settings.leave_out) or {}), **(changes.get("leave_out") or {})}
     upstreams, alone, methods = (_configs(settings, key) for key in _KEYS)
     presets = suite.get("presets") or {} if isinstance(methods.get(FEATCAL), Mapping) else {}
-    methods |= {f"{FEATCAL}_{name}": {**methods[FEATCAL], **of} for name, of in presets.items()}
+    methods |= {
+        f"{FEATCAL}_{name}": with_preset(methods[FEATCAL], of) for name, of in presets.items()
+    }
 
     cells = [Cell(row=name) for name in _chosen(settings, "references", REFERENCES, {})]
     rows = [
@@ -149,6 +156,7 @@ def _row(name: str, config: Any, settings: Any) -> Cell:
             f"{setting}: {config['_target_']} is no post-merging method: derive it from "
             "fusion_bench_featcal.lab.rivals.Method and give it post_merge(merged, inputs)"
         )
+    refuse_other_rule(name, getattr(method, "rule", None), setting)
     return Cell(row=name, method=method, config=config)
 
 

@@ -23,6 +23,7 @@ from fusion_bench_featcal.modules.models import (
     head_of,
     tail_of,
 )
+from fusion_bench_featcal.rules import value_of
 from fusion_bench_featcal.run.problem import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import CountedRows, Rows, rows_of
@@ -180,9 +181,9 @@ def _counted(
     family: Family, model: nn.Module, inputs: Any, settings: FeatCalSettings
 ) -> dict[str, CountedRows | None]:
     """Return the positions that count at each block's output, or None if all count."""
-    rows: dict[str, CountedRows | None] = {}
+    rows, counted = dict[str, CountedRows | None](), value_of(settings, "decoder_rows")
     for index, stage in enumerate(family.stages(model)):
-        masks = family.masks(model, inputs, index, rows_named(settings, inputs))
+        masks = family.masks(model, inputs, index, rows_named(counted, inputs))
         rows |= dict.fromkeys(stage, Rows.of_masks(masks).valid)
     return rows
 

@@ -7,6 +7,7 @@ from torch import nn
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
 from fusion_bench_featcal.lab.rivals.method import Method
+from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -28,7 +29,7 @@ class FeatCal(FeatCalSettings, Method):
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, fit for JSON."""
-        return self.as_dict()
+        return completed(self).as_dict()
 
     def check(self, inputs: MethodInputs) -> None:
         """Open the data and check models, base and read budget. Raises as `check_calibration`."""

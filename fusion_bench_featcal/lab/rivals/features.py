@@ -13,11 +13,9 @@ from fusion_bench_featcal.families.base import call_model, stop_forward, stoppab
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.modules.models import head_of
-from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import CountedRows, Rows
 from fusion_bench_featcal.streams.samples import rows_named
 
-_AUTO = FeatCalSettings(decoder_rows="auto")
 _PROJECTION = "visual_projection.weight"
 
 FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
@@ -72,7 +70,7 @@ def final_rows(model: nn.Module, family: Family, inputs: Any) -> CountedRows | N
 
     Without labels these are all positions except padding.
     """
-    rows = rows_named(_AUTO, inputs)
+    rows = rows_named("auto", inputs)
     masks = family.masks(model, inputs, len(family.stages(model)) - 1, rows)
     return Rows.of_masks(masks).valid
 
