@@ -66,7 +66,7 @@ def calibrate_loaded(problem: Problem, block: str) -> None:
     """Calibrate a block whose merged tensors are in memory, and store the new parameters."""
     start, finished = time.perf_counter(), problem.output.read(block, problem.working)
     merged, figures = tensors_under(problem.model, block), dict[str, Any]()
-    problem.streams.narrow(block, problem.modules[block].sites)
+    narrow(problem, block)
     groups, norms = ([], StaleNorms([], [])) if finished else groups_of(problem, block)
     turns = turns_of(problem.rule, groups)
     for number, turn in enumerate(turns):
@@ -89,6 +89,14 @@ def calibrate_loaded(problem: Problem, block: str) -> None:
         problem.progress.finished(block, time.perf_counter() - start)
 
 
+def narrow(problem: Problem, block: str) -> None:
+    """In the last block, count only first positions, if the model's head reads no others."""
+    streams = problem.streams
+    if streams.reads_first and block == streams.stages[-1][-1]:
+        names = streams.feeding_first(block, problem.modules[block].sites)
+        streams.narrow(problem.processes.decided(streams.largest[0], names))
+
+
 def trusting(problem: Problem, block: str) -> Problem:
     """Return the problem with a rule that includes the trust in each task's samples."""
     from fusion_bench_featcal.run.trust import with_trust
@@ -97,15 +105,19 @@ def trusting(problem: Problem, block: str) -> Problem:
 
 
 def groups_of(problem: Problem, block: str) -> tuple[list[Group], StaleNorms]:
-    """Return the groups of a block's modules, in the order of their calls, and its BatchNorms."""
+    """Return the groups of a block's modules, in the order of their calls, and its BatchNorms.
+
+    They are equal in all processes, which add up sums over them.
+    """
     modules = problem.modules[block]
     norms = modules.statistics if problem.rule.estimates_statistics else ()
     names = [*(site.name for site in modules.sites), *norms]
     if not names:
         return [], StaleNorms([], [])
-    recorded, rows = problem.streams.record_first(block, names)
+    recorded, rows = problem.streams.record_largest(block, names)
     groups = find_groups(problem.model, block, modules.sites, recorded, rows.of)
-    return groups, StaleNorms(list(recorded.inputs), norms)
+    found = groups, StaleNorms(list(recorded.inputs), norms)
+    return problem.processes.decided(problem.streams.largest[0], found)
 
 
 def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:

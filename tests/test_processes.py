@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from calibrations import PLUS as PLUS_ON_PLAIN
 from calibrations import Overheard, assert_identical, assert_same, run_fast, samples_in
 from cli_runs import fusion_bench
 from killing import finished_blocks
+from model_types import suite_named
 from process_group import in_processes
 from tiny_convs import tower_suite
-from tiny_models import Suite, clip_suite, t5_suite
+from tiny_models import Suite, clip_suite, decoder_suite, t5_suite, without_labels
 from transformers import CLIPVisionModel
+from variations import backwards, changed, models_of
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
@@ -69,6 +72,56 @@ def test_model_and_log_are_those_of_one_process(case: str):
         numbers = {k: v for k, v in other.items() if isinstance(v, float)}
         assert {k: record[k] for k in numbers} == pytest.approx(numbers, rel=1e-6, abs=1e-6)
         assert {**record, **numbers} == other
+
+
+def third(suite: Suite) -> Suite:
+    """The suite with a third task: the first one's expert on the second one's samples."""
+    experts = suite.experts | {"task_2": suite.experts["task_0"]}
+    return replace(suite, experts=experts, inputs=suite.inputs | {"task_2": suite.inputs["task_1"]})
+
+
+def partly_labelled() -> Suite:
+    """Decoders with labels in all tasks but the first."""
+    suite = third(decoder_suite())
+    suite.inputs["task_0"] = [*map(without_labels, suite.inputs["task_0"])]
+    return suite
+
+
+def short_first(name: str = "bert", **config: Any) -> Suite:
+    """Text classifiers whose first task begins with texts of one token."""
+    suite = suite_named(name)
+    for model in models_of(suite):
+        vars(model.config).update(config)
+    suite.inputs["task_0"][0]["attention_mask"][:, 1:] = 0
+    return suite
+
+
+@pytest.mark.parametrize("make", [partly_labelled, lambda: third(short_first())])
+def test_neither_processes_nor_their_first_tasks_decide_what_counts(make: Callable[[], Suite]):
+    suite, auto = make(), PLUS_ON_PLAIN | {"decoder_rows": "auto"}
+    expected = run_fast(suite, **auto)
+    labelled = ["labels" in batches[0] for batches in suite.inputs.values()]
+    tokens = [sum(b["attention_mask"].sum() for b in bs) for bs in suite.inputs.values()]
+    rows = [record["rows"] for record in expected.log.of_kind("task")][: len(tokens)]
+    assert [n < total for n, total in zip(rows, tokens, strict=True)] == labelled
+    others = [run_fast(backwards(suite), **auto)]
+    for size in (2, 3):
+        results = together(suite, size, **auto)
+        assert_one_model(results)
+        others.append(results[0])
+    for other in others:
+        assert_same(other.model, expected.model, 1e-9)
+
+
+# The second model averages its tokens, which texts of one token do not show.
+@pytest.mark.parametrize("of", [("bert", {}), ("modernbert", {"classifier_pooling": "mean"})])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
+def test_short_texts_in_the_first_batch_do_not_decide_what_feeds_the_head(of: Any):
+    suite = short_first(of[0], **of[1])
+    rule: Any = Plus(ridges=(1e-2,))  # no sample is held out by its number
+    last = changed(suite, lambda batches: batches[::-1])
+    models = [run_fast(each, **PLUS_ON_PLAIN | {"rule": rule}).model for each in (suite, last)]
+    assert_same(*models, 1e-6)  # some norms are computed in float32
 
 
 def test_each_process_reads_the_experts_of_its_tasks_and_must_have_one():

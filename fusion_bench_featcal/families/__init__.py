@@ -54,7 +54,7 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
 
     `auto` uses the model's `config.model_type`, or else its structure: open_clip's blocks, or one
     list of blocks of one class. It does not run the model. Calibration then compares the family's
-    steps with the model's forward pass on its first samples (`check.py`).
+    steps with the model's forward pass on two samples (`check.py`).
 
     Args:
         family: `auto`, a name, a mapping with `_target_` and arguments, or a Family.

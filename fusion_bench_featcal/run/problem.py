@@ -44,7 +44,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import part_of, to_device
-from fusion_bench_featcal.streams.samples import naming_task, rows_named, take
+from fusion_bench_featcal.streams.samples import longest_sample, naming_task, take
 from fusion_bench_featcal.streams.storage import storage_for
 from fusion_bench_featcal.streams.streams import Streams
 
@@ -197,9 +197,7 @@ def open_problem(request: Request, output: Checkpoint) -> Problem:
         experts,
         rule,
         autocast=with_kernel(kernel, request.autocast),
-        decoder_rows=rows_named(
-            value_of(settings, "decoder_rows"), next(iter(samples.values()))[0].inputs
-        ),
+        decoder_rows=value_of(settings, "decoder_rows"),
         reads_first=reads_first,
         drift=DriftLog(channels_first=images) if rule.runs_experts else None,
         storage=storage_for(settings, device),
@@ -248,16 +246,19 @@ def without_fused_attention(request: Request) -> Request:
 def compared(
     request: Request, rule: Rule, family: Family, samples: Mapping[str, list[Batch]]
 ) -> bool:
-    """Compare a family with the model's forward pass on the first samples of the first task.
+    """Compare a family with the model's forward pass on the longest sample and the one behind it.
 
     Returns:
         Whether only the first position of the last block's output is read and counts.
     """
-    (task, (first, *_)), model = next(iter(samples.items())), request.runnable
-    few = part_of(first.inputs, first.samples, slice(COMPARED_SAMPLES))
+    model, needs_first = request.runnable, rule.reads_closing_rows
+    priority = _, task, number, sample = longest_sample(samples, family, model)
+    batch = samples[task][number]
+    few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
     with naming_task(task), request.autocast():
         inputs = to_device(few, device_of(model))
-        return compare_with_model(family, model, inputs, needs_first=rule.reads_closing_rows)
+        reads_first = compare_with_model(family, model, inputs, needs_first=needs_first)
+    return request.processes.decided(priority, reads_first)
 
 
 def _opened(

@@ -59,6 +59,10 @@ class Processes:
         """
         return [value]
 
+    def decided(self, priority: Any, value: Value) -> Value:
+        """Return the value of the process with the least priority. A barrier for all processes."""
+        return min(self.gather((priority, value)), key=lambda pair: pair[0])[1]
+
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors, in place, by their sums over all processes, of equal bits in each."""
 

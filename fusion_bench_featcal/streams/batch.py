@@ -47,6 +47,11 @@ class CountedRows:
         index = (flat > 0).nonzero().flatten()
         return cls(mask.shape, None if len(index) == len(flat) else index)
 
+    @property
+    def count(self) -> int:
+        """Return the number of positions that count."""
+        return self.shape.numel() if self.index is None else len(self.index)
+
     @classmethod
     def first_of(cls, features: Tensor) -> "CountedRows":
         """Return the first position of each sample of features `[batch, positions, d]`."""
@@ -112,6 +117,7 @@ class Batch:
         cal: Input of the calibrated model's next block.
         exp: Input of the expert's next block, or None if experts do not run.
         rows: Positions that count in the stage.
+        later: Number of them without the first one of each sample.
         noted: The expert's inputs of modules that are not solved yet, and the block's output
             under `OUTPUT`, if it is compared.
     """
@@ -124,6 +130,7 @@ class Batch:
     cal: Any = None
     exp: Any = None
     rows: Rows = field(default_factory=Rows)
+    later: int = 0
     noted: dict[str, Tensor] = field(default_factory=dict)
     _places: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 

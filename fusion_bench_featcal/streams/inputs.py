@@ -58,6 +58,11 @@ def batch_size(task: str, inputs: Any) -> int:
     return len(tensors[0])
 
 
+def largest_tensor(inputs: Any) -> int:
+    """Return the number of entries of a batch's largest tensor."""
+    return max(value.numel() for value in _named_tensors(inputs).values())
+
+
 def check_finite_inputs(inputs: Any, task: str, number: int) -> None:
     """Refuse a batch with NaN or infinity in its floating-point inputs.
 

@@ -13,11 +13,17 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.rules import rule_of, value_of
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.inputs import batch_size, check_token_ids, part_of
+from fusion_bench_featcal.streams.inputs import (
+    batch_size,
+    check_token_ids,
+    largest_tensor,
+    part_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +176,26 @@ def rows_named(decoder_rows: str, inputs: Any) -> str:
         return decoder_rows
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     return "targets" if isinstance(labels, Tensor) and labels.ndim == 2 else "all"
+
+
+def longest_sample(
+    tasks: Mapping[str, list[Batch]], family: Family, model: nn.Module
+) -> tuple[int, str, int, int]:
+    """Return its positions, negative, its task, batch and number: its priority among processes.
+
+    Padding does not count. The choice does not depend on the order of tasks.
+    """
+    samples = list[tuple[int, str, int, int]]()
+    for task, batches in tasks.items():
+        for number, batch in enumerate(batches):
+            with naming_task(task):
+                mask = family.masks(model, batch.inputs, 0, "all").get("")
+            if mask is None:
+                counts = torch.full((batch.samples,), largest_tensor(batch.inputs) // batch.samples)
+            else:
+                counts = (mask > 0).flatten(1).sum(1)
+            samples.append((-int(counts.max()), task, number, int(counts.argmax())))
+    return min(samples)
 
 
 @contextmanager

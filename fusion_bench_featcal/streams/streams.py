@@ -23,7 +23,7 @@ from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import OUTPUT, Batch, CountedRows, Rows
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
-from fusion_bench_featcal.streams.samples import naming_task
+from fusion_bench_featcal.streams.samples import naming_task, rows_named
 from fusion_bench_featcal.streams.storage import DeviceStorage
 
 
@@ -39,7 +39,7 @@ class Streams:
         experts: The expert of each task.
         rule: How blocks are calibrated.
         autocast: Returns the context for forward passes.
-        decoder_rows: Counted positions of a decoder, as for `Family.masks`.
+        decoder_rows: Counted positions of a decoder: a value of the setting.
         reads_first: Whether only the first position of the last block's output is read.
         drift: Compares the features of model and experts, or None.
         storage: Storage of features: the device or the host.
@@ -81,11 +81,15 @@ class Streams:
                 with naming_task(task):
                     for number, batch in enumerate(self.storage.visits(batches)):
                         inputs = to_device(batch.inputs, self.working.device)
-                        masks = self.family.masks(self.model, inputs, index, self.decoder_rows)
+                        counted = rows_named(self.decoder_rows, inputs)
+                        masks = self.family.masks(self.model, inputs, index, counted)
                         batch.rows = Rows.of_masks(masks)
                         if index == 0 and batch.rows.valid is None:  # padding may be arbitrary
                             check_finite_inputs(inputs, task, number)
                         batch.cal = self._begun(self.model, inputs, index, batch.cal)
+                        valid = batch.rows.valid
+                        count = valid.count if valid else batch.cal.hidden.shape[:-1].numel()
+                        batch.later = count - batch.samples
         for task, batches in self.tasks.items() if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, naming_task(task):
                 for batch in self.storage.visits(batches):
@@ -135,28 +139,40 @@ class Streams:
         """Return the number of a task's samples, including copies."""
         return sum(batch.samples for batch in self.tasks[task])
 
-    def record_first(self, block: str, names: Sequence[str]) -> tuple[Recorded, Rows]:
-        """Run one batch through a block to its end and record the inputs of modules."""
-        first = next(iter(self.tasks.values()))[0]
-        with self.storage.loaded(first):
-            run = partial(self.step, self.model, block, first.cal)
-            return record(self.model, names, run), first.rows
+    @property
+    def largest(self) -> tuple[tuple[int, str, int], Batch]:
+        """Return the batch with most counted positions, and its priority in `Processes.decided`.
 
-    def narrow(self, block: str, sites: Iterable[Site]) -> None:
-        """In the last block, count only first positions, if the model's head reads no others.
-
-        Modules whose other rows reach the first one, such as keys and values, count all rows.
+        First positions do not count here, because samples of one position show neither which
+        modules feed the first one nor much else. The choice does not depend on the order of tasks.
         """
-        if not self.reads_first or block != self.stages[-1][-1]:
-            return
-        first = next(iter(self.tasks.values()))[0]
-        with self.storage.loaded(first):
-            result = self.step(self.model, block, first.cal).hidden[:, 0]
-            names = [
+        batches = {
+            (-batch.later, task, number): batch
+            for task, batches in self.tasks.items()
+            for number, batch in enumerate(batches)
+        }
+        return min(batches.items())
+
+    def record_largest(self, block: str, names: Sequence[str]) -> tuple[Recorded, Rows]:
+        """Run the largest batch through a block to its end and record the inputs of modules."""
+        _, batch = self.largest
+        with self.storage.loaded(batch):
+            run = partial(self.step, self.model, block, batch.cal)
+            return record(self.model, names, run), batch.rows
+
+    def feeding_first(self, block: str, sites: Iterable[Site]) -> list[str]:
+        """Return modules whose other rows reach the first one, such as keys and values."""
+        _, batch = self.largest
+        with self.storage.loaded(batch):
+            result = self.step(self.model, block, batch.cal).hidden[:, 0]
+            return [
                 site.name
                 for site in sites
-                if not torch.equal(result, self._first_with_changes(block, first.cal, site.name))
+                if not torch.equal(result, self._first_with_changes(block, batch.cal, site.name))
             ]
+
+    def narrow(self, names: Iterable[str]) -> None:
+        """Count only first positions, except in the inputs of some modules."""
         for batch in (batch for task in self.tasks for batch in self.visits(task)):
             of_sites = {name: batch.rows.of(name) for name in names}
             batch.rows = Rows({"": CountedRows.first_of(batch.cal.hidden)} | of_sites)
@@ -209,8 +225,8 @@ class Streams:
             if len({id(recorded.inputs.get(site.name)) for site in group.sites}) > 1:
                 names = ", ".join(site.name for site in group.sites)
                 raise CalibrationError(
-                    f"task {task}, block {block}: modules {names} share their input in the first "
-                    f"batch only. Exclude them: method.modules=['!{group.name}', ...]"
+                    f"task {task}, block {block}: modules {names} share their input in some "
+                    f"batches only. Exclude them: method.modules=['!{group.name}', ...]"
                 )
         return recorded.inputs
 
