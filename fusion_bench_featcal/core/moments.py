@@ -93,13 +93,18 @@ class Moments:
         Args:
             centred: Whether second moments are taken about the means. `x` and `y` are the means in
                 either case.
+
+        Returns:
+            The means. `gram` is symmetric to the last bit.
         """
         x, y = self.x / self.count, self.y / self.count
         gram, cross = self.gram / self.count, self.cross / self.count
         if centred:
             gram.addr_(x, x, alpha=-1)
             cross.addr_(y, x, alpha=-1)
-        return Moments(gram, cross, x, y, self.count)
+        # Vector instructions round `addr` otherwise than the scalars at the end of a row, and a
+        # solve that reads one triangle would leave a residual in the other one.
+        return Moments(mirror_lower(gram), cross, x, y, self.count)
 
     def energy(self, *, centred: bool) -> Tensor:
         """Return the sum of `|x|^2` over rows, about the mean if centred, a scalar."""

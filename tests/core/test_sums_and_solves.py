@@ -44,6 +44,15 @@ def test_sums_of_rows_wider_than_a_tile_are_whole_products_and_symmetric():
     assert torch.equal(gram, gram.T)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_means_are_symmetric_to_the_last_bit_at_every_width(dtype: torch.dtype):
+    for width in (*range(1, 40), SMALL + 1, 2 * SMALL + 13):
+        sums, rows = Moments.zeros(width, 1, torch.zeros(0, dtype=dtype)), normal(width, 9, width)
+        sums.add(1 + rows.to(dtype))
+        gram = sums.mirrored().means(centred=True).gram
+        assert torch.equal(gram, gram.T), width
+
+
 def system(rank: int = 20) -> tuple[Tensor, Tensor]:
     """Gram and cross matrix of a few rows of width 6."""
     rows = normal(1, rank, 6)
