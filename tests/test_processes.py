@@ -98,7 +98,8 @@ def short_first(name: str = "bert", **config: Any) -> Suite:
 
 @pytest.mark.parametrize("make", [partly_labelled, lambda: third(short_first())])
 def test_neither_processes_nor_their_first_tasks_decide_what_counts(make: Callable[[], Suite]):
-    suite, auto = make(), PLUS_ON_PLAIN | {"decoder_rows": "auto"}
+    auto: dict[str, Any] = PLUS_ON_PLAIN | {"decoder_rows": "auto"}
+    suite = make()
     expected = run_fast(suite, **auto)
     labelled = ["labels" in batches[0] for batches in suite.inputs.values()]
     tokens = [sum(b["attention_mask"].sum() for b in bs) for bs in suite.inputs.values()]
@@ -120,8 +121,8 @@ def test_short_texts_in_the_first_batch_do_not_decide_what_feeds_the_head(of: An
     suite = short_first(of[0], **of[1])
     rule: Any = Plus(ridges=(1e-2,))  # no sample is held out by its number
     last = changed(suite, lambda batches: batches[::-1])
-    models = [run_fast(each, **PLUS_ON_PLAIN | {"rule": rule}).model for each in (suite, last)]
-    assert_same(*models, 1e-6)  # some norms are computed in float32
+    first, other = (run_fast(each, **PLUS_ON_PLAIN | {"rule": rule}) for each in (suite, last))
+    assert_same(other.model, first.model, 1e-6)  # some norms are computed in float32
 
 
 def test_each_process_reads_the_experts_of_its_tasks_and_must_have_one():
