@@ -15,6 +15,7 @@ from tricky_models import biased, plain, stack_suite
 from variations import models_of, size_of
 
 from fusion_bench_featcal import FeatCalSettings, Plus, calibrate
+from fusion_bench_featcal.rules.plus import RIDGES
 from fusion_bench_featcal.run.log import doubts
 from fusion_bench_featcal.run.trust import FAMILIAR
 
@@ -38,6 +39,16 @@ def test_equal_inputs_change_biases_or_weights_but_not_both(bias: bool):
         )
         # a bias alone reaches the outputs of a single input
         assert (outputs - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("is_solved", [True, False])
+def test_of_ridges_with_equal_errors_up_to_rounding_the_largest_is_taken(is_solved: bool):
+    suite = stack_suite(biased, tasks=1, sizes=(40,))  # of full rank
+    if is_solved:  # every step is zero
+        suite.experts = dict.fromkeys(suite.experts, suite.merged)
+    ridges = RIDGES if is_solved else (1e-14, 1e-13, 1e-12)
+    modules = run_fast(suite, **PLUS | {"rule": Plus(0.0, ridges=ridges)}).log.of_kind("module")
+    assert {record["ridge"] for record in modules} == {ridges[-1]}
 
 
 def test_zero_inputs_change_nothing_and_without_a_base_samples_alone_count():

@@ -90,13 +90,18 @@ class PlusSums:
     group, `tau_i' tau_i` is therefore a second moment of expert i's training data. It joins the
     samples as rows of mean zero whose target is the expert's output:
 
-        A_i = gamma_i n_i tr(cov_i) tau_i' tau_i / |tau_i|_F^2    gamma 1: the energy of the samples
+        A_i = gamma_i e_i tau_i' tau_i / |tau_i|_F^2    gamma 1: the energy of the samples
         w_i = (|(W_i - W) x + b_i - b|^2 / |W_i x + b_i|^2)^far / |sum x x'|_F
         G   = sum_i w_i (n_i cov_i + A_i)
         C   = sum_i w_i (sum u x' + (W_i - W) A_i)
 
+    The energy `e_i` is the sum of `|x - m|^2` with `m` the mean of the fitted or of the held-out
+    samples, whichever x belongs to, so that each have their share of the rows. Without a bias that
+    changes `m` is 0, and `n_i cov_i` is `sum x x'`.
+
     The ridge `r` is the one whose step from three quarters of the samples has the least error on
-    the fourth. All samples then give the step. Convolutions use samples alone, since a BatchNorm
+    the fourth, and the largest of those whose errors are equal up to rounding. All samples then
+    give the step. Convolutions use samples alone, since a BatchNorm
     behind them may undo any scale.
     """
 
@@ -181,8 +186,10 @@ class PlusSums:
         if not (held_out.count > 0 and fitted.count > 0):
             return WITHOUT_HELD_OUT
         means = fitted.means(centred=self._centred)
-        scale = means.gram.diagonal().mean()
-        gram, right, errors = means.gram / scale, means.cross / scale, dict[float, float]()
+        scale, errors = means.gram.diagonal().mean(), dict[float, tuple[float, float]]()
+        gram, right = means.gram / scale, means.cross / scale
+        # The terms of an error are sums of at least `width` products, which round independently.
+        rounding = torch.finfo(gram.dtype).eps * len(gram) ** 0.5
         for ridge in self._rule.ridges:
             try:
                 step, _ = solve_ridge(gram, right, ridge)
@@ -190,16 +197,33 @@ class PlusSums:
                 continue
             step = step.to(gram.dtype)
             bias = means.y - step @ means.x if self._centred else torch.zeros_like(means.y)
-            fit = (step * held_out.cross).sum() + bias @ held_out.y
-            errors[ridge] = float(energy(Linear(step, bias), held_out) - 2 * fit)
-        return min(errors, key=errors.__getitem__, default=WITHOUT_HELD_OUT)
+            fit = torch.cat([(step * held_out.cross).flatten(), bias * held_out.y])
+            terms = torch.cat([energies(Linear(step, bias), held_out), -2 * fit]).double()
+            errors[ridge] = float(terms.sum()), float(terms.abs().sum()) * rounding
+        return largest_of_equal(errors) if errors else WITHOUT_HELD_OUT
+
+
+def largest_of_equal(errors: Mapping[float, tuple[float, float]]) -> float:
+    """Return the largest ridge whose error is the least one up to rounding.
+
+    Args:
+        errors: Ridge -> its error, and the rounding of that.
+    """
+    least, bound = min(errors.values())
+    return max(r for r, (error, rounding) in errors.items() if error - rounding <= least + bound)
 
 
 def energy(linear: Linear, rows: Moments) -> Tensor:
     """Return the sum of `|W x + b|^2` over rows, a scalar."""
+    return energies(linear, rows).sum()
+
+
+def energies(linear: Linear, rows: Moments) -> Tensor:
+    """Return the sums of `|W x|^2`, `2 b' W x` and `|b|^2` over rows, `[3]`."""
     weight, bias = linear
     square = (multiply(weight, rows.gram, symmetric=True) * weight).sum()
-    return square + 2 * bias @ (weight @ rows.x) + rows.count * bias.square().sum()
+    mixed = 2 * bias @ (weight @ rows.x)
+    return torch.stack([square, mixed, rows.count * bias.square().sum()])
 
 
 def remembered(tau: Tensor) -> Tensor:

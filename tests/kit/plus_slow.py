@@ -232,14 +232,18 @@ def ridge_map(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     return torch.linalg.solve(gram + pull, cross.T).T
 
 
-def held_out_error(rows, ridge: float, biased: bool) -> float:
+def held_out_error(rows, ridge: float, biased: bool) -> tuple[float, float]:
+    """Error on held-out rows, and the size of what it is the difference of."""
     held_out = rows[-1]
     x_mean, u_mean, gram, cross = moments(rows, ~held_out, biased)
     change = ridge_map(gram, cross, ridge)
     bias = u_mean - change @ x_mean if biased else torch.zeros_like(u_mean)
     x, u, p, share, _ = (column[held_out] for column in rows)
-    errors = (u - x @ change.T - bias * (share > 0)[:, None]) @ sketch(len(u_mean)).T
-    return float(p @ errors.square().sum(1))
+    combinations = sketch(len(u_mean)).T
+    target, answer = u @ combinations, (x @ change.T + bias * (share > 0)[:, None]) @ combinations
+    return tuple(
+        float(p @ m.square().sum(1)) for m in (target - answer, target.abs() + answer.abs())
+    )
 
 
 def sketch(m: int) -> Tensor:
@@ -256,7 +260,10 @@ def solved_group(
     if len(ridges) > 1:
         ridge = UNKNOWN
         if rows[-1].any():
-            ridge = min(ridges, key=lambda ridge: held_out_error(rows, ridge, biased))
+            errors = {ridge: held_out_error(rows, ridge, biased) for ridge in ridges}
+            least = min(errors.values())
+            equal = (r for r, (e, size) in errors.items() if e <= least[0] + 1e-14 * size)
+            ridge = max(equal)  # of ridges with equal errors up to rounding
     x_mean, u_mean, gram, cross = moments(rows, rows[2] > 0, biased)
     change = ridge_map(gram, cross, ridge)
     sizes = [len(parameters_of(model, [name])[1]) for name in group]
