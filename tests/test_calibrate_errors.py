@@ -1,5 +1,6 @@
 """Errors of calibrations name the task, block or tensor, and the setting to change."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -141,3 +142,20 @@ def test_parameter_that_overflows_is_refused_by_name_and_not_loaded():
     with refused(rf"block layers\.0: the new {name} is not finite in torch\.float16.*ridge_lambda"):
         run_fast(suite, huge)
     assert bool((suite.merged.get_parameter(name) == 50).all())
+
+
+BFLOAT16 = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def test_a_small_lambda_with_bfloat16_features_is_named(caplog: pytest.LogCaptureFixture):
+    suite = clip_suite(tasks=1).to(torch.float32)
+    run_fast(suite, ridge_lambda=1e-5)
+    run_fast(suite, ridge_lambda=0.01, autocast=BFLOAT16)
+    run_fast(suite, **PLUS, autocast=BFLOAT16)
+    assert "bfloat16" not in caplog.text
+    run_fast(suite, ridge_lambda=1e-5, autocast=BFLOAT16)
+    message = r"method\.ridge_lambda = 1e-05 with bfloat16 features.*Raise method\.ridge_lambda to "
+    assert re.search(message + r"0\.01 or more.*fabric\.precision=32-true", caplog.text)
+    caplog.clear()
+    run_fast(suite.to(torch.bfloat16), ridge_lambda=1e-5)
+    assert re.search(message, caplog.text)

@@ -84,6 +84,14 @@ def head_of(model: nn.Module) -> nn.Module | None:
     return find()
 
 
+def dtype_of_features(model: nn.Module, block: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of a block's features: that of autocast, if it is on, or of the weights."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    weights = (t for t in tensors_under(model, block).values() if t.is_floating_point())
+    return next(weights, torch.empty(0)).dtype
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters, or the one it loads them to while it runs."""
     device: Any = next(model.parameters()).device

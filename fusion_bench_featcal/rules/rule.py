@@ -102,6 +102,10 @@ class Rule(ABC):
         """Return advice for a system without a solution."""
         return "Use more samples (method.samples_per_task)"
 
+    def doubt(self, features: torch.dtype) -> str:
+        """Return a warning about features of a dtype, or nothing."""
+        return ""
+
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
         """Divide a block's groups, in the order of their calls, into turns, by default into one.
 

@@ -27,6 +27,7 @@ from fusion_bench_featcal.families.check import compare_with_model
 from fusion_bench_featcal.families.open_clip import split
 from fusion_bench_featcal.modules.models import (
     device_of,
+    dtype_of_features,
     gives_images,
     names_in_order,
     refuse_not_finite,
@@ -184,6 +185,10 @@ def open_problem(request: Request, output: Checkpoint) -> Problem:
     modules = find_all_modules(merged, stages, settings, calibrate_norm=rule.calibrate_norm)
     if kinds := left_out(modules):
         logger.warning("modules that stay as merged: %s", ", ".join(kinds))
+    with request.autocast():
+        doubt = rule.doubt(dtype_of_features(merged, stages[0][0], device))
+    if doubt:
+        logger.warning(doubt)
     working = WorkingModel(merged, request.merged_weights, device=device)
     base, experts = _opened(request, rule, working, stages[-1][-1])
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
