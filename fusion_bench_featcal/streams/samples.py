@@ -28,7 +28,7 @@ from fusion_bench_featcal.streams.inputs import (
 log = logging.getLogger(__name__)
 
 HELD = 4
-"""One in this many of a task's samples is held out, numbers 3, 7, ..., if a rule asks for it."""
+"""One in this many of a task's samples is held out, drawn by the seed, if a rule asks for it."""
 
 
 def check_inputs(
@@ -93,7 +93,7 @@ def take(
         batches: Its model inputs. If it has an attribute `samples`, too few cause no warning.
         settings: `samples_per_task`, `augment` and `seed` are used.
         model: The model that receives them. Token ids are checked against its vocabulary.
-        holds_out: Whether samples 3, 7, ... are held out to choose ridges.
+        holds_out: Whether a quarter of the samples is held out to choose ridges.
 
     Raises:
         CalibrationError: If there is no sample, or one cannot be used.
@@ -102,9 +102,20 @@ def take(
     samples = sum(batch.samples for batch in taken)
     with naming_task(task):
         copies = number_of_copies(samples, value_of(settings, "augment"), taken[0].inputs)
-    for batch in taken if holds_out else ():
-        batch.held_out = torch.arange(batch.start, batch.start + batch.samples) % HELD == HELD - 1
+    if holds_out:
+        held_out = drawn_quarter(samples, task, settings.seed)
+        for batch in taken:
+            batch.held_out = held_out[batch.start : batch.start + batch.samples]
     return [copy for batch in taken for copy in with_copies(task, batch, copies, settings)]
+
+
+def drawn_quarter(samples: int, task: str, seed: int) -> Tensor:
+    """Return a mask `[samples]` of a quarter, rounded down. It depends on its arguments alone.
+
+    A fixed pattern, such as every fourth, may be one of the data, such as an order by classes.
+    """
+    drawn = torch.randperm(samples, generator=batch_generator("held out", seed, task))
+    return torch.zeros(samples, dtype=torch.bool).index_fill(0, drawn[: samples // HELD], True)
 
 
 def take_samples(

@@ -5,6 +5,7 @@ the rows out of an expert's weights stand in it too, for held-out samples apart.
 """
 
 import copy
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from tiny_models import Suite, modules_of
 from torch import Tensor, nn
 from variations import size_of
 
-HELD = 4  # every fourth sample is held out
+HELD = 4  # one in four samples is held out
 ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 UNKNOWN = 1e-2  # the ridge without samples to choose it by
@@ -92,6 +93,7 @@ def calibrated_plus(
     factors: Mapping[str, float] | None = None,
     far: float = 0.25,
     ridges: Sequence[float] = GRID,
+    seed: int = 42,
 ) -> dict[str, Tensor]:
     """New parameters by name of the suite's merged model."""
     model, base = (copy.deepcopy(m).double().eval() for m in (suite.merged, suite.base))
@@ -118,7 +120,8 @@ def calibrated_plus(
             for task, expert in experts.items():
                 q, sample = masks.counting(first, task, ours[task].received[first])
                 used = q > 0
-                x, held_out = ours[task].inputs(first)[used], sample[used] % HELD == HELD - 1
+                x = ours[task].inputs(first)[used]
+                held_out = torch.isin(sample[used], held_out_samples(suite, task, seed))
                 held_out &= len(ridges) > 1
                 u = (expert_features[task].outputs(group) - ours[task].outputs(group))[used]
                 weight, bias = parameters_of(model, group)
@@ -142,6 +145,14 @@ def calibrated_plus(
             load(model, solved)
             new |= solved
     return new
+
+
+def held_out_samples(suite: Suite, task: str, seed: int) -> Tensor:
+    """Numbers of the samples that are held out."""
+    count = sum(map(size_of, suite.inputs[task]))
+    digest = hashlib.sha256(f"held out {seed} {task}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randperm(count, generator=generator)[: count // HELD]
 
 
 def listen(model: nn.Module, batches: list, block: str, names: list[str]) -> Seen:
