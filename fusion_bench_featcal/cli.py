@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from fusion_bench_featcal import __version__
+from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import Request
@@ -114,7 +115,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, masked(f"{self.prog}: error: {message}; see {self.prog} --help\n"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from fusion_bench import BaseModelPool
 from process_group import in_forks
 from reports import LEVELS, make_run
@@ -19,7 +20,13 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings, files
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.fusionbench import save_model
 from fusion_bench_featcal.fusionbench.saving import check_save_target
-from fusion_bench_featcal.models.saving import PAPER, CardFacts, card_text, writing_model
+from fusion_bench_featcal.models.saving import (
+    PAPER,
+    CardFacts,
+    card_tags,
+    card_text,
+    writing_model,
+)
 from fusion_bench_featcal.rules import completed
 
 
@@ -63,11 +70,31 @@ def test_a_card_names_its_method_and_changed_settings(
     facts: CardFacts, title: str, about: str, settings: str
 ) -> None:
     card = card_text(facts, "org/base", {"one": "org/one"}, make_run(LEVELS))
-    assert card.startswith("---\nbase_model: org/base\n")
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["base_model"] == ["org/base", "org/one"] and head["tags"] == ["merge", "featcal"]
     assert f"\n# {title}\n\n" in card and about in card
     assert f"## Settings\n\n{settings}\n\n" in card
     table = card.split("## Accuracy\n\n")[1]
     assert "| average | gain | share | worst task |" in table and "+ featcal" in table
+
+
+@pytest.mark.parametrize(
+    ("card", "tags"),
+    [
+        ("---\nbase: a\ntags:\n- mergekit\n- merge\n- 5\n---\n# A\n", ["mergekit", "merge"]),
+        ("---\ntags: {a: 1}\n---\n", ["mergekit"]),
+        ("---\n: [\n---\n", ["mergekit"]),
+        (None, ["mergekit"]),
+    ],
+)
+def test_a_card_keeps_the_tags_of_the_merged_model(card: Any, tags: list[str], tmp_path: Path):
+    (tmp_path / "mergekit_config.yml").touch()
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert card_tags(tmp_path) == tags
+    text = card_text(CardFacts("featcal"), "base folder", {"one": "../x"}, tags=tags)
+    head = yaml.safe_load(text.split("---\n")[1])
+    assert head["tags"] == ["mergekit", "merge", "featcal"] and "base_model" not in head
 
 
 @pytest.mark.parametrize("moment", range(3))

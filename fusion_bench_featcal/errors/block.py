@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 
+from .masking import masked
+
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -37,11 +39,14 @@ def loading_cause(error: BaseException) -> str:
 
 
 def error_block(error: BaseException, *, prefix: str = "error") -> str:
-    """Return an error as text: `prefix: message`, or `prefix: unexpected Type: message`."""
+    """Return an error as text: `prefix: message`, or `prefix: unexpected Type: message`.
+
+    Secrets in the message are masked.
+    """
     cause = _wrapped(error)
     message = str(cause).strip() or type(cause).__name__
     kind = f"unexpected {type(cause).__name__}: " if is_bug(error) else ""
-    return f"{prefix}: {kind}{message}"
+    return masked(f"{prefix}: {kind}{message}")
 
 
 def is_bug(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """Options of a command, declared as settings of a dataclass: their parser, and recipes in YAML."""
 
 import argparse
+import os
 import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any, get_args
 
 import yaml
 
+from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.files.untrusted import parse_yaml
 from fusion_bench_featcal.settings.fields import setting, settings_of
 
@@ -113,24 +115,50 @@ def command_line_options(parsed: Mapping[str, Any], owner: type) -> dict[str, An
     return {name: value for name, value in values.items() if value is not None}
 
 
-def recipe_text(owner: Any) -> str:
+def recipe_text(owner: Any, folder: Path) -> str:
     """Return the recipe of a dataclass's options that differ from their defaults.
 
-    Files that exist are named by their full paths, so that the recipe works in any folder.
+    Paths of files that exist are relative to the recipe's folder (see `with_full_paths`), because
+    a full path has names of users and machines. Secrets are masked.
     """
     defaults, recorded = type(owner)(), {}
     for field in settings_of(type(owner)):
         value, keys = getattr(owner, field.name), field.metadata
         if keys.get("is_recorded", True) and value != getattr(defaults, field.name):
-            recorded[field.name] = _absolute(value) if keys.get("is_location") else value
-    return yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True)
+            recorded[field.name] = _relative(value, folder) if keys.get("is_location") else value
+    return yaml.safe_dump(masked_values(recorded), sort_keys=False, allow_unicode=True)
 
 
-def _absolute(value: Any) -> Any:
+def with_full_paths(recipe: Mapping[str, Any], owner: type, folder: Path) -> dict[str, Any]:
+    """Return the options of a recipe with full paths in place of paths relative to its folder.
+
+    Names without `./` or `../` that the folder lacks are hub ids, or paths in the current folder.
+    """
+    locations = {field.name for field in settings_of(owner) if field.metadata.get("is_location")}
+    return {n: _absolute(v, folder) if n in locations else v for n, v in recipe.items()}
+
+
+def _absolute(value: Any, folder: Path) -> Any:
     if isinstance(value, Mapping):
-        return {name: _absolute(entry) for name, entry in value.items()}
-    path, colon, split = (value, "", "") if Path(value).exists() else value.rpartition(":")
-    return f"{Path(path).absolute()}{colon}{split}" if path and Path(path).exists() else value
+        return {name: _absolute(entry, folder) for name, entry in value.items()}
+    path = os.path.normpath(folder.resolve() / value)
+    return path if value.startswith(".") or _existing(path) is not None else value
+
+
+def _relative(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _relative(entry, folder) for name, entry in value.items()}
+    if (path := _existing(value)) is None:
+        return value
+    file = Path(path).absolute()  # its name stays, because files in the hub's cache are links
+    relative = os.path.relpath(file.parent.resolve() / file.name, folder.resolve())
+    return f"{relative}{value.removeprefix(path)}"
+
+
+def _existing(value: str) -> str | None:
+    """Return the path that exists in `PATH` or `PATH:SPLIT`, or None."""
+    paths = (value, value.rpartition(":")[0])
+    return next((path for path in paths if path and Path(path).exists()), None)
 
 
 _WORDS = (

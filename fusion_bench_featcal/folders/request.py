@@ -111,7 +111,9 @@ class Request:
         """
         chosen = _checked(values, f"{source}: ")
         if file := chosen.pop("config", None):
-            recipe = _checked(_recipe(Path(file).expanduser()), f"{file}: ")
+            path = Path(file).expanduser()
+            recipe = _checked(_recipe(path), f"{file}: ")
+            recipe = options.with_full_paths(recipe, cls, path.parent)
             chosen = recipe | {
                 name: recipe.get(name, {}) | value if isinstance(value, dict) else value
                 for name, value in chosen.items()
@@ -161,8 +163,8 @@ class Request:
 
     @property
     def recipe(self) -> str:
-        """The text of a recipe that repeats this calibration."""
-        return options.recipe_text(self)
+        """The text of a recipe in `folder` that repeats this calibration."""
+        return options.recipe_text(self, self.folder)
 
     @cached_property
     def settings(self) -> FeatCalSettings:

@@ -22,6 +22,7 @@ from fusion_bench_featcal.models.saving import (
     SENTENCES,
     TRANSFORMERS,
     CardFacts,
+    card_tags,
     card_text,
     correct_configs,
     write_shards,
@@ -59,7 +60,8 @@ def save(
         f"{request.checkpoints}"
     )
     library = SENTENCES if models.sentence_folder is not None else TRANSFORMERS
-    card = card_text(facts, request.base, request.expert, report, library)
+    tags = [] if models.merged is None else card_tags(models.merged.folder)
+    card = card_text(facts, request.base, request.expert, report, library, tags)
     if heads:
         about = f"{request.folder / HEADS}/NAME (that of the model itself: {models.home.name}'s)"
         print(f"heads: {about}")

@@ -7,6 +7,7 @@ from logging import ERROR, INFO, NOTSET, StreamHandler, getLogger
 
 import datasets
 
+from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.folders.models import Models
@@ -33,7 +34,7 @@ def show_start(
     request, home = models.request, models.home
     print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
     for note in notes:
-        print(f"  {note}")
+        print(f"  {masked(note)}")
     read = sum(total_bytes(models.sources[task]) for task in tasks)
     if settings.expert_read_budget is not None:
         read = min(read, budget_in_bytes(settings.expert_read_budget, read))

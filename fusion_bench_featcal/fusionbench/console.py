@@ -10,17 +10,21 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException, MissingConfigException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, open_dict
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import error_block
+from fusion_bench_featcal.errors.masking import masked, masked_values
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.files import write_atomic
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -70,7 +74,8 @@ class FeatCalJob(Callback):
         try:
             check_config(config)
         except (ValueError, CalibrationError) as error:
-            raise SystemExit(1 if is_helper(os.environ) else f"error: {error}") from error
+            text = masked(f"error: {error}")
+            raise SystemExit(1 if is_helper(os.environ) else text) from error
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Switch FusionBench's prints off in every job of a sweep."""
@@ -82,7 +87,8 @@ class FeatCalJob(Callback):
         ]
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Adapt FusionBench before it makes the pools."""
+        """Mask secrets in Hydra's files, and adapt FusionBench before it makes the pools."""
+        mask_hydra_files(config.hydra)
         import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
         from fusion_bench.utils.instantiate_utils import set_print_function_call_permeanent
         from transformers.utils.logging import disable_progress_bar
@@ -124,6 +130,30 @@ class ScreenFilter(logging.Filter):
         if _NEEDLESS.match(str(record.msg)):
             return False
         return record.levelno > logging.INFO or not is_helper(os.environ)
+
+
+class MaskingFormatter(logging.Formatter):
+    """A formatter of lines and tracebacks without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as text."""
+        return masked(super().format(record))
+
+
+def mask_hydra_files(hydra: Any) -> None:
+    """Mask secrets in the configs that Hydra has written for this job and for its sweep.
+
+    Args:
+        hydra: Hydra's part of the job's config.
+    """
+    files = [Path(hydra.sweep.dir, "multirun.yaml")] * (hydra.mode == RunMode.MULTIRUN)
+    if hydra.output_subdir is not None:
+        names = ("config.yaml", "hydra.yaml", "overrides.yaml")
+        files += [Path(hydra.runtime.output_dir, hydra.output_subdir, name) for name in names]
+    for file in filter(Path.exists, files):
+        content = OmegaConf.to_container(OmegaConf.load(file))
+        if (new := masked_values(content)) != content:
+            write_atomic(file, OmegaConf.to_yaml(OmegaConf.create(new)))
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:
@@ -169,7 +199,7 @@ def stop_explaining() -> None:
 
 def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     if isinstance(error, HydraException | OmegaConfBaseException):
-        print(f"error: {explained(error)}", file=sys.stderr)
+        print(masked(f"error: {explained(error)}"), file=sys.stderr)
     else:
         _hook_before(kind, error, trace)
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.experts.copies import bind_own_functions, copied_module
 from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.fusionbench.pool_models import local_pool
@@ -51,7 +52,8 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
 
     Args:
         program: The running program. Without one, nothing is done.
-        log_dir: Its log directory, which receives the resolved config. None writes nothing.
+        log_dir: Its log directory, which receives the resolved config, with secrets masked. None
+            writes nothing.
 
     Raises:
         ReportError: If the directory cannot be written.
@@ -73,7 +75,8 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
         program.taskpool._fabric_instance = fabric_alone(fabric, first=False)
     if log_dir is not None:
         folder = prepare_directory(log_dir)
-        OmegaConf.save(program.config, folder / "config_resolved.yaml", resolve=True)
+        config = masked_values(OmegaConf.to_container(program.config, resolve=True))
+        OmegaConf.save(OmegaConf.create(config), folder / "config_resolved.yaml")
     check_save_target(program)
 
 

@@ -16,11 +16,12 @@ from fusion_bench_featcal.files import check_target, write_atomic
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
+from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.models.plan import check_room
 from fusion_bench_featcal.models.saving import (
     CARD,
     CardFacts,
+    card_tags,
     card_text,
     correct_configs,
     writing_model,
@@ -160,10 +161,14 @@ class RowSaver:
         models = PoolModels(self._modelpool)
         base = None if models.base is None else _location(models.base)
         experts = {name: _location(model) for name, model in models.experts.items()}
-        write_atomic(self.folder / CARD, card_text(self._facts, base, experts, report), SAVE_PATH)
+        folders = models[MERGED_MODEL].folders if MERGED_MODEL in models else ()
+        tags = [tag for files in folders for tag in card_tags(files.folder)]
+        card = card_text(self._facts, base, experts, report, tags=tags)
+        write_atomic(self.folder / CARD, card, SAVE_PATH)
 
 
 def _location(model: PoolModel) -> str:
-    """Return the folder, hub id, config or class of a pool's model."""
-    is_module = model.module is not None
-    return model.location or str(type(model.entry).__name__ if is_module else plain(model.entry))
+    """Return the folder, hub id or config of a pool's model."""
+    if model.module is not None:
+        return f"a {type(model.module).__name__} in memory"
+    return model.location or str(plain(model.entry))

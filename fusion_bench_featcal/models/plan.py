@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.masking import masked, masked_values
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.models.hub import hub_error, hub_models
@@ -58,7 +59,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {**asdict(self), "free": self.free}
+        return masked_values({**asdict(self), "free": self.free})
 
 
 def models_of(locations: Mapping[str, str]) -> tuple[list[Download], dict[str, int | None]]:
@@ -144,7 +145,7 @@ def check_room(writes: Mapping[str, int | None]) -> None:
 def show_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a plan's table to a console, by default on standard output."""
     sizes: list[tuple[str, int | None]] = [
-        (f"to fetch: {download.name}", download.bytes) for download in plan.downloads
+        (f"to fetch: {masked(download.name)}", download.bytes) for download in plan.downloads
     ]
     if any(size is not None for _, size in sizes):
         sizes.append(("to fetch, without unknown ones", sum(size or 0 for _, size in sizes)))

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files import free_space, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
+from fusion_bench_featcal.files.untrusted import MAX_YAML, parse_yaml, read_bytes
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Run, versions
 from fusion_bench_featcal.results.joining import join
@@ -35,7 +37,10 @@ CARD = "README.md"
 TRANSFORMERS = {"library_name": "transformers"}
 SENTENCES = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity"}
 PAPER = "https://arxiv.org/abs/2605.13030"
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_HEAD = re.compile(r"---\s*\n(.*?)\n---\s*\n", re.DOTALL)
+_ABOVE = re.compile(r"(?<![^\s=,(\[{\"'])~?/(?:[^/,=\"'{}\[\]]+/)+(?=[^/\s])")
+"""Folders in a full path before its last part, which have names of users and machines."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +153,9 @@ def card_text(
     experts: Mapping[str, str],
     report: Run | None = None,
     library: Mapping[str, str] = TRANSFORMERS,
+    tags: Iterable[str] = (),
 ) -> str:
-    """Return the text of a model card.
+    """Return the text of a model card, with secrets masked and full paths cut to the last part.
 
     Args:
         facts: The model's origin.
@@ -157,11 +163,11 @@ def card_text(
         experts: Task -> folder or hub id of its expert.
         report: The accuracies, if the model was evaluated.
         library: Keys of the card's head that name the library to load the model with.
+        tags: Tags of the merged model's card, which this one has, too.
     """
-    head: dict[str, Any] = {**library, "tags": ["merge", "featcal"]}
-    hub_id = (base or "").partition("@")[0]
-    if _HUB_ID.fullmatch(hub_id) and not Path(hub_id).is_dir():
-        head = {"base_model": hub_id, **head}
+    head: dict[str, Any] = {**library, "tags": list(dict.fromkeys([*tags, "merge", "featcal"]))}
+    if hub_ids := _hub_ids([base, *experts.values()]):
+        head = {"base_model": hub_ids, **head}
     sections = {
         "Models": _listed({"base": base, **experts}),
         "Merger": _listed(facts.upstream or {"merged model": "the pool's own"}),
@@ -173,6 +179,25 @@ def card_text(
     }
     texts = [f"## {title}\n\n{text}" for title, text in sections.items() if text]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{page(_about(facts), *texts)}"
+
+
+def card_tags(folder: Path) -> list[str]:
+    """Return the tags of a merged model's card. A merge by mergekit has mergekit's without one."""
+    tags = ["mergekit"] if (folder / "mergekit_config.yml").is_file() else []
+    try:
+        head = _HEAD.match(read_bytes(folder / CARD, MAX_YAML).decode())
+        content = parse_yaml(head[1]) if head else None
+    except (OSError, ValueError):  # nothing but tags depends on it
+        return tags
+    named = content.get("tags") if isinstance(content, Mapping) else None
+    return [tag for tag in named if isinstance(tag, str)] if isinstance(named, list) else tags
+
+
+def _hub_ids(locations: Iterable[str | None]) -> list[str]:
+    """Return the ids of models on the hub, without revisions, each once."""
+    names = (location.partition("@")[0] for location in locations if location)
+    is_id = (name for name in names if _HUB_ID.fullmatch(name) and not Path(name).exists())
+    return list(dict.fromkeys(is_id))
 
 
 def _about(facts: CardFacts) -> str:
@@ -201,9 +226,9 @@ def _changed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _listed(values: Mapping[str, Any]) -> str:
     lines = []
-    for name, value in values.items():
+    for name, value in masked_values(values).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        lines.append(f"- {name}: `{' '.join(text.split())}`")
+        lines.append(f"- {name}: `{' '.join(_ABOVE.sub('', text).split())}`")
     return "\n".join(lines) or "none"
 
 
@@ -228,4 +253,5 @@ def _command() -> str:
         program = "featcal" if sys.argv[1:2] == ["calibrate"] else "fusion_bench"
     if program not in ("featcal", "fusion_bench"):
         return "By calls from Python."
-    return f"```bash\n{shlex.join([program, *sys.argv[1:]])}\n```"
+    words = (_ABOVE.sub("", word) for word in masked_values(sys.argv[1:]))
+    return f"```bash\n{shlex.join([program, *words])}\n```"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.files import (
     LOG_DIR_SETTING,
     prepare_directory,
@@ -30,12 +31,15 @@ SCHEMA = 3
 """Number of this layout of files. Earlier ones are refused."""
 VALUE = "value"
 _OF_ROWS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
+_MASKED = ("settings", "conditions")
 _OF_RUNS = ("suite", "merger", "versions", "device")
 _MOST_BYTES = 2**31  # of all flags, unpacked
 
 
 def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> Path:
     """Write the files of a run and return its folder. The last one, `run.json`, completes it.
+
+    Secrets in settings and conditions are masked.
 
     Args:
         folder: The folder, which is created.
@@ -46,7 +50,11 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
         ReportError: If a value has no JSON form, or a file cannot be written.
     """
     content = {key: getattr(run, key) for key in _OF_RUNS}
-    content["rows"] = [{key: getattr(row, key) for key in _OF_ROWS} for row in run.rows]
+    content["rows"] = [
+        {key: getattr(row, key) for key in _OF_ROWS}
+        | {key: masked_values(getattr(row, key)) for key in _MASKED}
+        for row in run.rows
+    ]
     content["notes"] = [asdict(note) for note in run.notes]
     texts = {
         LINES_FILE: csv_text(run.all_lines()),

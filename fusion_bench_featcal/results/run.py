@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.files.json_files import plain
 
 from .notes import LOSS, Note
@@ -173,8 +174,11 @@ class Run:
         return row
 
     def note(self, *notes: Note) -> None:
-        """Add notes with the run's merger."""
-        self.notes += [replace(note, merger=note.merger or self.merger) for note in notes]
+        """Add notes with the run's merger. Secrets in their texts are masked."""
+        self.notes += [
+            replace(note, text=masked(note.text), merger=note.merger or self.merger)
+            for note in notes
+        ]
 
     def all_lines(self) -> list[Line]:
         """Return the long table of the run."""

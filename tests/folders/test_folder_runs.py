@@ -21,7 +21,7 @@ from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.data.text_formats import read_row
-from fusion_bench_featcal.folders import calibrate_folder, models
+from fusion_bench_featcal.folders import calibrate_folder, models, options
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results import read_run
@@ -84,12 +84,33 @@ def test_report_and_screen(finished):
 
 def test_the_recipe_beside_a_result_repeats_it_in_python(finished, tmp_path, monkeypatch):
     run = finished("llama")
-    recipe = yaml.safe_load((run.out / "recipe.yaml").read_text())
-    assert recipe["base"] == str(run.folder / "base") and "out" not in recipe
+    file = run.out / "recipe.yaml"
+    recipe = yaml.safe_load(file.read_text())
+    assert recipe["base"] == "../base" and recipe["data"]["two"] == "../saved:fit"
+    assert "out" not in recipe
     monkeypatch.chdir(tmp_path)
-    assert calibrate_folder(**recipe, out="again") == Path("again")
+    again = run.folder / "again"
+    assert calibrate_folder(config=file, out=again) == again
     for name in ("model.safetensors", "recipe.yaml"):
-        assert Path("again", name).read_bytes() == (run.out / name).read_bytes()
+        assert (again / name).read_bytes() == (run.out / name).read_bytes()
+
+
+def test_paths_of_a_recipe_start_at_its_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(folder)
+    models = {
+        "one": "one",
+        "two": "./two",
+        "three": "../absent",
+        "four": "org/model",
+        "x": "x.jsonl",
+    }
+    lines = {"merged": "merged", "expert": models, "data": {"one": "one.jsonl", "two": "one:fit"}}
+    recipe = options.with_full_paths(lines, Request, Path("link"))
+    full = {name: str(folder / name) for name in ("one", "two")}
+    full |= {"three": str(folder.parent / "absent"), "four": "org/model", "x": "x.jsonl"}
+    assert recipe["expert"] == full and recipe["merged"] == str(folder / "merged")
+    assert recipe["data"] == {"one": str(folder / "one.jsonl"), "two": f"{folder / 'one'}:fit"}
 
 
 def test_options_have_priority_over_a_recipe(finished):

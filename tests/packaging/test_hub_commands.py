@@ -73,4 +73,4 @@ def test_the_literal_command_runs_to_its_table_and_a_second_time_without_downloa
         later = [request.path for request in mirror.requests[count:]]
         assert all("/datasets/" in path for path in later if "/resolve/" in path)
         card = (tmp_path / "second" / "saved" / "README.md").read_text()
-        assert f"base_model: {BINARY}" in card and mirror.repositories[BINARY].commit in card
+        assert f"base_model:\n- {BINARY}\n" in card and mirror.repositories[BINARY].commit in card
