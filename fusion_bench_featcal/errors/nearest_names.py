@@ -4,11 +4,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
-REPORT_COLUMNS = frozenset({
-    "average", "gain over merger", "its gap", "model_info", "normalised",
-    "recovered gap", "unseen (gain, tasks)", "worst task",
-})  # fmt: skip
-"""Columns of tables and keys of FusionBench's results that are not tasks."""
+_KEYS_OF_RESULTS = frozenset({"average", "model_info"})
+"""Keys beside the tasks in results of FusionBench and in reports."""
 _MOST_BYTES = 100
 _USABLE = re.compile(r"\w([\w .,:;+=@&%()#~'-]{0,98}[\w+)=-])?")
 
@@ -43,7 +40,7 @@ def refuse_unknown(names: Iterable[object], valid: Iterable[str], prefix: str) -
 def refuse_unusable_names(
     names: Iterable[object], setting: str, reserved: Iterable[str] = ()
 ) -> None:
-    """Refuse names that cannot be file names on Linux and macOS, or columns of reports.
+    """Refuse names that cannot be file names on Linux and macOS, or have another meaning.
 
     Args:
         names: Names of tasks, mergers or presets.
@@ -54,7 +51,7 @@ def refuse_unusable_names(
         ValueError: If a name has other signs, is too long or reserved, or differs from another only
             in case.
     """
-    taken = {*REPORT_COLUMNS, *reserved}
+    taken = {*_KEYS_OF_RESULTS, *reserved}
     for name in map(str, names):
         is_usable = _USABLE.fullmatch(name) and len(name.encode()) <= _MOST_BYTES
         if not is_usable or name.casefold() in taken:

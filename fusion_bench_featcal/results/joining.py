@@ -11,12 +11,16 @@ from typing import Any
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN
 
 from .lines import REPORT_FILE, RUN_FILE, SCHEMA, VALUE, read_run
 from .notes import RECORD, Note
-from .run import DIMENSIONS, Line, Row, Run, with_average
+from .run import DIMENSIONS, Line, Row, Run, label_texts, with_average
 
 log = logging.getLogger(__name__)
+
+UNSET = "unset"
+"""Label of a setting that a row lacks and another row of its name has."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Results:
     Attributes:
         rows: Each row of each seed once, with the settings that differ as labels.
         runs: Folder -> its run, the oldest first.
-        notes: Notes of all runs, each once.
+        notes: Notes of all runs with the labels of their rows, each once.
     """
 
     rows: Sequence[Row]
@@ -135,8 +139,7 @@ def join(runs: Mapping[Path, Run]) -> Results:
     older: list[str] = []
     for folder, run in runs.items():
         for row in run.rows:
-            values = [row.suite, row.merger, row.name, row.seed, _settings(row)]
-            key = json.dumps(values, sort_keys=True, default=str)
+            key = _key(row)
             before = rows.pop(key, None)
             rows[key] = row
             if before and before.tasks and before.accuracy != row.accuracy:
@@ -150,29 +153,46 @@ def join(runs: Mapping[Path, Run]) -> Results:
         )  # fmt: skip
     joined = _labelled(list(rows.values()))
     _check_tests(joined)
-    notes = list(dict.fromkeys(note for run in runs.values() for note in run.notes))
+    labels = dict(zip(rows, (row.labels for row in joined), strict=True))
+    notes = dict.fromkeys(note for run in runs.values() for note in _notes(run, labels))
     return Results(joined, runs, [*notes, *_versions(runs.values())])
 
 
+def _key(row: Row) -> str:
+    values = [row.suite, row.merger, row.name, row.seed, _settings(row)]
+    return json.dumps(values, sort_keys=True, default=str)
+
+
 def _settings(row: Row) -> dict[str, Any]:
-    return {key: value for key, value in (row.conditions | row.settings).items() if key != "seed"}
+    """Return the settings that make a row another one. A seed has a column of its own."""
+    of_row = row.conditions | row.settings
+    return {key: of_row[key] for key in of_row if key not in ("seed", *SETTINGS_OF_THE_RUN)}
 
 
 def _labelled(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with the settings that have several values for rows of one name as labels."""
-    values: dict[tuple[str, ...], dict[str, None]] = {}
+    """Return rows with the settings in which rows of one name differ as labels.
+
+    A setting that only some of these rows have is a difference.
+    """
+    by_name: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        for key, value in _settings(row).items():
-            position = (row.suite, row.merger, row.name, key)
-            values.setdefault(position, {})[json.dumps(value, sort_keys=True, default=str)] = None
+        by_name.setdefault(_position(row), []).append(_settings(row))
+    keys = {name: dict.fromkeys(k for one in of for k in one) for name, of in by_name.items()}
     differing = dict.fromkeys(
-        position[3] for position, several in values.items() if len(several) > 1
+        key
+        for name, of in by_name.items()
+        for key in keys[name]
+        if len({json.dumps(one.get(key, UNSET), sort_keys=True, default=str) for one in of}) > 1
     )
     return [
-        replace(row, labels={key: _label(of[key]) for key in differing if key in of})
+        replace(row, labels={k: _label(of.get(k, UNSET)) for k in differing if k in keys[name]})
         for row in rows
-        for of in [_settings(row)]
+        for name, of in [(_position(row), _settings(row))]
     ]
+
+
+def _position(row: Row) -> tuple[str, ...]:
+    return row.suite, row.merger, row.name
 
 
 def _label(value: Any) -> Any:
@@ -196,6 +216,17 @@ def _check_tests(rows: Iterable[Row]) -> None:
                 f"rows of {row.suite} have different tasks or test items: {other.title} has {one}, "
                 f"{row.title} has {two}"
             )
+
+
+def _notes(run: Run, labels: Mapping[str, Mapping[str, Any]]) -> Iterator[Note]:
+    """Yield a run's notes with the labels that their rows share. `labels` are by key of a row."""
+    for note in run.notes:
+        rows = [row for row in run.rows if note.merger in ("", row.merger)]
+        named = [row for row in rows if row.name == note.row]
+        subjects = named or [row for row in rows if row.is_repair]
+        first, *others = [labels[_key(row)] for row in subjects] or [{}]
+        shared = {k: v for k, v in first.items() if all(of.get(k) == v for of in others)}
+        yield replace(note, point=", ".join(label_texts(shared)))
 
 
 def _versions(runs: Iterable[Run]) -> Iterator[Note]:

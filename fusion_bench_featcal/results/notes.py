@@ -29,6 +29,7 @@ class Note:
         row: Its row.
         task: Its task.
         merger: The upstream merger of the run.
+        point: Settings of its rows that differ between joined runs, as text, set by `join`.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Note:
     row: str = ""
     task: str = ""
     merger: str = ""
+    point: str = ""
 
     @property
     def sentence(self) -> str:
@@ -49,6 +51,8 @@ class Note:
 
     def _after(self, *names: str) -> str:
         texts = [name for name in names if name]
+        if self.point:
+            texts = [*texts[:-1], f"{texts[-1]} ({self.point})"] if texts else [self.point]
         if self.kind == FAILED:
             return f"{', '.join(texts)} failed: {self.text}"
         return ": ".join([*texts, self.text])

@@ -206,6 +206,12 @@ class Run:
         return (row.accuracy[AVERAGE] - merged) / (experts - merged)
 
 
+def label_texts(labels: Mapping[str, Any]) -> list[str]:
+    """Return labels as texts, such as `n = 8`."""
+    names = {"samples_per_task": "n"}
+    return [f"{names.get(key, key)} = {value}" for key, value in labels.items()]
+
+
 def row_of_rule(rule: Any) -> str:
     """Return the row of a model that was calibrated with a rule."""
     return FEATCAL_PLUS if rule == "plus" else FEATCAL
@@ -265,6 +271,8 @@ def check_row(row: Row, tasks: Sequence[str], label: str) -> None:
     """
     label = f"{label}: row '{row.name}'"
     accuracy = row.scores.get(ACCURACY, {})
+    if any(AVERAGE in values for values in row.scores.values()):
+        raise ReportError(f"{label}: '{AVERAGE}' is the mean over tasks. Rename the task")
     if tasks and accuracy and set(accuracy) != set(tasks):
         missing, extra = sorted(set(tasks) - set(accuracy)), sorted(set(accuracy) - set(tasks))
         raise ReportError(

@@ -10,7 +10,7 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 from .joining import Results, join
 from .lines import LINES_FILE, RUN_FILE, csv_text
 from .notes import BELOW, Note, sentences_of
-from .run import ACCURACY, AVERAGE, EXPERTS, REFERENCES, Run
+from .run import ACCURACY, AVERAGE, EXPERTS, REFERENCES, Run, label_texts
 from .summaries import against, summary
 from .tables import ABSENT, Table, console, page, print_lines
 
@@ -105,29 +105,29 @@ def _row_table(suite: str, frame: Any, width: int | None) -> Table:
 def _with_names(suite: str, frame: Any, names: Mapping[str, str]) -> Table:
     metric, rows = frame.attrs["metric"], frame.to_dict("records")
     unit = Unit.of(metric)
-    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        name: lambda row, task=task: unit.value(row[f"{metric}.{task}"])
+    # No mapping by head: a task may be called gain or seconds.
+    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
+        (name, lambda row, task=task: unit.value(row[f"{metric}.{task}"]))
         for task, name in names.items()
-    }
-    columns |= {
-        AVERAGE: lambda row: unit.value(row[f"{metric}.{AVERAGE}"]),
-        "gain": lambda row: unit.gain(row["gain"], row["half"], row["seeds"]),
-        "share": lambda row: share_text(row["share"]),
-        "worst task": lambda row: worst_text(row, names, unit),
-        "seconds": lambda row: _cost(row, "seconds", 1, ".1f"),
-        "MiB": lambda row: _cost(row, "peak_rss_bytes", _MIB, ".0f"),
-        "GPU\nMiB": lambda row: _cost(row, "peak_accelerator_bytes", _MIB, ".0f"),
-        "GPU\nWh": lambda row: _cost(row, "gpu_energy_wh", 1, ".3g"),
-        "task\nid": lambda row: _yes(row.get(f"cost.{TASK_ID}")),
-    }
-    cells = {head: [cell(row) for row in rows] for head, cell in columns.items()}
-    cells = {head: texts for head, texts in cells.items() if {*texts} != {ABSENT}}
+    ]
+    columns += [
+        (AVERAGE, lambda row: unit.value(row[f"{metric}.{AVERAGE}"])),
+        ("gain", lambda row: unit.gain(row["gain"], row["half"], row["seeds"])),
+        ("share", lambda row: share_text(row["share"])),
+        ("worst task", lambda row: worst_text(row, names, unit)),
+        ("seconds", lambda row: _cost(row, "seconds", 1, ".1f")),
+        ("MiB", lambda row: _cost(row, "peak_rss_bytes", _MIB, ".0f")),
+        ("GPU\nMiB", lambda row: _cost(row, "peak_accelerator_bytes", _MIB, ".0f")),
+        ("GPU\nWh", lambda row: _cost(row, "gpu_energy_wh", 1, ".3g")),
+        ("task\nid", lambda row: _yes(row.get(f"cost.{TASK_ID}"))),
+    ]
+    cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
+    cells = [(head, texts) for head, texts in cells if {*texts} != {ABSENT}]
     unit_text = ", %" if unit.factor == 100 else ""
     lines = [
-        (head_of(row), [texts[number] for texts in cells.values()])
-        for number, row in enumerate(rows)
+        (head_of(row), [texts[number] for _, texts in cells]) for number, row in enumerate(rows)
     ]
-    return Table(f"{suite}: {metric}{unit_text}", list(cells), lines)
+    return Table(f"{suite}: {metric}{unit_text}", [head for head, _ in cells], lines)
 
 
 def tasks_of(frame: Any) -> list[str]:
@@ -231,9 +231,8 @@ def is_at(row: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
 
 
 def point_text(point: Mapping[str, Any]) -> str:
-    """Return a point as text, such as `n = 8`, a label a line."""
-    names = {"samples_per_task": "n"}
-    return "\n".join(f"{names.get(key, key)} = {value}" for key, value in point.items())
+    """Return a point as text, a label a line."""
+    return "\n".join(label_texts(point))
 
 
 def _at(

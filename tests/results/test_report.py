@@ -20,7 +20,17 @@ from reports import (
     rows_of,
 )
 
-from fusion_bench_featcal.results import Run, join_folders, summary, write_run
+from fusion_bench_featcal.errors.nearest_names import refuse_unusable_names
+from fusion_bench_featcal.models.saving import CardFacts, card_text
+from fusion_bench_featcal.results import (
+    Note,
+    ReportError,
+    Run,
+    join_folders,
+    read_run,
+    summary,
+    write_run,
+)
 from fusion_bench_featcal.results.figures import figures_of
 
 EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
@@ -193,3 +203,69 @@ def test_mistakes_are_named(
         leave_cells(tmp_path / "cells")
     text = error_of("report", *words)
     assert re.search(message, text), text
+
+
+def test_a_setting_that_only_one_row_has_is_a_difference(tmp_path: Path) -> None:
+    """A run and a comparison on other tasks or in another precision: their rows are not averaged."""
+    settings = {"ridge_lambda": 0.05}
+    of_cell: Any = {"settings": settings | {"tasks": 2, "resume": True}}
+    of_cell |= {"conditions": {"precision": "bf16-true"}}
+    leave_rows(tmp_path / "run", {"ties": 0.5, "featcal": 0.67}, settings=settings)
+    leave_rows(tmp_path / "merged", {"ties": 0.6}, **of_cell)
+    leave_rows(tmp_path / "cell", {"featcal": 0.75}, **of_cell)
+    leave_rows(tmp_path / "more", {"other": 0.7}, settings=settings)
+    rows = summary(join_folders([tmp_path])).to_dict("records")
+    found = {(r["row"], r["tasks"], r["precision"]): (r["accuracy.average"], r["gain"])
+             for r in rows if r["row"] == "featcal"}  # fmt: skip
+    expected = {"unset": (0.67, 0.17), 2: (0.75, 0.15)}
+    for tasks, precision in (("unset", "unset"), (2, "bf16-true")):
+        assert found["featcal", tasks, precision] == pytest.approx(expected[tasks], abs=0.01)
+    assert [r["gain"] != r["gain"] for r in rows if r["row"] == "other"] == [True]  # of either
+    out = featcal("report", tmp_path).out
+    assert "tasks = 2" in out and "tasks = unset" in out and "resume" not in out
+
+
+def test_notes_keep_the_point_of_their_rows(tmp_path: Path) -> None:
+    for samples in (8, 64):
+        run = Run(suite="toy", merger="ties")
+        settings = {"samples_per_task": samples}
+        for name in ("ties", "featcal", "other"):
+            of_row = settings if name != "ties" else {}
+            run.add_row(name, {"accuracy": {"cars": samples / 100}}, settings=of_row)
+        run.note(Note("update", "is large", "featcal"), Note("note", "is slow"))
+        run.note(Note("failed", "is broken", "surgery"))
+        write_run(tmp_path / str(samples), run)
+    out = featcal("report", tmp_path).out
+    for samples in (8, 64):
+        for text in (f"featcal (n = {samples}): is large", f"n = {samples}: is slow",
+                     f"surgery (n = {samples}) failed: is broken"):  # fmt: skip
+            assert f"note: {text}\n" in out
+    alone = featcal("report", tmp_path / "8").out
+    assert "note: featcal: is large\n" in alone and "note: is slow\n" in alone
+
+
+COLUMNS = ("gain", "share", "worst task", "seconds", "MiB", "seeds", "half", "samples", "suite")
+
+
+def test_tasks_called_like_columns_keep_their_accuracies(tmp_path: Path) -> None:
+    accuracies = {task: 0.3 + number / 20 for number, task in enumerate(COLUMNS)}
+    rows = {"ties": dict.fromkeys(COLUMNS, 0.2), "featcal": accuracies}
+    run = leave_rows(tmp_path / "run", rows, cost={"seconds": 10.0, "peak_rss_bytes": 2**30})
+    done = featcal("report", run, "--markdown", "--out", tmp_path / "out", "--html",
+                   tmp_path / "a.html")  # fmt: skip
+    values = [f"{100 * value:.1f}" for value in accuracies.values()]
+    cells = [*values, "50.0", "+30.0", "gain 30.0", "10.0", "1024"]
+    assert f"| + featcal | {' | '.join(cells)} |" in done.out
+    card = card_text(CardFacts("featcal"), None, {}, read_run(run))
+    assert f"| + featcal | {' | '.join(cells)} |" in card
+    page = re.findall(r"<td>([^<]*)</td>", (tmp_path / "a.html").read_text())
+    assert page[-len(cells) :] == cells
+    with (tmp_path / "out" / "report.csv").open() as file:
+        row = [*csv.DictReader(file)][-1]
+    assert {task: float(row[f"accuracy.{task}"]) for task in COLUMNS} == pytest.approx(accuracies)
+    for task in COLUMNS:
+        refuse_unusable_names([task], "--expert")
+    with pytest.raises(ValueError, match="'average' cannot name a file, or is taken"):
+        refuse_unusable_names(["average"], "--expert")
+    with pytest.raises(ReportError, match="'featcal': 'average' is the mean over tasks. Rename"):
+        leave_rows(tmp_path / "other", {"featcal": {"average": 0.5}})
