@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from glob import has_magic
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from pyarrow import parquet
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files import TABLES
-from fusion_bench_featcal.models.hub import hub_error, note_data_set
+from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
 
 class FileRows(list[dict[str, Any]]):
@@ -216,7 +217,8 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         )
     option = f"data {name!r}, split {split!r}"
     try:
-        loaded = datasets.load_dataset(repository, config or None, split=split)
+        load = partial(datasets.load_dataset, repository, config or None, split=split)
+        loaded = patiently(load)
     except Exception as error:  # any error of the hub's client or the network
         raise hub_error(error, option) from error
     note_data_set(loaded)

@@ -176,17 +176,35 @@ def safetensors_files(path: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: If there is none, naming the files that were expected.
-        CalibrationError: If the index is damaged, or lists files that do not exist.
+        CalibrationError: If the index is damaged, or lists files that do not exist or are outside
+            its folder.
     """
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if path.is_file() or single.is_file():
         return [path if path.is_file() else single]
     if not index.is_file():
         raise FileNotFoundError(f"{path} holds neither model.safetensors nor an index of shards")
+    shards = shards_of(index)
+    if missing := [shard for shard in shards if not (path / shard).is_file()]:
+        raise CalibrationError(f"{path} lacks the shards {missing} that {index.name} names")
+    return [path / shard for shard in shards]
+
+
+def shards_of(index: Path) -> list[str]:
+    """Return the names of the files that an index lists, of safetensors or other shards.
+
+    Raises:
+        CalibrationError: If it is damaged, or a file is outside its folder. Files may be links,
+            as in the hub's cache.
+    """
     try:
         shards = sorted(set(map(str, read_json(index)["weight_map"].values())))
     except (ValueError, KeyError, AttributeError) as error:
         raise CalibrationError(f"{index} is damaged: {error!r}") from error
-    if missing := [shard for shard in shards if not (path / shard).is_file()]:
-        raise CalibrationError(f"{path} lacks the shards {missing} that {index.name} names")
-    return [path / shard for shard in shards]
+    for path in map(Path, shards):
+        if path.is_absolute() or ".." in path.parts:
+            raise CalibrationError(
+                f"{index} names {path}, which is outside its folder. Move the file into the folder "
+                "and name it without a path"
+            )
+    return shards

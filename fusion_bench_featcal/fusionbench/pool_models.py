@@ -184,6 +184,8 @@ def local_pool(modelpool: BaseModelPool, name: str | None = None) -> BaseModelPo
     names = modelpool.all_model_names if name is None else [name]
     for model in (PoolModel(modelpool, name) for name in names):
         paths = {key: str(path) for key, path in model.paths.items()}
+        for files in model.folders:
+            files.check_indexes()
         if paths != model.locations:
             models[model.name] = paths.get("") or OmegaConf.merge(model.entry, paths)
     pool._models = models

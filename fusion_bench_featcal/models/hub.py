@@ -5,10 +5,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled
@@ -22,6 +24,7 @@ from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import free_space
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MODULES = "modules.json"
 """File of sentence-transformers that lists an encoder and its modules, with their folders."""
@@ -63,6 +66,8 @@ class HubModel:
 
 
 _TRANSPORTS = ("requests", "urllib3", "httpx", "httpcore")  # of several releases of the client
+_TRANSIENT = (429, 500, 502, 503, 504)
+_WAITS = (1, 2, 4, 8, 8)  # seconds, as the client
 _LOG_IN = "log in (hf auth login)"
 _AGAIN = "run the command again. The download resumes"
 
@@ -102,7 +107,8 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
     for model in lacking:
         repo_id, revision = _parts(model.location)
         try:
-            snapshot_download(repo_id, revision=revision, allow_patterns=[*model.files])
+            download = partial(snapshot_download, repo_id, revision=revision)
+            patiently(partial(download, allow_patterns=[*model.files]))
         except Exception as error:  # the client, the network and the disk raise many types
             raise hub_error(error, model.option) from error
     paths = {location: Path(location).expanduser() for location in locations.values()}
@@ -162,12 +168,14 @@ def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
 def _query(location: str, option: str, *, weights: bool) -> HubModel:
     """Query the hub for a model's commit and files, or use the cache if the hub fails."""
     repo_id, revision = _parts(location)
-    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    folder, timeout = _cached(location, weights=weights), constants.HF_HUB_ETAG_TIMEOUT
+    query = partial(HfApi().model_info, repo_id, files_metadata=True, timeout=timeout)
+    query = partial(query, revision=revision)
     try:
-        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=timeout)
+        info = patiently(query) if folder is None else query()
     except Exception as error:  # the client and the network raise many types
         explained = hub_error(error, f"{option}{_nearest_here(location)}")
-        if (folder := _cached(location, weights=weights)) is None:
+        if folder is None:
             raise explained from error
         log.info("%s. The cached version is used", explained)
         return HubModel(location, option, folder, {})
@@ -203,6 +211,19 @@ def _parts(location: str) -> tuple[str, str | None]:
     return repo_id, revision or None
 
 
+def patiently(call: Callable[[], T]) -> T:
+    """Call the hub's client, which repeats only some of its requests, until the hub is not busy."""
+    for wait in _WAITS:
+        try:
+            return call()
+        except Exception as error:  # the client, the network and the disk raise many types
+            if (status := _status(error)) not in _TRANSIENT:
+                raise
+            log.info("the hub is busy (%d). The next try is in %d s", status, wait)
+            time.sleep(wait)
+    return call()
+
+
 def _announce(models: Sequence[HubModel]) -> None:
     """Print the number and bytes of all files to download, and refuse them if the disk is full."""
     sizes = [size for model in models for size in model.missing.values()]
@@ -232,8 +253,7 @@ def hub_cause(error: BaseException) -> str | None:
     """
     chain = list(causes(error))
     texts, kinds = " ".join(map(str, chain)), {type(link).__name__ for link in chain}
-    answers = (getattr(link, "response", None) for link in chain)
-    status = next((answer.status_code for answer in answers if answer is not None), 0)
+    status = _status(error)
 
     def is_any(*types: type[BaseException]) -> bool:
         return any(isinstance(link, types) for link in chain)
@@ -264,6 +284,12 @@ def hub_cause(error: BaseException) -> str | None:
             f"{constants.ENDPOINT} does not answer. Check the network and {_AGAIN}"
         )
     return None
+
+
+def _status(error: BaseException) -> int:
+    """Return the status of the hub's answer that caused an error, or 0 without an answer."""
+    answers = (getattr(link, "response", None) for link in causes(error))
+    return next((answer.status_code for answer in answers if answer is not None), 0)
 
 
 def _no_room() -> str:

@@ -17,7 +17,7 @@ from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.expert import pair_names
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, open_config
-from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert
+from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
 from fusion_bench_featcal.models.hub import MODULES
 
 CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
@@ -67,13 +67,19 @@ class ModelFiles:
             return None
 
     def check(self) -> None:
-        """Read config and headers. Refuses a folder without them."""
+        """Read config, indexes and headers. Refuses a folder without them."""
         if self.folder.is_file() or self.is_adapter:
             return
+        self.check_indexes()
         if self.config is None:
             raise self._error(f"{self.folder} has no config.json, so it is no model")
         if self.weights is None and not any(f.suffix in _PICKLES for f in self.folder.iterdir()):
             raise self._error(f"{self.folder} has no weights")
+
+    def check_indexes(self) -> None:
+        """Refuse shards outside the folder, of which transformers would read any file."""
+        for index in sorted(self.folder.glob("*.index.json")):
+            self._labelled(lambda _, index=index: shards_of(index))
 
     def _labelled(self, read: Any) -> Any:
         try:
@@ -188,6 +194,7 @@ class ModelFiles:
             spare: Replacements for tensors that its files lack. None requires complete files.
         """
         kind = kind or self.calibrated_class
+        self.check_indexes()
         try:
             model, info = kind.from_pretrained(
                 self.folder,

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.masking import masked, masked_values
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import existing, free_space
-from fusion_bench_featcal.models.hub import hub_error, hub_models
+from fusion_bench_featcal.models.hub import hub_error, hub_models, patiently
 
 _NO_DATA = (".md", ".py", ".gitattributes")
 
@@ -107,7 +108,8 @@ def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:
             continue
         try:
             timeout = constants.HF_HUB_ETAG_TIMEOUT
-            info = HfApi().dataset_info(name, files_metadata=True, timeout=timeout)
+            query = partial(HfApi().dataset_info, name, files_metadata=True, timeout=timeout)
+            info = patiently(query)
         except Exception as error:  # the client and the network raise many types
             if isinstance(error, RepositoryNotFoundError) and "/" in name:
                 raise hub_error(error, f"data {name}") from error

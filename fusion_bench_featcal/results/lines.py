@@ -4,7 +4,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _OF_ROWS = ("suite", "merger", "name", "seed", "settings", "conditions", "sample
 _MASKED = ("settings", "conditions")
 _OF_RUNS = ("suite", "merger", "versions", "device")
 _MOST_BYTES = 2**31  # of all flags, unpacked
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
 def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> Path:
@@ -120,6 +122,28 @@ def _fill(run: Run, lines: Iterable[Line]) -> None:
 # ---- lines.csv
 
 
+def csv_of(heads: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as CSV, with nothing for a missing value.
+
+    A text that a spreadsheet would run as a formula gets a single quote in front.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_quoted, heads))
+    writer.writerows([_quoted(row.get(head, "")) for head in heads] for row in rows)
+    return text.getvalue()
+
+
+def _quoted(value: Any) -> Any:
+    if not isinstance(value, str) or not _FORMULA.match(value):
+        return value
+    return f"'{value}" if isinstance(_number(value), str) else value
+
+
+def _unquoted(text: str) -> str:
+    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
+
+
 def csv_text(lines: Iterable[Line]) -> str:
     """Return lines as CSV. Labels become the first columns.
 
@@ -129,15 +153,11 @@ def csv_text(lines: Iterable[Line]) -> str:
     lines = list(lines)
     labels = dict.fromkeys(key for line in lines for key in line
                            if key not in (*DIMENSIONS, VALUE))  # fmt: skip
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*labels, *DIMENSIONS, VALUE], restval="", lineterminator="\n")
-    writer.writeheader()
     for line in lines:
         if not math.isfinite(line[VALUE]):
             names = ", ".join(f"{key} {line[key]}" for key in DIMENSIONS[2:] if line.get(key))
             raise ReportError(f"{line[VALUE]} is no value of {names}")
-        writer.writerow(line)
-    return text.getvalue()
+    return csv_of([*labels, *DIMENSIONS, VALUE], lines)
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -149,7 +169,7 @@ def read_lines(path: Path) -> list[Line]:
     try:
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            heads = reader.fieldnames or ()
+            reader.fieldnames = heads = [*map(_unquoted, reader.fieldnames or ())]
             if missing := [name for name in (*DIMENSIONS, VALUE) if name not in heads]:
                 raise ReportError(f"{path}: its first line has no {', '.join(missing)}")
             return [_checked(line, f"{path}, line {reader.line_num}") for line in reader]
@@ -164,7 +184,8 @@ def _checked(line: dict[str, Any], label: str) -> Line:
     if isinstance(value, str) or not math.isfinite(value):
         raise ReportError(f"{label}: {line[VALUE]!r} is no number")
     names = {*DIMENSIONS} - {"seed"}
-    return {k: text if k in names else _number(text) for k, text in line.items()} | {VALUE: value}
+    texts = {k: text if k in names else _number(text) for k, text in line.items()}
+    return {k: _unquoted(v) if isinstance(v, str) else v for k, v in texts.items()} | {VALUE: value}
 
 
 def _number(text: str) -> int | float | str:

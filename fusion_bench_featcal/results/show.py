@@ -8,7 +8,7 @@ from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .joining import Results, join
-from .lines import LINES_FILE, RUN_FILE, csv_text
+from .lines import LINES_FILE, RUN_FILE, csv_of, csv_text
 from .notes import BELOW, Note, sentences_of
 from .run import ACCURACY, AVERAGE, EXPERTS, REFERENCES, Run, label_texts
 from .summaries import against, summary
@@ -332,7 +332,8 @@ def write(frame: Any, results: Results, folder: str | Path, setting: str = "--ou
             "another folder."
         )
     folder = prepare_directory(folder, setting)
-    write_atomic(folder / "report.csv", frame.to_csv(index=False, lineterminator="\n"), setting)
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    write_atomic(folder / "report.csv", csv_of([*frame.columns], rows), setting)
     write_atomic(folder / "report.md", markdown(frame, results.notes), setting)
     write_atomic(folder / LINES_FILE, csv_text(results.lines()), setting)
     return folder

@@ -35,10 +35,14 @@ class Request:
 
 @dataclass
 class Repository:
-    """A repository of models or data: content by path. Its one commit is `main` and `v1`."""
+    """A repository of models or data: content by path. Its one commit is `main` and `v1`.
+
+    With `hiccup` the first request of each method and path has this status.
+    """
 
     files: dict[str, bytes]
     failure: Failure = ""
+    hiccup: int = 0
 
     @property
     def commit(self) -> str:
@@ -136,6 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.request_ = Request(self.command, path)
+        is_first = all((r.method, r.path) != (self.command, path) for r in self.mirror.requests)
         self.mirror.requests.append(self.request_)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         steps = path.removeprefix("/api").removeprefix("/models/").strip("/").split("/")
@@ -145,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         failure, rest = repository.failure, steps[name.count("/") + 1 :]
         if failure == "missing":
             self._refuse(404, "RepoNotFound", "Repository not found")
+        elif is_first and repository.hiccup:
+            self._send(repository.hiccup, b"Sorry", {})
         elif failure == "limited":
             self._send(429, b"Too many", {"ratelimit": '"api";r=0;t=55'})
         elif path.startswith("/api/"):

@@ -206,7 +206,7 @@ def test_mistakes_are_named(
 
 
 def test_a_setting_that_only_one_row_has_is_a_difference(tmp_path: Path) -> None:
-    """A run and a comparison on other tasks or in another precision: their rows are not averaged."""
+    """Rows of a run and of a comparison with other tasks and precision are not averaged."""
     settings = {"ridge_lambda": 0.05}
     of_cell: Any = {"settings": settings | {"tasks": 2, "resume": True}}
     of_cell |= {"conditions": {"precision": "bf16-true"}}
@@ -267,5 +267,5 @@ def test_tasks_called_like_columns_keep_their_accuracies(tmp_path: Path) -> None
         refuse_unusable_names([task], "--expert")
     with pytest.raises(ValueError, match="'average' cannot name a file, or is taken"):
         refuse_unusable_names(["average"], "--expert")
-    with pytest.raises(ReportError, match="'featcal': 'average' is the mean over tasks. Rename"):
+    with pytest.raises(ReportError, match="'featcal': 'average' is the mean over tasks"):
         leave_rows(tmp_path / "other", {"featcal": {"average": 0.5}})
