@@ -1,5 +1,6 @@
 """FeatCal+ with few or equal samples, and its trust in samples."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from variations import models_of, size_of
 
 from fusion_bench_featcal import FeatCalSettings, Plus, calibrate
 from fusion_bench_featcal.rules.plus import RIDGES
+from fusion_bench_featcal.run import trust
 from fusion_bench_featcal.run.log import doubts
 from fusion_bench_featcal.run.trust import FAMILIAR
 
@@ -101,6 +103,24 @@ def trained_suite() -> Suite:
             start: Any = suite.base.get_submodule(name).weight
             expert.get_parameter(f"{name}.weight").data = start + root.to(start)
     return suite
+
+
+def test_trust_needs_one_moment_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    live, original = list[int](), trust.multiply
+
+    def counting(*matrices: Any, **options: Any) -> Any:
+        alive = (t for t in gc.get_objects() if isinstance(t, torch.Tensor))
+        live.append(sum(t.shape == (4, 4) and not isinstance(t, nn.Parameter) for t in alive))
+        return original(*matrices, **options)
+
+    monkeypatch.setattr(trust, "multiply", counting)
+    most = list[int]()
+    for tasks in (2, 9):
+        live.clear()
+        suite = stack_suite(plain, tasks=tasks)
+        run_fast(suite, **PLUS)
+        most.append(max(live) - live[0])
+    assert most[0] == most[1] <= 2
 
 
 def test_exchanged_samples_are_named_and_count_less(caplog: pytest.LogCaptureFixture):

@@ -1,7 +1,7 @@
 """Trust in each task's samples, which sets the weight of rows from its expert's weights."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.products import multiply
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.run.log import doubts
 from fusion_bench_featcal.run.problem import Problem
@@ -27,9 +28,6 @@ FAMILIAR, LEAST = 0.3, 1 / 4
 MARGIN = 1.15
 """Ratio of likenesses from which samples count as exchanged. Right ones are below 1.08."""
 
-Pairs = Mapping[str, tuple[Tensor, Tensor]]
-"""Task -> `tau' tau` of its expert and the second moment of its samples, as vectors of norm 1."""
-
 
 def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem:
     """Return the problem with a rule that weighs rows from weights for each task.
@@ -45,13 +43,11 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
         block: The first block, which the samples have reached.
         groups: Its groups.
     """
-    pairs, streams = pairs_of(problem, block, groups), problem.streams
+    tasks, streams = problem.tasks, problem.streams
     trust, exchanged = dict[str, float](), dict[str, str]()
-    if len(pairs) > 1:
-        tasks = list(pairs)
-        weights, inputs = (torch.stack(column) for column in zip(*pairs.values(), strict=True))
-        likeness = weights @ inputs.mT
-        trust = dict(zip(tasks, trust_of(weights, likeness).tolist(), strict=True))
+    if len(tasks) > 1 and (found := likenesses(problem, block, groups)) is not None:
+        likeness, alike = found
+        trust = dict(zip(tasks, trust_of(likeness, alike).tolist(), strict=True))
         exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(likeness).items()}
     for task, value in trust.items():
         problem.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
@@ -69,32 +65,76 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
 
 
 @exact_products()
-def pairs_of(problem: Problem, block: str, groups: Sequence[Group]) -> Pairs:
-    """Return what all tasks' weights and samples are compared by, or nothing without modules.
+def likenesses(
+    problem: Problem, block: str, groups: Sequence[Group]
+) -> tuple[Tensor, Tensor] | None:
+    """Return `c` and the mean of `cos_F(P_i, P_j)` over j, as for `trust_of`, or None.
 
-    It is measured at the inputs of the first linear modules of a block.
+    They are measured at the inputs of the first linear modules of a block. None is returned if
+    there are none, or no base.
+
+    With `P_i = tau_i' tau_i` all products are `<P_i, G> = sum (tau_i G) * tau_i`, and the sum of
+    all `P_j / |P_j|` takes the place of G for their mean. So only one matrix is in memory at a
+    time, and no process needs the experts of another one.
     """
     linear = (group for group in groups if group.kind == "linear" and not group.convolves)
-    group, streams, pairs = next(linear, None), problem.streams, dict[str, Any]()
+    group, streams, processes = next(linear, None), problem.streams, problem.processes
     if group is None or problem.base is None:
-        return {}
+        return None
     base = group.linear(problem.base.tensor, torch.float32).weight
+    norms, total = dict[str, Tensor](), base.new_zeros(group.inputs, group.inputs)
     for task in streams.tasks:
-        sums = Moments.zeros(group.inputs, 0, base)
+        square = multiply((tau := step_of(problem, group, task, base)).mT.contiguous(), tau)
+        norms[task] = square.norm().clamp_min(torch.finfo(square.dtype).tiny)
+        total.add_(square.div_(norms[task]))
+        del square, tau  # frees memory before the next task
+    processes.add_up([total])
+    rows = {task: list[Tensor]() for task in streams.tasks}
+    for number in range(-1, len(problem.tasks)):
+        moment = total if number < 0 else moment_of(problem, block, group, number, total)
+        for task, row in rows.items():
+            tau = step_of(problem, group, task, base)
+            row.append(multiply(tau, moment, symmetric=True).mul_(tau).sum() / norms[task])
+    mine = {task: torch.stack(row).tolist() for task, row in rows.items()}
+    gathered = {task: row for part in processes.gather(mine) for task, row in part.items()}
+    table = torch.tensor([gathered[task] for task in problem.tasks], dtype=torch.float64)
+    return table[:, 1:], table[:, 0] / len(table)
+
+
+def step_of(problem: Problem, group: Group, task: str, base: Tensor) -> Tensor:
+    """Return a task's `tau`, scaled to a largest entry of 1, which prevents overflow."""
+    with problem.experts[task].loaded(group.parameters) as expert:
+        tau = group.linear(expert.get_parameter, torch.float32).weight.sub_(base)
+    return tau.div_(tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny))
+
+
+def moment_of(problem: Problem, block: str, group: Group, number: int, into: Tensor) -> Tensor:
+    """Return the second moment of a task's inputs, scaled to norm 1, in each process.
+
+    Args:
+        problem: The problem.
+        block: The block.
+        group: The modules that receive the inputs.
+        number: The task's number.
+        into: Overwritten by the result.
+    """
+    streams, task = problem.streams, problem.tasks[number]
+    if task in streams.tasks:
+        shapes = (0, group.inputs), (group.inputs,), (0,), ()
+        sums = Moments(into.zero_(), *map(into.new_zeros, shapes))
         for batch in streams.visits(task):
             x = streams.inputs_of(task, batch, block, [group])[group.name]
             with naming_module(task, block, group.name):
                 for _, rows, _ in paired_rows(batch, group, x):
                     sums.add(rows)
-        with problem.experts[task].loaded(group.parameters) as expert:
-            tau = group.linear(expert.get_parameter, torch.float32).weight - base
-        tau = tau / tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny)  # prevents overflow
-        pairs[task] = direction(tau.mT @ tau), direction(sums.mirrored().means(centred=False).gram)
-    gathered = problem.processes.gather(pairs)
-    return {task: pair for part in gathered for task, pair in part.items()}
+        sums.mirrored()
+        into.div_(into.norm().clamp_min(torch.finfo(into.dtype).tiny))
+    problem.processes.gather(None)  # a process that has ended is noticed here
+    problem.processes.broadcast(into, number % problem.processes.size)
+    return into
 
 
-def trust_of(weights: Tensor, likeness: Tensor) -> Tensor:
+def trust_of(likeness: Tensor, alike: Tensor) -> Tensor:
     """Return trust in each task's samples, `[tasks]`.
 
     With `P_i = tau_i' tau_i`, `tau_i = W_i - W_base`, and `G_j` the second moment of task j's
@@ -106,10 +146,10 @@ def trust_of(weights: Tensor, likeness: Tensor) -> Tensor:
     It is 0 if an expert fits its samples no better than other tasks' samples.
 
     Args:
-        weights: `P_i` as vectors of norm 1, `[tasks, d * d]`.
         likeness: `c`, `[tasks, tasks]`.
+        alike: The means over j of `cos_F(P_i, P_j)`, `[tasks]`.
     """
-    of_own, alike = likeness.diagonal(), (weights @ weights.mT).mean(-1)
+    of_own = likeness.diagonal()
     return (of_own - likeness.mean(-1)) / (of_own * (1 - alike)).clamp_min(1e-12)
 
 
@@ -128,9 +168,3 @@ def exchanged_tasks(likeness: Tensor) -> dict[int, int]:
     assigned, better = sum(table[k, k] for k, _ in changed), sum(table[c] for c in changed)
     some = len(changed) < len(best)
     return dict(changed) if some and better > MARGIN * assigned else {}
-
-
-def direction(matrix: Tensor) -> Tensor:
-    """Return a matrix as a vector of norm 1 on the CPU. Zero stays zero."""
-    flat = matrix.flatten()
-    return (flat / flat.norm().clamp_min(torch.finfo(flat.dtype).tiny)).cpu()
