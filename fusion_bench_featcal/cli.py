@@ -58,7 +58,6 @@ def calibrate_command(options: argparse.Namespace) -> int:
         return 130
     if not request.plan:
         print(f"saved: {out}")
-    if not (request.plan or request.no_eval):
         print(f"next: featcal report {typed_path(out)}")
     return 0
 
@@ -131,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = _verb(verbs, "report", report_command)
     report.add_argument("runs", nargs="+", metavar="RUN", help="log directories, or folders above")
-    report.add_argument("--metric", default="accuracy", help="another one, such as loss")
+    report.add_argument("--metric", help="another one than accuracy, such as loss")
     report.add_argument("--out", metavar="DIR", help="also write report.{csv,md}, lines.csv there")
     report.add_argument("--html", metavar="FILE", help="also write a page for a browser")
     report.add_argument("--figures", metavar="DIR", help="also write figures (SVG) there")

@@ -14,6 +14,7 @@ from configs import as_job
 from fusion_bench import BaseModelPool
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
+from reports import featcal
 from tiny_models import clip_suite
 from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionModel
 
@@ -114,12 +115,14 @@ def test_report_and_table_have_every_row_and_next_steps_come_last(run: Run) -> N
     assert report.row("featcal").settings.items() <= settings.items()
     assert report.row("featcal").samples["mini_korean"] == {"samples": 8, "split": "train"}
     assert all((report.recovered_gap[row] or 0) > 0.7 for row in ("featcal", ROW))
-    assert all(set(row.scores) == {"accuracy", "loss"} for row in report.rows)
+    assert all(set(row.scores) - {"relative_drift"} == {"accuracy", "loss"} for row in report.rows)
+    assert {r.name for r in report.rows if "relative_drift" in r.scores} == {"featcal", ROW}
     lines = run.output[run.output.index("alphabets2: accuracy") :].splitlines()
     end = next(n for n, line in enumerate(lines) if line.startswith("next: "))
     program, *words = shlex.split(lines[end].removeprefix("next: "))
     assert (Path(program).name, words[0]) == ("featcal", "report")
     assert Path(words[1]).absolute() == run.folder / "log"  # relative below the current folder
+    assert featcal(*words).code == 0
     assert lines[end - 1] == f"reports: {run.folder}/log"
     assert lines[end - 2] == f"saved the model of row {ROW}: {run.folder}/saved"
     assert lines[end - 3] == "another row is saved by method.save=featcal"

@@ -36,10 +36,17 @@ from fusion_bench_featcal.results import (
 from fusion_bench_featcal.results.notes import FAILED, NOTE, SAMPLES, Note
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
+    final_drift,
     notes_of_log,
     tasks_below_merged,
 )
-from fusion_bench_featcal.results.run import calibration_log, conditions_of, file_suffix
+from fusion_bench_featcal.results.run import (
+    DRIFT,
+    Scores,
+    calibration_log,
+    conditions_of,
+    file_suffix,
+)
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.rules import BY_NAME, completed, rule_of
 from fusion_bench_featcal.run.problem import CalibrationResult
@@ -155,6 +162,7 @@ class RunResults:
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
         facts = CardFacts(name, base_method, of_model, counts)
         details: Any = {"cost": cost, "samples": samples, "seed": settings.seed}
+        details["more_scores"] = {DRIFT: final_drift(result.log.records)}
         self.saver.offer(result.model, facts)
         self.add_row(name, result.model, settings=of_model, **details)
 
@@ -167,6 +175,7 @@ class RunResults:
         cost: Cost | None = None,
         samples: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int | None = None,
+        more_scores: Scores | None = None,
     ) -> None:
         """Evaluate a model and report it. Without a task pool, report only a method's cost.
 
@@ -177,6 +186,7 @@ class RunResults:
             cost: Time and memory of the method, None for references.
             samples: Task -> {"samples", "split"}, empty for methods without data.
             seed: Seed of samples and training, or None for methods without randomness.
+            more_scores: Scores that were not measured on the task pool.
         """
         details: dict[str, Any] = {"settings": dict(settings or {}), "seed": seed}
         if any(entry["split"] == "test" for entry in (samples or {}).values()):
@@ -185,14 +195,15 @@ class RunResults:
             details |= {"cost": cost.as_dict(), "samples": dict(samples or {})}
         if self._taskpool is None:
             if cost is not None:
-                self.report.add_row(name, {}, **details)
+                self.report.add_row(name, more_scores or {}, **details)
             return
         log.info("evaluating %s", name)
         row = evaluate(self._taskpool, model)
         file = path_option(self._program, "report_save_path")
         if name == self._returned_row and file is not None:  # FusionBench's report
             write_atomic(file, json.dumps(row.raw), "report_save_path")
-        self.report.add_row(name, row.scores, correct=row.correct, **details)
+        scores = row.scores | dict(more_scores or {})
+        self.report.add_row(name, scores, correct=row.correct, **details)
 
     def finish(self) -> nn.Module:
         """Write, log and show the report, and return the model of the row to save.

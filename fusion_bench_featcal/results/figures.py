@@ -70,6 +70,8 @@ def figures_of(frame: Any) -> "dict[str, Figure]":
     """
     metric, labels = frame.attrs["metric"], frame.attrs["labels"]
     unit = f"{metric}, %" if Unit.of(metric).factor == 100 else metric
+    if not tasks_of(frame):
+        return {}
     if not labels:
         return {
             f"{metric}-{suite}" if frame.suite.nunique() > 1 else metric: dots(

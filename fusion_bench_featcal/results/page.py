@@ -48,7 +48,7 @@ def page_text(frame: Any, results: Results, folder: Path) -> str:
     environment.filters["svg"] = svg
     template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
     text = environment.from_string(template).render(
-        title=", ".join(dict.fromkeys(row.suite for row in results.rows)),
+        title=", ".join(dict.fromkeys(run.suite for run in results.runs.values())),
         tables=[_with_mergers(table) for table in tables_of(frame)],
         figures=figures_of(frame),
         lines=sentences(frame, results.notes),

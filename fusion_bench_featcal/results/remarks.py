@@ -39,6 +39,16 @@ def tasks_below_merged(rows: Sequence[Row]) -> list[Note]:
     ]
 
 
+def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each task's drift behind the last block relative to the expert's features.
+
+    `records` come from a calibration log. Rules that do not run the experts have none.
+    """
+    last = {record["task"]: record for record in records if record["kind"] == "task"}
+    drifts = {task: record.get("relative_drift") for task, record in last.items()}
+    return {task: drift for task, drift in drifts.items() if drift is not None}
+
+
 def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
     """Return all notes on the calibration log of a row."""
     return [*doubted_samples(name, records), *largest_update(name, records)]
@@ -92,7 +102,8 @@ def next_lines(folder: Path) -> list[str]:
 def typed_path(path: Path) -> str:
     """Return a path for a shell, relative to the current folder if it is below it."""
     here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    text = str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def closing_lines_of_a_comparison(folder: Path, cells: Path) -> list[str]:

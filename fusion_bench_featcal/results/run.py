@@ -22,6 +22,8 @@ GIVEN = "merged"
 """Row of a merged model with an unknown merger."""
 AVERAGE = "average"
 ACCURACY = "accuracy"
+DRIFT = "relative_drift"
+"""Metric of calibrated models, measured on samples: see `remarks.final_drift`."""
 COST = "cost."
 """Metrics that begin like this are costs of a row, without a task."""
 

@@ -10,7 +10,7 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 from .joining import Results, join
 from .lines import LINES_FILE, RUN_FILE, csv_of, csv_text
 from .notes import BELOW, Note, sentences_of
-from .run import ACCURACY, AVERAGE, EXPERTS, REFERENCES, Run, label_texts
+from .run import ACCURACY, AVERAGE, DRIFT, EXPERTS, REFERENCES, Run, label_texts
 from .summaries import against, summary
 from .tables import ABSENT, Table, console, page, print_lines
 
@@ -124,10 +124,11 @@ def _with_names(suite: str, frame: Any, names: Mapping[str, str]) -> Table:
     cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
     cells = [(head, texts) for head, texts in cells if {*texts} != {ABSENT}]
     unit_text = ", %" if unit.factor == 100 else ""
+    title = f"{suite}: {metric}{unit_text}" if names else suite
     lines = [
         (head_of(row), [texts[number] for _, texts in cells]) for number, row in enumerate(rows)
     ]
-    return Table(f"{suite}: {metric}{unit_text}", [head for head, _ in cells], lines)
+    return Table(title, [head for head, _ in cells], lines)
 
 
 def tasks_of(frame: Any) -> list[str]:
@@ -163,8 +164,12 @@ def _cost(row: Mapping[str, Any], what: str, unit: float, form: str) -> str:
 
 
 def legend(frame: Any) -> list[str]:
-    """Return at most four lines on the meaning of the table."""
+    """Return at most five lines on the meaning of the table."""
     lines = []
+    if frame.attrs["metric"] == DRIFT:
+        lines.append(
+            f"{DRIFT}: distance behind the last block from the expert's features, relative to them"
+        )
     if frame.gain.notna().any():
         lines.append(
             "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)"
@@ -272,6 +277,8 @@ def means_text(frame: Any) -> list[str]:
     """Return a sentence on the number of seeds of repairs, or of mergers alone, if several."""
     of_repairs = frame.seeds[~frame.row.isin(REFERENCES) & (frame.row != frame.merger)]
     seeds = of_repairs if len(of_repairs) else frame.seeds
+    if not len(seeds):
+        return []
     least, most = int(seeds.min()), int(seeds.max())
     if most == 1:
         return []
@@ -293,9 +300,11 @@ def show_run(run: Run) -> None:
         show(summary(results), results.notes)
 
 
-def show_against(results: Results, name: str, metric: str = ACCURACY) -> None:
+def show_against(results: Results, name: str, metric: str | None = None) -> None:
     """Print every row's difference from one row."""
-    frame, unit = against(results, name, metric), Unit.of(metric)
+    frame = against(results, name, metric)
+    metric = frame.attrs["metric"]
+    unit = Unit.of(metric)
     for suite, part in frame.groupby("suite", sort=False):
         lines = [
             (row["row"], [unit.gain(row["difference"], row["half"], row["seeds"]), _p(row)])

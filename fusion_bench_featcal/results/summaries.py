@@ -14,11 +14,11 @@ from .statistics import Difference, difference, holm
 
 LEAST_GAP = 0.01
 """Smallest merged-to-expert gap in accuracy of a task for a share of it: one point."""
-_LOWER = ("loss", "perplexity", "error")
+_LOWER = ("loss", "perplexity", "error", "drift")
 """Words in the names of metrics of which lower values are better."""
 
 
-def summary(results: Results, metric: str = ACCURACY) -> Any:
+def summary(results: Results, metric: str | None = None) -> Any:
     """Return a pandas DataFrame with a line for each row of `groups_of`.
 
     Columns: `suite`, `merger`, `row`, the labels, `accuracy.<task>` and `accuracy.average` (or of
@@ -29,32 +29,40 @@ def summary(results: Results, metric: str = ACCURACY) -> Any:
 
     Args:
         results: Joined runs.
-        metric: Name of the metric, such as `loss`.
+        metric: Name of the metric, such as `loss`. None: accuracy, else the first that there is,
+            else rows without one.
 
     Raises:
         ReportError: If no row has the metric.
     """
     from pandas import DataFrame  # slow to import
 
-    groups = groups_of(results)
-    metrics = results.metrics
-    if metric not in metrics:
-        raise ReportError(
-            f"--metric: no row has {metric!r}; there are {', '.join(metrics) or 'none'}"
-        )
+    metric = _metric(results, metric)
+    groups = [of for of in groups_of(results) if of.means(metric) or not results.metrics]
     tasks = dict.fromkeys(task for group in groups for task in group.means(metric))
     tasks.pop(AVERAGE, None)
-    lines = [_line(group, groups, metric) for group in groups if group.means(metric)]
+    lines = [_line(group, groups, metric) for group in groups]
     values = [f"{metric}.{task}" for task in (*tasks, AVERAGE)]
     heads = ["suite", "merger", "row", *results.labels, *values, "gain", "half", "share",
              "worst_task", "worst_share", "worst_value", "seeds"]  # fmt: skip
-    more = dict.fromkeys(key for line in lines for key in line)
-    heads += [key for key in more if key not in heads]
+    more = [*(key for line in lines for key in line), "samples"]
+    heads += [key for key in dict.fromkeys(more) if key not in heads]
     frame = DataFrame(lines, columns=heads, dtype=object)
     numbers = [head for head in heads if head not in results.labels]  # 8 samples stay an integer
     frame[numbers] = frame[numbers].infer_objects()
     frame.attrs |= {"metric": metric, "labels": results.labels}
     return frame
+
+
+def _metric(results: Results, metric: str | None) -> str:
+    metrics = results.metrics
+    if metric is None:
+        return ACCURACY if ACCURACY in metrics else next(iter(metrics), ACCURACY)
+    if metric not in metrics:
+        raise ReportError(
+            f"--metric: no row has {metric!r}; there are {', '.join(metrics) or 'none'}"
+        )
+    return metric
 
 
 def _line(group: Group, groups: Sequence[Group], metric: str) -> dict[str, Any]:
@@ -65,7 +73,7 @@ def _line(group: Group, groups: Sequence[Group], metric: str) -> dict[str, Any]:
     values = {f"{metric}.{task}": value for task, value in means.items()}
     line = position | values | seeds | costs | {"samples": _samples(group)}
     merged = partner(group, groups, row.merger)
-    if not row.is_repair or merged is None:
+    if not (row.is_repair and merged and means):
         return line
     gain = difference(by_seed(group, metric), by_seed(merged, metric))
     if gain is not None:
@@ -141,13 +149,13 @@ def _samples(group: Group) -> str:
 # ---- differences from one row
 
 
-def against(results: Results, name: str, metric: str = ACCURACY) -> Any:
+def against(results: Results, name: str, metric: str | None = None) -> Any:
     """Return every row's difference from one row, with Holm's correction over all of them.
 
     Args:
         results: Joined runs of one point. Several suites are compared each by itself.
         name: The row, `merger/row`, or only the row's name if one merger has it.
-        metric: Name of the metric.
+        metric: As in `summary`.
 
     Returns:
         A pandas DataFrame with the columns `suite`, `row`, `difference`, `half`, `seeds`, `p` and
@@ -155,7 +163,7 @@ def against(results: Results, name: str, metric: str = ACCURACY) -> Any:
 
     Raises:
         ReportError: If settings differ between rows of one name, or no row or several have the
-            name.
+            name, or nothing was scored.
     """
     from pandas import DataFrame  # slow to import
 
@@ -163,7 +171,10 @@ def against(results: Results, name: str, metric: str = ACCURACY) -> Any:
         raise ReportError(
             f"--against compares rows of equal settings, and {', '.join(results.labels)} differ"
         )
+    metric = _metric(results, metric)
     groups = [group for group in groups_of(results) if group.means(metric)]
+    if not groups:
+        raise ReportError("--against: nothing was scored, so there are no rows to compare")
     compared_rows: list[tuple[Group, Difference]] = []
     for suite in dict.fromkeys(group.first.suite for group in groups):
         of_suite = [group for group in groups if group.first.suite == suite]
@@ -176,7 +187,7 @@ def against(results: Results, name: str, metric: str = ACCURACY) -> Any:
     adjusted = dict(
         zip(numbers, holm([compared_rows[n][1].p or 0.0 for n in numbers]), strict=True)
     )
-    return DataFrame(
+    frame = DataFrame(
         [
             {
                 "suite": group.first.suite, "row": group.first.title, "difference": of.value,
@@ -186,6 +197,8 @@ def against(results: Results, name: str, metric: str = ACCURACY) -> Any:
         ],
         columns=["suite", "row", "difference", "half", "seeds", "p", "adjusted"],
     )  # fmt: skip
+    frame.attrs["metric"] = metric
+    return frame
 
 
 def _find(groups: Sequence[Group], name: str) -> Group:

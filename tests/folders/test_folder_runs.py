@@ -1,6 +1,8 @@
 """`featcal calibrate` on folders of models: its result is the calibration that Python gives."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import yaml
 from made_folders import CHAT, HELD_OUT, PAPER, ROWS, words, write_rows
+from reports import featcal
 from safetensors.torch import load_file, save_file
 from tiny_texts import TASKS, sentences, word_tokenizer
 from transformers import (
@@ -205,6 +208,19 @@ def test_a_whole_clip_keeps_its_text_tower(finished):
     assert names and all(name.startswith("vision_model.encoder.") for name in names)
     assert list(run.report.accuracy) == ["experts", "merged", "featcal"]
     assert CLIPProcessor.from_pretrained(run.out)(text=["a star"])["input_ids"]
+
+
+@pytest.mark.parametrize("more", [["--no-eval"], ["--no-eval", *PAPER], []])
+def test_the_next_command_reports_the_result(more, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for words_of_run in (words(folder, *more), words(folder, *more, "--resume")):
+        (line,) = re.findall(r"^next: featcal (.*)$", featcal(*words_of_run).out, re.MULTILINE)
+        report = featcal(*shlex.split(line))
+        assert report.code == 0, report.err
+        drift = "out: relative_drift" if more else "out: accuracy, %"
+        assert drift in report.out and "per task: featcal" in report.out
+    run = read_run(folder / "out" / "featcal").rows[-1]
+    assert {*run.scores["relative_drift"]} == {*TASKS}
 
 
 # --- verdict ---

@@ -17,6 +17,7 @@ from reports import (
     leave_rows,
     leave_run,
     leave_seeds,
+    make_run,
     rows_of,
 )
 
@@ -269,3 +270,44 @@ def test_tasks_called_like_columns_keep_their_accuracies(tmp_path: Path) -> None
         refuse_unusable_names(["average"], "--expert")
     with pytest.raises(ReportError, match="'featcal': 'average' is the mean over tasks"):
         leave_rows(tmp_path / "other", {"featcal": {"average": 0.5}})
+
+
+TERMS = ("drift", "mismatch", "propagation")
+
+
+def leave_unscored(folder: Path, drift: dict[str, float], *, row: bool = True) -> Path:
+    """Write a run without scores: a calibrated model's samples and drift, or a diagnosis alone."""
+    run = Run(suite="toy", merger="ties")
+    samples = {task: {"samples": 8, "split": "data"} for task in ("cars", "dtd")}
+    if row:
+        scores = {"relative_drift": drift}
+        run.add_row("featcal", scores, samples=samples, cost={"seconds": 10.0})
+    run.lines += [{"row": "ties", "task": task, "block": "0", "metric": metric, "value": 0.5}
+                  for task in samples for metric in ("relative", "share", *TERMS)]  # fmt: skip
+    run.lines += [{"row": "ties", "task": task, "metric": "final_cosine", "value": 0.5}
+                  for task in samples]  # fmt: skip
+    return write_run(folder, run)
+
+
+@pytest.mark.parametrize("drift", [{"cars": 0.1, "dtd": 0.3}, {}], ids=["drift", "none"])
+@pytest.mark.parametrize("row", [True, False], ids=["row", "diagnosis"])
+def test_a_run_without_scores_is_reported(drift: Any, row: bool, tmp_path: Path) -> None:
+    run, out = leave_unscored(tmp_path / "run", drift, row=row), tmp_path / "out"
+    files = ("--html", tmp_path / "a.html", "--figures", tmp_path)
+    done = featcal("report", run, "--out", out, *files)
+    assert done.code == 0 and "relative drift by block" in done.out, done.err
+    assert ("samples per task: featcal 8 data" in done.out) == row
+    table = featcal("report", run, "--markdown").out
+    assert ("| + featcal | 0.100 | 0.300 | 0.200 | 10.0 |" in table) == bool(drift and row)
+    assert ("toy: relative_drift" in table) == bool(drift and row) and "accuracy" not in table
+    assert "--metric: no row has 'loss'" in error_of("report", run, "--metric", "loss")
+    if not (drift and row):
+        assert "--against: nothing was scored" in error_of("report", run, "--against", "featcal")
+
+
+def test_a_metric_of_some_rows_has_a_table_of_them(tmp_path: Path) -> None:
+    run = make_run()
+    run.row("featcal").scores["relative_drift"] = {"cars": 0.1, "dtd": 0.3}
+    out = featcal("report", write_run(tmp_path, run), "--metric", "relative_drift").out
+    assert "0.200" in out and "experts" not in out
+    assert TABLE.splitlines()[0] in featcal("report", tmp_path).out
