@@ -8,36 +8,26 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
-from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import (
-    MERGED,
-    RunSettings,
-    checked_choices,
-    plain,
-    suite_of,
-)
-from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method import CalibratingMethod
+from fusion_bench_featcal.fusionbench.options import MERGED, RunSettings, plain
+from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.program_processes import (
     join_processes,
     share_model,
 )
 from fusion_bench_featcal.fusionbench.run_results import RunResults
-from fusion_bench_featcal.fusionbench.saving import check_disks
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import Cost, measure
 from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.problem import CalibrationResult
-from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 
 
-class FeatCalAlgorithm(DeclaredMethod):
+class FeatCalAlgorithm(CalibratingMethod):
     """Merges with any FusionBench method, calibrates, and evaluates the requested models.
 
     Run by `fusion_bench method=featcal modelpool=...`. In Python, `run(modelpool)` returns the
@@ -45,23 +35,6 @@ class FeatCalAlgorithm(DeclaredMethod):
     """
 
     setting_kinds = (FeatCalSettings, RunSettings)
-
-    base_method: Any
-
-    def __init__(self, **keys: Any) -> None:
-        """Check all settings before any model is loaded.
-
-        Args:
-            **keys: Fields of `FeatCalSettings` and `RunSettings`.
-
-        Raises:
-            ValueError: If a key is unknown or a value is not accepted.
-        """
-        super().__init__(**keys)
-        self.settings, self.run_settings = self.declared
-        check_family(self.settings.family)
-        rule_of(self.settings)
-        self._processes: Processes = Processes()
 
     def on_run_start(self) -> None:
         """Join other processes. The first one prepares the run."""
@@ -90,13 +63,11 @@ class FeatCalAlgorithm(DeclaredMethod):
 
     def _run(self, modelpool: BaseModelPool) -> nn.Module:
         """Run in one of several processes. All but the first only take part in the calibration."""
-        choices = checked_choices(self.settings, self.run_settings, suite_of(self._program))
-        rows = choices.rows(self.settings)
-        taskpool = getattr(self._program, "taskpool", None)
-        inputs = MethodInputs(modelpool, taskpool, self.fabric)
-        upstream = self._upstream(inputs, rows.values())
+        choices, rows = self.choices, self.rows
+        inputs = self.inputs(modelpool)
+        self.check(inputs)
         # Datasets are opened before a merger that may take hours.
-        batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
+        batches, upstream = self.open(inputs), self.upstream(inputs)
         results = RunResults(
             self, modelpool, inputs.processor, upstream=upstream.name, row=choices.save
         )
@@ -118,18 +89,6 @@ class FeatCalAlgorithm(DeclaredMethod):
         del merged
         results.add_base_and_experts(choices.compare_with)
         return results.finish()
-
-    def _upstream(self, inputs: MethodInputs, rows: Iterable[FeatCalSettings]) -> Upstream:
-        """Check folders and models, and return the merger. Nothing is loaded or merged."""
-        rows = list(rows)
-        for settings in rows:
-            with open_checkpoint(settings, self._processes):
-                pass  # raises if it cannot be used
-        check_disks(self._program, inputs.models, [settings.checkpoint_dir for settings in rows])
-        upstream = Upstream(self.base_method, inputs.models)
-        check_pool_models(inputs.models, self.fabric)
-        upstream.budget_left(self.settings)  # raises if the merger alone exceeds the budget
-        return upstream
 
     def _merge(self, inputs: MethodInputs, upstream: Upstream, results: RunResults) -> nn.Module:
         """Return the merged model."""

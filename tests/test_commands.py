@@ -172,7 +172,10 @@ def test_plan_of_a_suite_and_its_settings():
     sweep = plan_of("method.seed=1,2", "-m")
     assert sweep == plan | {"rows": {"featcal": 2, "featcal_plus": 2}, "jobs": 2}
     assert 5 * plan["output"] < plan["read"] < 6 * plan["output"]  # the base has a head of text
-    assert plan_of("method.expert_read_budget=50%")["read"] == plan["read"] // 2
+    merged = ("method=featcal", "method.base_method=null")
+    merged += (f"+modelpool.models._merged_='{image.path('pretrained')}'",)
+    limited = plan_of(*merged, "method.expert_read_budget=50%")
+    assert limited["read"] == plan["read"] // 2
     text = featcal("plan", TA6, "method.checkpoint_dir=blocks", "method.ridge_lambda=.1").out
     assert "ridge_lambda=0.1, mix_alpha=0.3, anchor_rho=2" in text
     assert "read from experts, at most" in text and "free in blocks" in text

@@ -37,7 +37,8 @@ def models(towers: dict[str, str], tmp_path: Path) -> Models:
 
 
 def clip_pool(models: Models) -> Any:
-    return CLIPVisionModelPool(OmegaConf.create(models), processor=None)
+    data: Any = dict.fromkeys(models, "data.jsonl")
+    return CLIPVisionModelPool(OmegaConf.create(models), processor=None, train_datasets=data)
 
 
 def config_of_another_function(models: Models) -> None:

@@ -7,12 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
 from fusion_bench_featcal.errors import CalibrationError, NotImproved
-from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.files.locks import locked_target
@@ -41,6 +38,7 @@ from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.rules import completed
+from fusion_bench_featcal.run.devices import check_device
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -74,7 +72,7 @@ def _run(request: Request) -> Path:
         print(f"{out} is complete: this command saved it before")
         return out
     request.check_folder()
-    _check_device(request.device)
+    check_device(request.device, f"--device {request.device}")
     try:
         if request.plan and show_downloads(request):
             return out
@@ -119,13 +117,6 @@ def _checked_digests(request: Request) -> dict[str, str]:
             "calibrated: restore what they were made of, or remove that folder to begin again"
         )
     return digests
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
 
 
 def _settings(models: Models, processor: Any) -> FeatCalSettings:

@@ -1,5 +1,6 @@
 """Checks of a composed config before torch is imported: names, values and paths."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,18 +22,27 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 _BY_TASK = ("calibration_data", "task_weights")
 _DATA = ("train_datasets", "val_datasets", "test_datasets")
+ROOT_KEYS = (
+    "hydra", "fabric", "path", "modelpool", "method", "taskpool", "seed", "fast_dev_run", "dry_run",
+    "print_config", "print_function_call", "merged_model_save_path", "merged_model_save_kwargs",
+    "report_save_path", "_target_", "_recursive_",
+)  # fmt: skip
+"""Keys of FusionBench's program at the root of a config."""
 
 
 def check_config(config: DictConfig) -> None:
-    """Refuse wrong settings of `method=featcal`, unknown tasks, and paths that do not exist.
+    """Refuse wrong settings of `method=featcal`, unknown names, and paths that do not exist.
 
     Args:
-        config: FusionBench's composed config.
+        config: FusionBench's composed config, with its interpolations.
 
     Raises:
         ValueError: Naming the setting, and the nearest name if there is one.
         CalibrationError: If a task has no calibration data.
     """
+    check_root_keys(map(str, config), config)
+    if not isinstance(config.get("seed"), int | None):
+        raise ValueError(f"seed must be null or an integer, got {config.seed!r}")
     try:
         method: Any = OmegaConf.to_container(config.method, resolve=True) or {}
         data = f"modelpool.{method.get('calibration_split', 'train')}_datasets"
@@ -48,7 +58,8 @@ def check_config(config: DictConfig) -> None:
     refuse_unknown((k for k in suite if k.endswith(("dataset", "datasets"))), _DATA, "modelpool.")
     tasks = [name for name in entries["modelpool.models"] if not str(name).startswith("_")]
     for key in _BY_TASK:
-        refuse_unknown(method.get(key) or (), tasks, f"method.{key}.")
+        if isinstance(names := method.get(key), Mapping):  # RegMean's task_weights is a text
+            refuse_unknown(names, tasks, f"method.{key}.")
     if str(method.get("_target_")).endswith(".FeatCalAlgorithm"):
         settings, _ = choices_of_config(method, suite.get("featcal") or {})
         if entries[data]:  # else the pool's class may have data
@@ -56,10 +67,32 @@ def check_config(config: DictConfig) -> None:
             check_tasks_have_data(tasks, available, settings.calibration_split)
     pool: Any = suite.get("default_taskpool") or {}
     _check_tasks(pool if isinstance(pool, Mapping) else {}, tasks)
-    entries["method.calibration_data"] = method.get("calibration_data") or {}
+    own_data = method.get("calibration_data")
+    entries["method.calibration_data"] = own_data if isinstance(own_data, Mapping) else {}
     for setting, path in _locations(entries):
         if is_missing(path):
             raise ValueError(f"{setting}={path}: there is no such file or folder")
+
+
+def check_root_keys(names: Iterable[str], config: DictConfig) -> None:
+    """Refuse keys at the root of a config that nothing reads.
+
+    Args:
+        names: The keys.
+        config: The config, with its interpolations. It may use a key that a user has added.
+
+    Raises:
+        ValueError: Naming a setting of the method in full, else the nearest name.
+    """
+    content: Any = OmegaConf.to_container(config, resolve=False)
+    method = content.get("method") or {}
+    for name in names:
+        if name in ROOT_KEYS or re.search(rf"\$\{{{re.escape(name)}\b", str(content)):
+            continue
+        if name in method:
+            raise ValueError(f"{name} is a setting of the method: write method.{name}=...")
+        known = (*ROOT_KEYS, *(f"method.{key}" for key in method))
+        raise ValueError(f"{name} is unknown, and nothing would read it{nearest_hint(name, known)}")
 
 
 def check_tasks_have_data(tasks: Iterable[str], available: Iterable[str], split: str) -> None:

@@ -58,6 +58,7 @@ class FeatCalJob(Callback):
             SystemExit: If a name or value is wrong.
         """
         from fusion_bench_featcal.fusionbench.config_checks import check_config
+        from fusion_bench_featcal.fusionbench.program_processes import open_fabric
 
         make_importable(os.getcwd())
         explain_interruptions()
@@ -73,12 +74,24 @@ class FeatCalJob(Callback):
             config[name] = False
         try:
             check_config(config)
+            open_fabric(config.get("fabric"))
         except (ValueError, CalibrationError) as error:
             text = masked(f"error: {error}")
             raise SystemExit(1 if is_helper(os.environ) else text) from error
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Switch FusionBench's prints off in every job of a sweep."""
+        """Switch FusionBench's prints off in every job of a sweep.
+
+        Raises:
+            SystemExit: If a key at the root is unknown.
+        """
+        from fusion_bench_featcal.fusionbench.config_checks import check_root_keys
+
+        words = (re.match(r"\W*(\w+)", str(word)) for word in config.hydra.overrides.task)
+        try:
+            check_root_keys((word[1] for word in words if word), config)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from error
         make_importable(os.getcwd())
         explain_interruptions()
         config.hydra.overrides.task = [
@@ -206,13 +219,21 @@ def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> Non
 
 def explained(error: BaseException) -> ValueError:
     """Return a shorter error of composing a config, with the nearest existing name."""
+    from fusion_bench_featcal.fusionbench.config_checks import check_root_keys
+
     cause: Any = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         name = error.missing_cfg_file.partition("/")[2]
         hint = nearest_hint(name, error.options or ())
         return ValueError(f"there is no config {error.missing_cfg_file}{hint}")
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        hint = nearest_hint(cause.key, cause.parent_node or ())
+        root: Any = cause.parent_node
+        if cause.full_key == cause.key and "method" in (root or ()):
+            try:
+                check_root_keys([str(cause.key)], root)
+            except ValueError as named:
+                return named
+        hint = nearest_hint(cause.key, root or ())
         added = f". To add it, write +{cause.full_key}=..."
         return ValueError(f"{cause.full_key} is unknown{hint or added}")
     return ValueError(" ".join(f"{error} {cause or ''}".split()))

@@ -10,6 +10,7 @@ from torch import nn
 from fusion_bench_featcal.data.embeddings import Pooling, encoder_of_texts
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
 from fusion_bench_featcal.fusionbench.data import (
     calibration_batches,
     with_own_data,
@@ -115,6 +116,20 @@ class MethodInputs:
             )
 
 
+def check_sources(settings: FeatCalSettings, inputs: MethodInputs) -> None:
+    """Refuse a pool without a base that the rule needs, or without a task's data.
+
+    Nothing is opened.
+
+    Raises:
+        CalibrationError: Naming the setting.
+    """
+    if rule_of(settings).needs_base:
+        inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
+    pool, split = with_own_data(inputs.modelpool, settings), settings.calibration_split
+    check_tasks_have_data(pool.model_names, getattr(pool, f"{split}_dataset_names"), split)
+
+
 def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[str, Any]:
     """Refuse a calibration that cannot succeed, before a model is loaded.
 
@@ -126,8 +141,7 @@ def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[s
             too small.
         ValueError: If no family fits the models.
     """
-    if rule_of(settings).needs_base:
-        inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
+    check_sources(settings, inputs)
     for name, expert in inputs.models.experts.items():
         if settings.expert_read_budget and expert.module is None and expert.files is None:
             raise CalibrationError(

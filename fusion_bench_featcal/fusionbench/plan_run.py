@@ -1,31 +1,40 @@
-"""Plans of FusionBench runs, from command-line overrides. For `method=featcal` without torch."""
+"""Plans of FusionBench runs, from command-line overrides, with all checks of the run."""
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fusion_bench.utils.hydra_utils import get_default_config_path
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.utils import get_class
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fusion_bench_featcal.fusionbench.config_checks import check_config, choices_of_config
+from fusion_bench_featcal.fusionbench.config_checks import check_config
 from fusion_bench_featcal.fusionbench.console import explained, make_importable
+from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, models_of
 from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 _LOCATIONS = ("pretrained_model_name_or_path", "base_model_path", "base_model_name",
               "peft_model_path", "peft_name")  # fmt: skip
 _GLUE = "nyu-mll/glue"
+_OLD_LOADERS = {  # of configs without `_target_`
+    "modelpool": "fusion_bench.compat.modelpool.load_modelpool_from_config",
+    "method": "fusion_bench.compat.method.load_algorithm_from_config",
+    "taskpool": "fusion_bench.compat.taskpool.load_taskpool_from_config",
+}
 
 
 def plan_run(overrides: Sequence[str]) -> Plan:
     """Return the plan of a run, or of a sweep, with these command-line overrides.
 
-    Only configs and the hub's metadata are read. Nothing is downloaded.
+    The checks are those of the run, up to the first model that it would load. Nothing is
+    downloaded: if models or data are not here, the checks end before they would be fetched.
 
     Args:
         overrides: Overrides such as `modelpool=clip-vit-base-patch32_TA8`. Without `method=` the
@@ -33,26 +42,78 @@ def plan_run(overrides: Sequence[str]) -> Plan:
 
     Raises:
         ValueError: If the overrides do not compose, or a name, value or path is wrong.
-        CalibrationError: If the hub has no such model.
+        CalibrationError: If the hub has no such model, or the run could not go on.
     """
     make_importable(os.getcwd())  # as in the run: `_target_` may name a class in this folder
     words, jobs = _first_job(overrides)
-    config = _composed(words)
-    check_config(config)
-    method, pool = _plain(config.method), _plain(config.modelpool)
-    models = dict(_locations(pool.get("models") or {}))
-    downloads, sizes = models_of(models)
-    downloads += data_sets_to_fetch(_data_sets(method, pool, _plain(config.taskpool)))
+    with _composed(words) as config:
+        check_config(config)
+        OmegaConf.resolve(config)
+        method, pool = _plain(config.method), _plain(config.modelpool)
+        models = dict(_locations(pool.get("models") or {}))
+        downloads, sizes = models_of(models)
+        downloads += data_sets_to_fetch(_data_sets(method, pool, _plain(config.taskpool)))
+        rows, strengths = _rows(_checked(config, opens=not downloads), config.method)
     of_experts = [size for key, size in sizes.items() if ".models._" not in key]
     read = None if None in of_experts else sum(size or 0 for size in of_experts)
     if read is not None and method.get("expert_read_budget") is not None:
         read = min(read, budget_in_bytes(method["expert_read_budget"], read))
-    rows, strengths = _rows(method, pool.get("featcal") or {})
     rows = {row: jobs * times for row, times in rows.items()}
     first = next(iter(sizes.values()), None)
     folders = (method.get("checkpoint_dir"), config.merged_model_save_path)
     writes = {str(folder): first for folder in folders if folder}
     return Plan(tuple(downloads), read, first, writes, rows, strengths, jobs)
+
+
+def _checked(config: Any, *, opens: bool) -> Any:
+    """Make the parts of a run as FusionBench's program does, with the run's checks.
+
+    Args:
+        config: The resolved config.
+        opens: Whether models and data are here and can be opened.
+
+    Returns:
+        The method.
+    """
+    import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
+    from fusion_bench.utils import instantiate
+    from fusion_bench_featcal.fusionbench.method import DeclaredMethod
+    from fusion_bench_featcal.fusionbench.program_processes import open_fabric
+
+    fabric = open_fabric(config.get("fabric"))
+    with _silence():
+        program = instantiate(config, _recursive_=False)
+        program.fabric = fabric
+        for part, load in _OLD_LOADERS.items():
+            setattr(program, part, program._instantiate_and_setup(config[part], load))
+        method = program.method
+        if isinstance(method, DeclaredMethod):
+            method.on_run_start()
+            inputs = method.inputs(program.modelpool)
+            method.check(inputs)
+            if opens:
+                method.open(inputs)
+    return method
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Drop prints and warnings, which a run writes into its log file."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _rows(method: Any, config: Any) -> tuple[dict[str, int], dict[str, Mapping[str, float]]]:
+    """Return the rows that a method makes -> how many times, and FeatCal's rows -> strengths."""
+    if not hasattr(method, "planned_rows"):  # FusionBench's
+        return {method_name(config): 1}, {}
+    rows = getattr(method, "rows", {})
+    return method.planned_rows, {row: settings.strengths for row, settings in rows.items()}
 
 
 def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:
@@ -69,12 +130,25 @@ def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:
     return words, jobs
 
 
-def _composed(words: list[str]) -> Any:
+@contextlib.contextmanager
+def _composed(words: list[str]) -> Iterator[Any]:
+    """Yield the config of a run, which is that of Hydra's job."""
     try:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
-            return compose("fabric_model_fusion", overrides=words)
+            config = compose("fabric_model_fusion", overrides=words, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error) from error
+    with open_dict(config):
+        hydra = config.pop("hydra")
+        hydra.runtime.cwd = hydra.runtime.output_dir = os.getcwd()
+        hydra.job.config_name = "fabric_model_fusion"
+        config.print_config = config.dry_run = False
+    before, HydraConfig.instance().cfg = HydraConfig.instance().cfg, None
+    HydraConfig.instance().set_config(OmegaConf.create({"hydra": hydra}))
+    try:
+        yield config
+    finally:
+        HydraConfig.instance().cfg = before
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -108,22 +182,3 @@ def _data_sets(
             name = next(iter(entry.get("_args_") or ()), entry.get("path", _GLUE * is_glue))
         if isinstance(name, str) and name:
             yield name
-
-
-def _rows(
-    method: Mapping[str, Any], suite: Mapping[str, Any]
-) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
-    """Return the rows that a method makes -> how many times, and FeatCal's rows -> strengths."""
-    target = str(method.get("_target_", ""))
-    if target.endswith(".FeatCalAlgorithm"):
-        settings, choices = choices_of_config(method, suite)
-        rows = choices.rows(settings)
-        return dict.fromkeys(rows, 1), {row: of.strengths for row, of in rows.items()}
-    row = method.get("name") or target.rpartition(".")[2]
-    if target.startswith("fusion_bench_featcal."):
-        keys = {key: value for key, value in method.items() if key != "_target_"}
-        algorithm: Any = get_class(target)(**keys)  # checks them
-        if hasattr(algorithm, "planned_rows"):
-            return algorithm.planned_rows(suite), {}
-        row = algorithm.method.name if hasattr(algorithm, "method") else row
-    return {str(row): 1}, {}

@@ -22,15 +22,15 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 
 def check_pool_models(models: PoolModels, fabric: Any) -> None:
-    """Check that a pool's models can be found and are of one kind. Loads no model.
+    """Check the entries of a pool's models. No file is opened.
 
     Args:
-        models: The pool's models, which are downloaded.
+        models: The pool's models.
         fabric: Lightning Fabric.
 
     Raises:
-        CalibrationError: If the precision has no effect, there is no expert, a model's entry or
-            files are missing or damaged, or the models differ, naming the model.
+        CalibrationError: If the precision has no effect, there is no expert, or an entry is no
+            model.
         ValueError: If an expert's name cannot be a task's name.
     """
     _check_precision(fabric)
@@ -45,6 +45,15 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
         )
     for model in models.values():
         _check_entry(model)
+
+
+def open_pool_models(models: PoolModels) -> None:
+    """Download a pool's models, and check that they are of one kind. Loads no model.
+
+    Raises:
+        CalibrationError: If a model's files are missing or damaged, or the models differ, naming
+            the model.
+    """
     models.fetch()
     for model in models.values():
         _ = model.files  # reads config and headers

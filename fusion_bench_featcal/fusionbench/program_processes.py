@@ -12,10 +12,13 @@ from typing import Any
 
 import lightning
 import torch
+from hydra.utils import instantiate
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.run.devices import check_cuda
 from fusion_bench_featcal.run.processes import Processes, TorchProcesses
 
 log = logging.getLogger(__name__)
@@ -38,7 +41,8 @@ def join_processes(algorithm: Any) -> Processes:
             f"with {fabric.world_size} processes FeatCal needs fabric.strategy=ddp (or auto), not "
             f"{type(fabric.strategy).__name__}: each process holds the whole model"
         )
-    processes = TorchProcesses()
+    # A plan starts no processes.
+    processes = TorchProcesses() if torch.distributed.is_initialized() else Processes()
     alone = fabric_alone(fabric, first=processes.rank == 0)
     program = algorithm._program
     pools = [getattr(program, name, None) for name in ("modelpool", "taskpool")]
@@ -50,6 +54,20 @@ def join_processes(algorithm: Any) -> Processes:
         program.taskpool = program.merged_model_save_path = None
     log.info("process %d of %d on %s", processes.rank, processes.size, alone.device)
     return processes
+
+
+def open_fabric(config: Any) -> lightning.Fabric:
+    """Return the Lightning Fabric of a config, without loggers. No process is started.
+
+    Raises:
+        ValueError: If the machine lacks the accelerator, or Fabric refuses a value.
+    """
+    name = "auto" if config is None else str(config.get("accelerator"))
+    check_cuda(name, f"fabric.accelerator={name}")
+    try:
+        return lightning.Fabric(devices=1) if config is None else instantiate(config, loggers=None)
+    except Exception as error:  # Lightning raises many types
+        raise ValueError(f"fabric cannot be made: {first_line(error)}") from error
 
 
 def fabric_alone(fabric: Any, *, first: bool) -> Any:

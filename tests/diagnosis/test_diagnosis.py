@@ -208,7 +208,7 @@ def test_tables_and_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> Non
     ("tests", "keys", "message"),
     [
         (10, {"itmes": 3}, r"method\.itmes"),
-        (10, {"tasks": ["onne"]}, rf"method\.tasks: .* 'onne'.*{TASK}"),
+        (10, {"tasks": ["onne"]}, rf"method\.tasks: expert onne .*'{TASK}'"),
         (0, {}, rf"task '{TASK}' has 0 items of the test split, .*"
          rf"modelpool\.test_datasets\.{TASK} .*method\.tasks"),
     ],

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.options import plain, suite_of
-from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
+from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.run_results import suite_name
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
@@ -135,16 +136,10 @@ class ComparisonAlgorithm(DeclaredMethod):
         super().__init__(**keys)
         (self.settings,) = self.declared
 
-    def planned_rows(self, suite: Mapping[str, Any]) -> dict[str, int]:
-        """Return the rows of a comparison -> the number of mergers on which each runs.
-
-        Args:
-            suite: The model pool's key `featcal`.
-
-        Raises:
-            ValueError: As `grid.cells_of`.
-        """
-        return dict(Counter(cell.row for cell in cells_of(self.settings, suite)))
+    @property
+    def planned_rows(self) -> dict[str, int]:
+        """Row of a comparison -> the number of mergers on which it runs."""
+        return dict(Counter(cell.row for cell in self.cells))
 
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
         """Run all cells that are not finished, report them, and return no model.
@@ -153,11 +148,12 @@ class ComparisonAlgorithm(DeclaredMethod):
             ValueError: If names or settings are wrong, before anything is loaded.
             CalibrationError: If the pools do not fit or, after all reports, if cells failed.
         """
-        settings, program, suite = self.settings, self._program, suite_name(modelpool)
-        cells = cells_of(settings, suite_of(program))
-        part, tasks, label = _part(modelpool, settings.tasks)
-        inputs = self._inputs(part)
-        _check_cells(cells, inputs)
+        settings, suite, cells = self.settings, suite_name(modelpool), self.cells
+        inputs = self.inputs(modelpool)
+        self.check(inputs)
+        self.open(inputs)
+        check_experts(inputs.models)
+        _, tasks, label = _part(modelpool, settings.tasks)
         results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
         store = prepare_directory(results_dir, RESULTS_DIR)
         folder = (store / "table") if self.log_dir is None else Path(self.log_dir)
@@ -172,14 +168,18 @@ class ComparisonAlgorithm(DeclaredMethod):
                 f"and stay so when the command is repeated. {'; '.join(reasons)}"
             )
 
-    def _inputs(self, modelpool: BaseModelPool) -> MethodInputs:
-        """Return the inputs that all cells share.
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """All cells. Raises as `grid.cells_of`."""
+        return cells_of(self.settings, suite_of(self._program))
 
-        Raises:
-            CalibrationError: If there is no task pool, or a saved model is requested.
-        """
-        taskpool = getattr(self._program, "taskpool", None)
-        if taskpool is None:
+    def inputs(self, modelpool: BaseModelPool) -> MethodInputs:
+        """Return the inputs that all cells share: the chosen tasks of the pool."""
+        return super().inputs(_part(modelpool, self.settings.tasks)[0])
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse a run without a task pool or with a model to save, and names that do not fit."""
+        if inputs.taskpool is None:
             raise CalibrationError(
                 "compare needs a task pool to evaluate on: the model pool brings none "
                 "(default_taskpool), or taskpool=dummy was asked for. Name one, for example "
@@ -190,7 +190,18 @@ class ComparisonAlgorithm(DeclaredMethod):
                 "compare returns no model to save: leave merged_model_save_path out, and run "
                 "the method that you choose by itself"
             )
-        return MethodInputs(modelpool, taskpool, self.fabric, self._program)
+        _ = self.cells
+        super().check(inputs)
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open models and data, and refuse settings of methods that do not fit the pools."""
+        super().open(inputs)
+        for name, method in {cell.row: cell.method for cell in self.cells if cell.method}.items():
+            try:
+                method.check(inputs)
+            except (CalibrationError, ValueError) as error:
+                kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
+                raise kind(f"method.post_merging_methods.{name}: {error}") from error
 
     def _report(self, folder: Path, store: Path, done: Run) -> None:
         """Write this command's cells as one run, and show their table at the end."""
@@ -224,23 +235,6 @@ def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
         done.notes += [note for note in one.notes if note not in done.notes]
         done.versions, done.device = one.versions, one.device
     return done
-
-
-def _check_cells(cells: Sequence[Cell], inputs: MethodInputs) -> None:
-    """Refuse settings and pools that do not fit, before a model is loaded.
-
-    Raises:
-        ValueError: If a setting does not fit the pools.
-        CalibrationError: If the pools do not fit.
-    """
-    check_pool_models(inputs.models, inputs.fabric)
-    for name, method in {cell.row: cell.method for cell in cells if cell.method}.items():
-        try:
-            method.check(inputs)
-        except (CalibrationError, ValueError) as error:
-            kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
-            raise kind(f"method.post_merging_methods.{name}: {error}") from error
-    check_experts(inputs.models)
 
 
 def _part(

@@ -10,24 +10,17 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.families import check_family, resolve_family
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.data import samples_used
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs, check_calibration
-from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import (
-    MERGED,
-    RunSettings,
-    checked_choices,
-    plain,
-    suite_of,
-)
-from fusion_bench_featcal.fusionbench.pool_checks import check_experts, check_pool_models
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method import CalibratingMethod
+from fusion_bench_featcal.fusionbench.options import MERGED, RunSettings, plain
+from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.run_results import RunResults
-from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.diagnosis.lines import expert_lines, row_lines
 from fusion_bench_featcal.lab.diagnosis.measure import measure
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
@@ -60,7 +53,7 @@ class DiagnosisSettings(Settings):
     split: str = setting("test", "Split of the items.", choices=("train", "val", "test"))
 
 
-class DiagnosisAlgorithm(DeclaredMethod):
+class DiagnosisAlgorithm(CalibratingMethod):
     """Measures at which blocks, and for which tasks, calibration helps.
 
     Run by `fusion_bench method=diagnose modelpool=...`, with all settings of `method=featcal`.
@@ -75,8 +68,13 @@ class DiagnosisAlgorithm(DeclaredMethod):
             ValueError: If a key is unknown or a value is not accepted.
         """
         super().__init__(**keys)
-        self.settings, self.run_settings, self.diagnosis = self.declared
-        check_family(self.settings.family)
+        self.diagnosis: DiagnosisSettings = self.declared[2]
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse also tasks without an expert."""
+        experts = list(inputs.modelpool.model_names)
+        refuse_unknown(self.diagnosis.tasks or (), experts, "method.tasks: expert ")
+        super().check(inputs)
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge and calibrate, and measure and evaluate each model.
@@ -87,18 +85,15 @@ class DiagnosisAlgorithm(DeclaredMethod):
         Raises:
             CalibrationError: If the run cannot go on. Most reasons are detected before merging.
         """
-        program, chosen = self._program, self.run_settings
-        choices = checked_choices(self.settings, chosen, suite_of(program))
-        rows = choices.rows(self.settings)
-        inputs = MethodInputs(modelpool, getattr(program, "taskpool", None), self.fabric, program)
-        upstream = Upstream(chosen.base_method, inputs.models)
-        check_pool_models(inputs.models, self.fabric)
-        batches = {name: check_calibration(settings, inputs) for name, settings in rows.items()}
+        chosen, choices, rows = self.run_settings, self.choices, self.rows
+        inputs = self.inputs(modelpool)
+        self.check(inputs)
+        batches, upstream = self.open(inputs), self.upstream(inputs)
         names = {"upstream": upstream.name, "row": choices.save}
         results = RunResults(self, modelpool, inputs.processor, **names)
         results.add_notes(check_experts(inputs.models, self.settings))
         add_measures = self._comparison(inputs, results)
-        merged = upstream.merged_model(program)
+        merged = upstream.merged_model(self._program)
         results.saver.offer(merged, CardFacts(MERGED, chosen.base_method))
         options: Any = {"device": self.fabric.device, "autocast": self.fabric.autocast}
         for name, settings in rows.items():
@@ -180,15 +175,9 @@ def open_items(
         split: Split of the items.
 
     Raises:
-        CalibrationError: If a task has no expert or fewer than two items, or its data cannot be
-            loaded.
+        CalibrationError: If a task has fewer than two items, or its data cannot be loaded.
     """
     experts = list(inputs.modelpool.model_names)
-    for task in set(tasks or ()) - set(experts):
-        raise CalibrationError(
-            f"method.tasks: the model pool has no expert {task!r}{nearest_hint(task, experts)}; it "
-            f"has {', '.join(experts)}"
-        )
     tasks = tasks or experts
     sizes = samples_used(inputs.modelpool, tasks, settings.samples_per_task, split)
     for task in tasks:

@@ -13,7 +13,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.options import MergedBy, plain
-from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models
 from fusion_bench_featcal.fusionbench.run_results import RunResults
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.rivals.method import Method
@@ -54,18 +53,35 @@ class MethodAlgorithm(DeclaredMethod):
         Raises:
             CalibrationError: If the run cannot go on. Most reasons are detected before merging.
         """
-        method, program = self.method, self._program
-        taskpool = getattr(program, "taskpool", None)
-        inputs = MethodInputs(modelpool, taskpool, self.fabric, program)
-        check_pool_models(inputs.models, self.fabric)
-        method.check(inputs)
+        method, program, inputs = self.method, self._program, self.inputs(modelpool)
+        self.check(inputs)
+        self.open(inputs)
         merged, upstream, make = None, method.name, partial(self._made, inputs)
         if not hasattr(method, "merge"):
-            merger = Upstream(self.base_method, inputs.models)
+            merger = self._upstream(inputs)
             merged, upstream = merger.merged_model(program), merger.name
             make = partial(self._made, inputs, merged)
         is_run = getattr(program, "method", None) is self  # else another method reports
         return self._reported(inputs, upstream, merged, make) if is_run else make()
+
+    @property
+    def planned_rows(self) -> dict[str, int]:
+        """The method's row is made once."""
+        return {self.method.name: 1}
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse a merger or pool that cannot be used. Nothing is opened."""
+        super().check(inputs)
+        if not hasattr(self.method, "merge"):
+            self._upstream(inputs)
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open models and data."""
+        super().open(inputs)
+        self.method.check(inputs)
+
+    def _upstream(self, inputs: MethodInputs) -> Upstream:
+        return Upstream(self.base_method, inputs.models)
 
     def _made(self, inputs: MethodInputs, merged: nn.Module | None = None) -> nn.Module:
         """Return the merger's model, or the improved one."""
