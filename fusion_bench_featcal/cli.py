@@ -42,20 +42,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
     from fusion_bench_featcal.errors import NotImproved
+    from fusion_bench_featcal.errors.signals import exit_code, interruptions
     from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.options import command_line_options
     from fusion_bench_featcal.results.remarks import typed_path
 
     request = Request.of(command_line_options(vars(options), Request))
     try:
-        out = run(request)
+        with interruptions():
+            out = run(request)
     except NotImproved as error:
         print(f"featcal: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         message = f"interrupted. If {request.checkpoints} exists, --resume continues from it"
         print(f"featcal: {message}", file=sys.stderr)
-        return 130
+        return exit_code(error)
     if not request.plan:
         print(f"saved: {out}")
         print(f"next: featcal report {typed_path(out)}")

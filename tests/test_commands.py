@@ -2,6 +2,8 @@
 
 import json
 import logging
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,21 @@ def test_a_failed_run_ends_in_one_line_and_a_bug_in_its_traceback(monkeypatch, c
     job.return_value = bug = raised(KeyError("a bug"))
     FeatCalJob().on_job_end(config, job)
     assert job._return_value is bug
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_run_of_pools_with_the_way_to_go_on(name: str):
+    code = f"""
+import os, signal, time
+from fusion_bench_featcal.fusionbench.console import explain_interruptions
+explain_interruptions()
+os.kill(os.getpid(), signal.{name})
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.returncode == 128 + signal.Signals[name]
+    (line,) = done.stderr.split("\n")[1:-1]
+    assert line.startswith("interrupted. ") and "method.resume=true" in line
 
 
 # --- screens ---

@@ -24,6 +24,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import error_block
 from fusion_bench_featcal.errors.masking import masked, masked_values
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.signals import Interruption, exit_code, raise_interruptions
 from fusion_bench_featcal.files import write_atomic
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -182,16 +183,21 @@ def make_importable(folder: str) -> None:
 
 
 def explain_interruptions() -> None:
-    """Say how to go on in place of a traceback, if a run is interrupted by Ctrl-C."""
+    """Say how to go on in place of a traceback, if a run is interrupted by Ctrl-C or a signal."""
     before = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        if not isinstance(error, KeyboardInterrupt):
             before(kind, error, trace)
-        elif not is_helper(os.environ):
+            return
+        if not is_helper(os.environ):
             print(f"\n{_INTERRUPTED}", file=sys.stderr)
+        if isinstance(error, Interruption):  # Python has exit codes for Ctrl-C alone
+            sys.stdout.flush()
+            os._exit(exit_code(error))
 
     sys.excepthook = explain
+    raise_interruptions()
 
 
 def explain_config_errors() -> None:

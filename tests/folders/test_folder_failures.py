@@ -1,7 +1,9 @@
 """`featcal calibrate` that fails midway has one sentence for it, and loses nothing."""
 
+import os
 import re
 import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,18 @@ def ctrl_c(_: int) -> None:
     raise KeyboardInterrupt
 
 
+def sigterm(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def sighup(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+CODES = {ctrl_c: 130, sigterm: 143, sighup: 129}
+INTERRUPTED = r"interrupted. If .*/out\.blocks exists, --resume continues"
+
+
 # What happens after the first block, given the model's size, and the finished blocks.
 FAULTS: dict[str, tuple[Callable[[int], None], int, str]] = {
     "no room for a block": (lambda _: largest_file(1024), 1,
@@ -32,7 +46,9 @@ FAULTS: dict[str, tuple[Callable[[int], None], int, str]] = {
     "no room for the model": (lambda size: largest_file(size - 1), 2,
         r"the model cannot be saved to --out .*/out: .*File too large.* It needs .*iB are free.*"
         r"--resume: .*/out\.blocks"),
-    "Ctrl-C": (ctrl_c, 1, r"interrupted. If .*/out\.blocks exists, --resume continues"),
+    "Ctrl-C": (ctrl_c, 1, INTERRUPTED),
+    "SIGTERM": (sigterm, 1, INTERRUPTED),
+    "SIGHUP": (sighup, 1, INTERRUPTED),
 }  # fmt: skip
 
 
@@ -55,7 +71,7 @@ def test_a_fault_is_one_sentence_and_loses_nothing(name, folder: Path, monkeypat
             done = featcal(*command)
         finally:
             largest_file(resource.RLIM_INFINITY)
-    assert done.code == (130 if fault is ctrl_c else 2)
+    assert done.code == CODES.get(fault, 2)
     assert re.search(message, done.err) and len(done.err.splitlines()) == 1, done.err
     assert {path.name for path in folder.iterdir()} == before | {"out.blocks"}
     assert finished_blocks(folder / "out.blocks") == blocks
