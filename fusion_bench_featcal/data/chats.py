@@ -1,10 +1,11 @@
-"""Turns of chats: their speakers and contents."""
+"""Turns of chats: their speakers and contents, and the length of a rendered chat."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.files.untrusted import parse_sample
 
 Turn = dict[str, Any]
 
@@ -15,6 +16,7 @@ _SPEAKERS = {
     "tool": "tool function observation ipython tool_response function_response",
 }
 _ROLES = {name: role for role, names in _SPEAKERS.items() for name in names.split()}
+_LONGEST = 10**7  # characters of a rendered chat
 _KEYS = ("role", "from", "content", "value")
 
 
@@ -58,7 +60,7 @@ def parsed(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        content = json.loads(value or "[]")
+        content = parse_sample(value or "[]")
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, list | dict):
@@ -116,3 +118,24 @@ def _content(content: Any, name: str, keys: list[str]) -> str:
             )
         texts.append(text)
     return "".join(texts)
+
+
+@contextmanager
+def bounded_templates() -> Iterator[None]:
+    """Context in which chat templates can write a limited text, as a few loops have no end."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def joined(parts: Iterable[str]) -> str:
+        texts, length = [], 0
+        for part in parts:
+            texts.append(part)
+            if (length := length + len(part)) > _LONGEST:
+                raise ValueError(f"it writes more than {_LONGEST:,} characters")
+        return "".join(texts)
+
+    kind: Any = ImmutableSandboxedEnvironment
+    kind.concat = staticmethod(joined)
+    try:
+        yield
+    finally:
+        del kind.concat  # that of the class above

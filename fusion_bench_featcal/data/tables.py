@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from glob import has_magic
@@ -16,6 +15,7 @@ from pyarrow import parquet
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files import TABLES
+from fusion_bench_featcal.files.untrusted import parse_sample
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
 
@@ -168,7 +168,7 @@ def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _json_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if text.lstrip().startswith("["):
-        numbered = ((f"item {number}", row) for number, row in enumerate(json.loads(text)))
+        numbered = ((f"item {number}", row) for number, row in enumerate(parse_sample(text)))
     else:
         numbered = _json_lines(text)
     for place, row in numbered:
@@ -181,7 +181,7 @@ def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             if line.strip():
-                yield f"line {number}", json.loads(line)
+                yield f"line {number}", parse_sample(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number}: {error}") from error
 

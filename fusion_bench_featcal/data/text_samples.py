@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.data.chats import bounded_templates
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
@@ -212,9 +213,10 @@ class TextEncoder:
 
     def _render(self, name: str, turns: list[Any], **options: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                turns, tokenize=False, date_string=_DATE, **options
-            )
+            with bounded_templates():
+                return self.tokenizer.apply_chat_template(
+                    turns, tokenize=False, date_string=_DATE, **options
+                )
         except Exception as error:  # a template may raise any error
             raise CalibrationError(
                 f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "

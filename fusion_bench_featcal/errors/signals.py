@@ -13,7 +13,7 @@ class Interruption(KeyboardInterrupt):
     """A signal asked the program to end. Its argument is the number of the signal."""
 
 
-def raise_interruptions() -> dict[int, Any]:
+def raise_interruptions() -> dict[signal.Signals, Any]:
     """Raise an Interruption at SIGTERM and SIGHUP. Returns the handlers so far.
 
     A signal that is ignored, as under nohup, stays so. Only the main thread has handlers.

@@ -8,6 +8,7 @@ from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.settings.fields import is_text_list
 
 RELEASE = version("transformers")
 IS_RELEASE_4 = RELEASE.startswith("4.")
@@ -22,6 +23,7 @@ _BOOKKEEPING_STARTS = ("_", "output_", "summary_")
 _BOOKKEEPING_ENDS = ("_token_id", "_token_ids", "_token_index")
 _BOOKKEEPING_WITHIN = ("drop", "init")  # dropout rates, initialisation
 _SHOWN = 4
+_MOST_LAYERS = 10**5
 _GENERATE = "custom_generate/generate.py"
 
 
@@ -70,8 +72,18 @@ def open_config(folder: Path) -> dict[str, Any] | None:
             f"{RELEASE} does not read. Install transformers 5, or write rope_theta and "
             "rope_scaling in their place"
         )
+    _check_counts(config, file)
     _check_layers(config, file)
     return config
+
+
+def _check_counts(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse numbers of layers that no model has, before a class makes lists of that length."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_counts(value, file)
+        elif "layer" in str(key) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise CalibrationError(f"{file}: {key} is {value}, and no model has so many")
 
 
 def _check_layers(config: Mapping[str, Any], file: Path) -> None:
@@ -79,6 +91,8 @@ def _check_layers(config: Mapping[str, Any], file: Path) -> None:
     from transformers import CONFIG_MAPPING
 
     types, kind = config.get("layer_types"), str(config.get("model_type"))
+    if types is not None and not is_text_list(types):
+        raise CalibrationError(f"{file}: layer_types is {types!r:.60}, not a list of names")
     if set(types or ()) <= {"full_attention"} or kind not in CONFIG_MAPPING:
         return
     if "layer_types" not in CONFIG_MAPPING[kind]().to_dict():

@@ -11,6 +11,7 @@ import yaml
 
 MAX_JSON = 2**28  # bytes, for a run's results and a shard index (2**23 for the largest model)
 MAX_YAML = 2**20  # bytes, for a merge config (2**10 to 2**17)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_VALUES = 10**5  # in a YAML file, because aliases multiply a few lines into billions
 
 
@@ -41,6 +42,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it is no mapping")
     return content
+
+
+def parse_sample(text: str) -> Any:
+    """Parse the JSON of a sample.
+
+    Raises:
+        ValueError: If it is no JSON, or a text has a lone surrogate, which no tokenizer takes.
+        RecursionError: If it is nested too deeply.
+    """
+    value = json.loads(text)
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def parse_json(data: bytes, path: Path) -> Any:
@@ -80,7 +94,11 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ValueError: If it is not YAML, or its aliases repeat too many values.
     """
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"line {line}: {error.reason}: #x{error.character:04x}") from error
     try:
         node = loader.get_single_node()
         if node is None:

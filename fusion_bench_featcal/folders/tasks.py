@@ -229,7 +229,7 @@ def label_numbers(
     decimals = {text: text.removesuffix(".0") for text in texts}  # 1.0, as pandas writes
     by_name = {text: int(n) for text, n in decimals.items() if n.isdecimal()} | by_name
     numbers = [
-        by_name.get(value.casefold(), -1) if isinstance(value, str) else int(value)
+        by_name.get(value.casefold(), -1) if isinstance(value, str) else _whole_number(value)
         for value in values
     ]
     for row, (value, number) in enumerate(zip(values, numbers, strict=True)):
@@ -239,3 +239,8 @@ def label_numbers(
                 f"head: {', '.join(classes):.200}"
             )
     return numbers
+
+
+def _whole_number(value: Any) -> int:
+    """Return a whole number, or -1 for anything else, such as a list of several labels."""
+    return int(value) if isinstance(value, int | float) and value % 1 == 0 else -1

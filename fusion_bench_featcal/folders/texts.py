@@ -207,7 +207,11 @@ def label_names(parts: Sequence[Part]) -> list[str]:
     names: set[Any] = set()
     for part in parts:
         column, rows = part.rows.columns.get(_LABEL, _LABEL), part.rows
-        names |= {*(rows.classes(_LABEL) or [rows[n].get(column) for n in range(len(rows))])}
+        values = rows.classes(_LABEL) or [rows[n].get(column) for n in range(len(rows))]
+        for number, value in enumerate(values):
+            if not isinstance(value, str | int | float | None):
+                raise ValueError(f"{rows.at(number)}: label {value!r:.60} is not one class name")
+        names |= {*values}
     names -= {None}
     are_words = all(isinstance(n, str) for n in names) and not all(map(str.isdecimal, names))
     if names and not (are_words and len(names) > 1):

@@ -7,7 +7,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -19,6 +18,8 @@ from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, mer
 from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
 from fusion_bench_featcal.models.hub import MODULES
+from fusion_bench_featcal.models.structure import without_weights
+from fusion_bench_featcal.settings.fields import is_text_list
 
 CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 _DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
@@ -101,14 +102,20 @@ class ModelFiles:
         """
         import transformers
 
-        name = next(iter((self.config or {}).get("architectures") or ()), None)
+        names = (self.config or {}).get("architectures") or ()
+        if not is_text_list(names):
+            file = self.folder / "config.json"
+            raise self._error(f"{file}: architectures is {names!r:.60}, not a list of names")
+        name = next(iter(names), None)
         if name is None:
             raise self._error(
                 f"{self.folder / 'config.json'} has no architectures. Write its class there, as in "
                 'the config.json of the base, such as "architectures": ["LlamaForCausalLM"]'
             )
         try:
-            named: Any = getattr(transformers, str(name))
+            named: Any = getattr(transformers, name)
+            if getattr(named, "config_class", None) is None:  # no model
+                raise AttributeError(name)
             has_head = named.__name__.endswith(("ForMaskedLM", "ForCausalLM"))
             if has_head and (self.folder / MODULES).is_file():
                 return getattr(transformers, base_models()[named.config_class.model_type])
@@ -152,7 +159,8 @@ class ModelFiles:
             dtype = self._dtype(config)
             if kind is not self.architecture:
                 config = getattr(config, "vision_config", config)
-            return _without_weights(kind, config, dtype)
+            tensors = None if self.weights is None else len(self.weights.names())
+            return without_weights(kind, config, dtype, tensors)
         except CalibrationError:
             raise
         except Exception as error:  # any error of the class about its config's values
@@ -280,16 +288,3 @@ def base_models() -> Mapping[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     return MODEL_MAPPING_NAMES
-
-
-def _without_weights(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return a model of transformers with its parameters on the meta device."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # as `from_pretrained`: position tables stay float32
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = kind(config)
-    finally:
-        torch.set_default_dtype(default)
-    model.tie_weights()  # moving parameters to the meta device has untied them
-    return model.eval().requires_grad_(False)

@@ -35,7 +35,7 @@ def sighup(_: int) -> None:
     os.kill(os.getpid(), signal.SIGHUP)
 
 
-CODES = {ctrl_c: 130, sigterm: 143, sighup: 129}
+CODES: dict[Any, int] = {ctrl_c: 130, sigterm: 143, sighup: 129}
 INTERRUPTED = r"interrupted. If .*/out\.blocks exists, --resume continues"
 
 

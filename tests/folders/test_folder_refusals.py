@@ -93,6 +93,19 @@ MODELS: list[Case] = [
     ("llama", {"out.blocks/one": ""}, {}, ["go on with --resume, or remove it"]),
     ("llama", {MERGE_CONFIG: "models: !!python/name:os.system ''"}, NO_MODELS,
      [MERGE_CONFIG, "line 1: could not determine a constructor"]),
+    ("llama", {MERGE_CONFIG: "merge_method: linear\nmodels: [\a]"}, NO_MODELS,
+     [MERGE_CONFIG, "line 2: special characters are not allowed: #x0007"]),
+    ("llama", {"merged/config.json": {"architectures": 5}}, {},
+     ["merged/config.json: architectures is 5, not a list of names"]),
+    ("llama", {"merged/config.json": {"architectures": ["logging"]}}, {},
+     ["names the class logging"]),
+    ("llama", {"two/config.json": {"layer_types": 5}}, {}, ["--expert two", "layer_types is 5"]),
+    ("llama", {"merged/config.json": {"num_hidden_layers": 10**7}}, {},
+     ["the merged model ", "num_hidden_layers is 10000000, and no model has so many"]),
+    ("llama", {"merged/config.json": {"num_hidden_layers": 9 * 10**4}}, {},
+     ["merged: config.json: ", "more tensors than its files have"]),
+    ("vit", {"merged/config.json": {"num_hidden_layers": 9 * 10**4}}, {"data": "{}-images"},
+     ["merged: config.json: ", "more tensors than its files have"]),
     ("llama", {"two": None} | merge_config("linear", "one", "./two", base_model="base"), NO_MODELS,
      ["--expert two=./two (named by ", "--expert NAME=DIR for every expert overrides"]),
     ("llama", merge_config("slerp", "one", "two", base_model="one"),
@@ -106,6 +119,7 @@ MODELS: list[Case] = [
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 ROW = ["--data one", "one.jsonl, line "]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}abcdefghij{% endfor %}{% endfor %}"
 DATA: list[Case] = [
     ("llama", {"two.jsonl": None}, {}, ["--data two=", "there is no such file or folder here"]),
     ("llama", {"two.jsonl": ""}, {}, ["two.jsonl' is empty"]),
@@ -122,6 +136,19 @@ DATA: list[Case] = [
     ("llama", {"*.jsonl": [{"messages": TURNS}], "merged/tokenizer_config.json":
                {"chat_template": "{{ messages.__class__.__mro__ }}"}}, {},
      [*ROW, "the tokenizer's chat template cannot be used: ", "access to attribute '__class__'"]),
+    ("llama", {"*.jsonl": [{"messages": TURNS}], "merged/tokenizer_config.json":
+               {"chat_template": ENDLESS}}, {},
+     [*ROW, "the tokenizer's chat template cannot be used: it writes more than 10,000,000"]),
+    ("llama", {"one.jsonl": [{"prompt": "a", "target": "b \ud800"}]}, {},
+     ["--data one", "line 1: ", "surrogates not allowed"]),
+    ("llama", {"one.jsonl": '[{"prompt": "a", "target": "\\udC00"}]'}, {},
+     ["--data one", "is not readable as jsonl: ", "surrogates not allowed"]),
+    ("bert", {"one.jsonl": [{"text": "a b", "label": [0, 1]}]}, {},
+     [*ROW, "label [0, 1] is none of the 2 classes"]),
+    ("bert", {"one.jsonl": [{"text": "a b", "label": 0.85}]}, {},
+     [*ROW, "label 0.85 is none of the 2 classes"]),
+    ("encoders", {"one.jsonl": [{"text": "a", "label": ["a", "b"]}]}, {},
+     [*ROW, "label ['a', 'b'] is not one class name"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": "perhaps"}]}, {},
      ["--data one=", "label 'perhaps' is none of the 2 classes of the expert's head: no, yes"]),
     ("encoders", {"one.jsonl": [{"text": "a", "label": name} for name in (0, 1)]}, {},
