@@ -49,7 +49,8 @@ def test_of_ridges_with_equal_errors_up_to_rounding_the_largest_is_taken(is_solv
     if is_solved:  # every step is zero
         suite.experts = dict.fromkeys(suite.experts, suite.merged)
     ridges = RIDGES if is_solved else (1e-14, 1e-13, 1e-12)
-    modules = run_fast(suite, **PLUS | {"rule": Plus(0.0, ridges=ridges)}).log.of_kind("module")
+    settings: dict[str, Any] = PLUS | {"rule": Plus(0.0, ridges=ridges)}
+    modules = run_fast(suite, **settings).log.of_kind("module")
     assert {record["ridge"] for record in modules} == {ridges[-1]}
 
 

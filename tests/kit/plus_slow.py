@@ -252,9 +252,8 @@ def held_out_error(rows, ridge: float, biased: bool) -> tuple[float, float]:
     x, u, p, share, _ = (column[held_out] for column in rows)
     combinations = sketch(len(u_mean)).T
     target, answer = u @ combinations, (x @ change.T + bias * (share > 0)[:, None]) @ combinations
-    return tuple(
-        float(p @ m.square().sum(1)) for m in (target - answer, target.abs() + answer.abs())
-    )
+    error = float(p @ (target - answer).square().sum(1))
+    return error, float(p @ (target.abs() + answer.abs()).square().sum(1))
 
 
 def sketch(m: int) -> Tensor:
