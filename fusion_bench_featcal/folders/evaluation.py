@@ -113,7 +113,8 @@ class Evaluation:
         row = report.row(name)
         row.settings, row.cost = settings.of_the_model().as_dict(), dict(cost)
         row.samples = {task: {"samples": n, "split": "data"} for task, n in samples.items()}
-        row.scores[DRIFT] = final_drift(result.log.records)
+        if drift := final_drift(result.log.records):
+            row.scores[DRIFT] = drift
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
         verdict = compare(self._scores[report.merger], self._scores[name], advice)
         report.note(

@@ -1,5 +1,6 @@
 """Sentences about a run: notable tasks, and the last lines of its output."""
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     last = {record["task"]: record for record in records if record["kind"] == "task"}
     drifts = {task: record.get("relative_drift") for task, record in last.items()}
-    return {task: drift for task, drift in drifts.items() if drift is not None}
+    return {t: drift for t, drift in drifts.items() if drift is not None and math.isfinite(drift)}
 
 
 def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:

@@ -303,8 +303,7 @@ def show_run(run: Run) -> None:
 def show_against(results: Results, name: str, metric: str | None = None) -> None:
     """Print every row's difference from one row."""
     frame = against(results, name, metric)
-    metric = frame.attrs["metric"]
-    unit = Unit.of(metric)
+    unit = Unit.of(metric := frame.attrs["metric"])
     for suite, part in frame.groupby("suite", sort=False):
         lines = [
             (row["row"], [unit.gain(row["difference"], row["half"], row["seeds"]), _p(row)])

@@ -18,7 +18,8 @@ from fusion_bench_featcal.models.model_files import ModelFiles
 def leave_model(folder: Path, shard: str, kind: str = "model.safetensors") -> Path:
     """A folder whose index names one shard, which is elsewhere if its name leads there."""
     model = folder / "model"
-    llama_model().save_pretrained(model)
+    whole: Any = llama_model()
+    whole.save_pretrained(model)
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     (model / shard).parent.mkdir(exist_ok=True)
