@@ -188,3 +188,8 @@ def test_a_plan_counts_processes_that_it_does_not_start() -> None:
     with pytest.raises(CalibrationError, match=r"in one process, not in 2: set fabric\.devices=1"):
         plan_run([*words, "method=featcal_baselines/regmean"])
     assert plan_run(words).rows == {"featcal": 1, "featcal_plus": 1}
+
+
+def test_a_plan_leaves_no_folder(tmp_path: Path) -> None:
+    plan_run([TINY, CPU, "method.checkpoint_dir=new/blocks", "merged_model_save_path=saved/model"])
+    assert [*tmp_path.iterdir()] == []

@@ -30,8 +30,10 @@ def locked_target(target: Path, option: str) -> Iterator[None]:
         ReportError: If the folder above it cannot be written.
     """
     target = target.absolute()
-    folder = prepare_directory(target.parent, option)
-    with _locked(folder / f".{target.name}.lock", f"{option} {target}"):
+    with (
+        _directory(target.parent, option) as folder,
+        _locked(folder / f".{target.name}.lock", f"{option} {target}"),
+    ):
         _remove_leftovers(folder, target.name)
         yield
 
@@ -50,10 +52,25 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
         CalibrationError: If another process has the lock.
         ReportError: If the folder cannot be written.
     """
-    folder = prepare_directory(folder, option)
-    with _locked(folder / ".lock", f"{option} {folder}"):
+    with (
+        _directory(folder.absolute(), option) as folder,
+        _locked(folder / ".lock", f"{option} {folder}"),
+    ):
         _remove_leftovers(folder)
         yield
+
+
+@contextmanager
+def _directory(folder: Path, option: str) -> Iterator[Path]:
+    """Context with a folder and its parents. Of these, new ones that stay empty are removed."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    prepare_directory(folder, option)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # not empty
+            for path in new:
+                path.rmdir()
 
 
 @contextmanager
