@@ -116,7 +116,7 @@ def test_trust_needs_one_moment_at_a_time(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(trust, "multiply", counting)
     most = list[int]()
-    for tasks in (2, 9):
+    for tasks in (2, 4):
         live.clear()
         suite = stack_suite(plain, tasks=tasks)
         run_fast(suite, **PLUS)

@@ -84,6 +84,8 @@ def stopping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(upstream, "run_merger", stop)  # by a merger of FusionBench
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("name", options("method"))
 def test_every_method_starts(name: str, tmp_path: Path) -> None:
     is_merger = "_target_: fusion_bench." in (CONFIG / "method" / f"{name}.yaml").read_text()
@@ -102,6 +104,8 @@ PAIRS = [(pool, "dummy") for pool in POOLS if pool not in options("taskpool")]
 PAIRS += [(POOL_OF.get(name, name), name) for name in options("taskpool")]
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(("pool", "taskpool"), PAIRS)
 def test_every_pool_starts_or_is_refused_by_its_cause(
     pool: str, taskpool: str, tmp_path: Path

@@ -46,8 +46,8 @@ def test_nothing_is_left_of_a_killed_run_after_the_next_one(folder: Path, monkey
     last = next(calls) - 1  # the call that gives OUT its name
     expected = (out / "model.safetensors").read_bytes()
     shutil.rmtree(out)
-    kills = [(MOMENTS[0], 1), (MOMENTS[1], 2), (MOMENTS[1], last - 2), (MOMENTS[1], last)]
-    for moment, count in [*kills, (MOMENTS[2], last)]:
+    kills = [(MOMENTS[0], 1), (MOMENTS[1], last - 2), (MOMENTS[1], last), (MOMENTS[2], last)]
+    for moment, count in kills:
         killed(moment, count, command)
         assert names(folder) > kept  # the lock, and what was written
         done = featcal(*command, "--resume")
