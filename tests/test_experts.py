@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
-from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.experts.model_config import check_same_function, open_config
 from fusion_bench_featcal.fusionbench import PoolModel
 from fusion_bench_featcal.models.model_files import load_lora_model
 
@@ -166,3 +166,12 @@ def test_pools_read_plain_adapters_by_tensor_and_load_others(more: Any, tmp_path
         torch.testing.assert_close(loaded[name], tensor, rtol=1e-5, atol=1e-6)
         if name in source.names():  # files have tied tensors once
             torch.testing.assert_close(source.tensor(name), tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_only_numbers_of_layers_are_bounded(tmp_path: Path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "own", "vocab_size_per_layer_input": 262144}')  # as Gemma 3n's
+    assert open_config(tmp_path)
+    file.write_text('{"model_type": "own", "text_config": {"num_hidden_layers": 10000000}}')
+    with pytest.raises(CalibrationError, match="num_hidden_layers is 10000000, and no model has"):
+        open_config(tmp_path)

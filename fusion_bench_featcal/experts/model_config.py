@@ -24,6 +24,7 @@ _BOOKKEEPING_ENDS = ("_token_id", "_token_ids", "_token_index")
 _BOOKKEEPING_WITHIN = ("drop", "init")  # dropout rates, initialisation
 _SHOWN = 4
 _MOST_LAYERS = 10**5
+_LAYERS = ("layer", "layers")  # not vocab_size_per_layer_input
 _GENERATE = "custom_generate/generate.py"
 
 
@@ -82,7 +83,7 @@ def _check_counts(config: Mapping[str, Any], file: Path) -> None:
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_counts(value, file)
-        elif "layer" in str(key) and isinstance(value, int) and value > _MOST_LAYERS:
+        elif str(key).endswith(_LAYERS) and isinstance(value, int) and value > _MOST_LAYERS:
             raise CalibrationError(f"{file}: {key} is {value}, and no model has so many")
 
 
