@@ -198,10 +198,11 @@ def test_damage_behind_the_calibration_is_noticed_by_every_reader(tmp_path: Path
     assert mapped.keys() == weights.names() and all(
         torch.equal(weights.tensor(name), tensor) for name, tensor in mapped.items()
     )
-    file = forged_tensors(tmp_path, Random(0))
-    for read in (weights.mapped, lambda: [*map(weights.tensor, weights.names())]):
-        with pytest.raises(CalibrationError, match=rf"{file}.*cannot be used"):
-            read()
+    for damage in (forged_tensors, cut_end):
+        file = damage(tmp_path, Random(0))
+        for read in (weights.mapped, lambda: [*map(weights.tensor, weights.names())]):
+            with pytest.raises(CalibrationError, match=rf"{file}.*cannot be used"):
+                read()
 
 
 def test_two_runs_at_once_in_one_folder_do_not_mix(tmp_path: Path):

@@ -152,7 +152,6 @@ def checked_choices(
 def _checked_presets(
     settings: FeatCalSettings, presets: Any, key: str
 ) -> dict[str, FeatCalSettings]:
-    """Return the settings of each preset. One with another rule leaves the paper's strengths."""
     if not isinstance(presets, Mapping) or not all(
         isinstance(changes, Mapping) for changes in presets.values()
     ):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -121,7 +122,7 @@ class FinishedBlocks(SafetensorsExpert):
         """Context manager that adds the remedy to errors of reading a file."""
         try:
             yield
-        except (OSError, CalibrationError, ValueError, KeyError) as error:
+        except (OSError, SafetensorError, CalibrationError, ValueError, KeyError) as error:
             raise CalibrationError(
                 f"{self._folder / file} (method.checkpoint_dir) cannot be used: {error}. Remove it "
                 "to calibrate its block and later ones again (method.resume=true)"
