@@ -18,17 +18,27 @@ def raise_interruptions() -> dict[signal.Signals, Any]:
 
     A signal that is ignored, as under nohup, stays so. Only the main thread has handlers.
     """
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise Interruption(number)
-
     if threading.current_thread() is not threading.main_thread():
         return {}
     before = {number: signal.getsignal(number) for number in _ENDING}
     before = {number: handler for number, handler in before.items() if handler == signal.SIG_DFL}
     for number in before:
-        signal.signal(number, interrupt)
+        signal.signal(number, _interrupt)
     return before
+
+
+def end_at_once() -> None:
+    """Let the system end this process at a signal.
+
+    A process that waits for others in a collective call of torch would not notice an Interruption.
+    """
+    for number in _ENDING:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise Interruption(number)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.signals import end_at_once
 from fusion_bench_featcal.run.devices import check_cuda
 from fusion_bench_featcal.run.processes import Processes, TorchProcesses
 
@@ -41,6 +42,7 @@ def join_processes(algorithm: Any) -> Processes:
             f"with {fabric.world_size} processes FeatCal needs fabric.strategy=ddp (or auto), not "
             f"{type(fabric.strategy).__name__}: each process holds the whole model"
         )
+    end_at_once()
     # A plan starts no processes.
     processes = TorchProcesses() if torch.distributed.is_initialized() else Processes()
     alone = fabric_alone(fabric, first=processes.rank == 0)

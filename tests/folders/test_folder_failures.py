@@ -14,6 +14,7 @@ from made_folders import words
 from reports import featcal
 
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.errors.signals import end_at_once, interruptions
 from fusion_bench_featcal.files.json_files import read_lines
 from fusion_bench_featcal.run import CheckpointFolder
 
@@ -79,3 +80,12 @@ def test_a_fault_is_one_sentence_and_loses_nothing(name, folder: Path, monkeypat
     assert model.read_bytes() == (folder / "usual" / model.name).read_bytes()
     log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")
     assert [record["blocks"] for record in log if record["kind"] == "resumed"] == [blocks]
+
+
+def test_processes_that_wait_for_others_are_ended_by_the_system():
+    """A collective call of torch lets no Python handler run."""
+    before = signal.getsignal(signal.SIGTERM)
+    with interruptions():
+        assert signal.getsignal(signal.SIGTERM) is not before
+        end_at_once()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == before
