@@ -1,5 +1,6 @@
 """Passwords, tokens and signatures, masked in everything that is printed or written about a run."""
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +10,22 @@ MASK = "***"
 _ENDS = (
     r"(?:(?:secret|private|account|access|api)[_-]?key(?:[_-]?id)?|secret|passw(?:or)?d|passphrase"
     r"|credentials?|signature|authorization|cookie|storage_options|(?<![a-z])(?:sig|pwd|auth)"
-    r"|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)token)"
-    r"(?:\.[\w.-]+)?"  # of an entry in it, such as storage_options.key
+    r"|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!boi_)"
+    r"(?<!eoi_)(?<!video_)(?<!audio_)(?<!newline_)(?<!per_)(?<!first_)(?<!last_)(?<!next_)"
+    r"(?<!start_)(?<!end_)(?<!stop_)token)"
+    r"(?:\.(?!(?:jsonl?|csv|parquet|ya?ml|txt|py)\b)[\w.-]+)?"  # such as storage_options.key
 )
+_OF_TASKS = (
+    "expert", "data", "eval", "prompt", "columns", "task_weights", "models", "tasks",
+    "train_datasets", "val_datasets", "test_datasets", "calibration_data", "samples",
+)  # fmt: skip
+"""Mappings by task."""
 _NAME = re.compile(rf"{_ENDS}$", re.IGNORECASE)
 _SETTING = re.compile(r"[\w.+@~/-]+")
 _PAIR = re.compile(
-    rf"({_ENDS}(?:\\*[\"'])?[ \t]*[=:][ \t]*)"
+    rf"({_ENDS}(?:\\*[\"'])?[ \t]*(?:=[ \t]*"
+    # Behind a colon prose may follow, as in "no token: log in".
+    r"|:[ \t]*(?=\S{6}|\\*[\"']|[{\[][^}\]]|(?:bearer|basic|digest|token)\s)))"
     r"(?:(\\*[\"'])(?:(?!\2)(?:[^\\]|\\.))*\2"  # in quotes, which may be escaped
     r"|\{[^{}]*\}|\[[^][]*\]|(?:(?:bearer|basic|digest|token)\s+)?[^\s,;&\"'<>(){}[\]\\]+)",
     re.IGNORECASE,
@@ -49,10 +59,10 @@ def masked_values(value: Any, name: str = "") -> Any:
     """
     is_secret = _NAME.search(name) is not None
     if isinstance(value, Mapping):
-        return {
-            masked_values(key): masked_values(item, name if is_secret else str(key))
-            for key, item in value.items()
-        }
+        names = dict.fromkeys(value, name) if is_secret else {key: str(key) for key in value}
+        if name in _OF_TASKS:  # a task may be called signature
+            names = dict.fromkeys(value, "")
+        return {masked_values(key): masked_values(item, names[key]) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [masked_values(item, name) for item in value]
     if is_secret and value is not None and not isinstance(value, bool):
@@ -62,5 +72,7 @@ def masked_values(value: Any, name: str = "") -> Any:
 
 def _masked_word(word: str) -> str:
     name, _, value = word.partition("=")
-    is_secret = value and _SETTING.fullmatch(name) and _NAME.search(name)
-    return f"{name}={MASK}" if is_secret else masked(word)
+    if not (value and _SETTING.fullmatch(name) and _NAME.search(name)):
+        return masked(word)
+    # The name may be that of a task, and the value its model or data.
+    return word if os.path.exists(value) else f"{name}={MASK}"

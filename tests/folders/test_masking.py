@@ -56,10 +56,18 @@ def test_secrets_of_a_text_are_masked(text: str) -> None:
         "samples_per_task=8 generated_tokens=64 --tokenizer=DIR eos_token=</s>",
         "org/model@v1 hf://datasets/org/data@v1/a.jsonl http://localhost:8000/org/model@v1",
         "hf_checkpoints/llama author=me sigma=1 config=a",
+        "no token: log in (hf auth login) or data/token.jsonl: line 3: no text",
+        "a token: {} boi_token: 4 newline_token=n",
     ],
 )
 def test_other_texts_are_unchanged(text: str) -> None:
     assert masked(text) == text and masked_values([*text.split()]) == text.split()
+
+
+def test_tasks_may_be_called_like_secrets() -> None:
+    values = {"data": {"signature": "./one.jsonl"}, "task_weights": {"token": 2.0}}
+    assert masked_values(values) == values
+    assert masked_values([f"signature={__file__}"]) == [f"signature={__file__}"]
 
 
 def test_values_with_the_name_of_a_secret_are_masked() -> None:
