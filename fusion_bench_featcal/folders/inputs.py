@@ -4,9 +4,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert, safetensors_files
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.files.json_files import digest_json, json_text
+from fusion_bench_featcal.files.tensors import INDEX
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.options import INPUTS, flag_of
 from fusion_bench_featcal.folders.request import Request
@@ -70,19 +71,33 @@ def _digest(location: str, option: str, *, is_model: bool) -> str:
         return digest_json(location)
     files = {file.relative_to(path).as_posix(): file for file in _files(path)}
     if is_model and path.is_dir():
-        files = {name: files[name] for name in needed_files(files)}
+        used = needed_files(files, weights=option != "--tokenizer")
+        # Beside its shards a folder may have others, and texts such as logs.
+        shards = {file.name for file in safetensors_files(path)} if _has_weights(path) else {*used}
+        files = {
+            name: files[name]
+            for name in used
+            if name in shards or not name.endswith((".safetensors", ".txt"))
+        }
     is_whole = is_model or sum(file.stat().st_size for file in files.values()) < WHOLE
     return digest_json({name: _digest_file(file, is_whole) for name, file in files.items()})
 
 
 def _local_path(location: str) -> Path | None:
-    """Return the path of data, without the split of a saved dataset, or None for data of a hub."""
-    paths = (Path(text).expanduser() for text in (location, location.rpartition(":")[0]) if text)
-    return next(filter(Path.exists, paths), None)
+    """Return the path of data, or of a split of a saved dataset, or None for data of a hub."""
+    folder, _, split = location.rpartition(":")
+    paths = (Path(location), Path(folder, split), Path(folder)) if folder else (Path(location),)
+    return next(filter(Path.exists, (path.expanduser() for path in paths)), None)
 
 
 def _files(path: Path) -> Iterable[Path]:
-    return [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file())
+    """Return a file, or those below a folder without hidden ones and caches of `datasets`."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return (f for f in files if f.is_file() and not f.name.startswith((".", "cache-")))
+
+
+def _has_weights(path: Path) -> bool:
+    return (path / "model.safetensors").is_file() or (path / INDEX).is_file()
 
 
 def _digest_file(file: Path, is_whole: bool) -> str | int:

@@ -96,10 +96,10 @@ def _run(request: Request) -> Path:
                 )
         return out
     finally:
-        if not request.has_blocks:
+        if not (request.plan or request.has_blocks):
             (blocks / INPUTS).unlink(missing_ok=True)
-        with suppress(OSError):
-            blocks.rmdir()  # fails, and keeps the folder, if it contains blocks
+            with suppress(OSError):
+                blocks.rmdir()  # fails, and keeps the folder, if it contains a lock
 
 
 def _checked_digests(request: Request) -> dict[str, str]:

@@ -90,6 +90,21 @@ def test_a_finished_run_with_changed_inputs_is_not_taken_for_this_one(option, fo
     assert re.search(rf"saved by this command .*: {option} changed since", error_of(*command))
 
 
+def test_files_that_are_no_inputs_do_not_count(folder: Path):
+    command = [*words(folder, *FAST, "--tokenizer", str(folder / "merged")), "--resume"]
+    assert main(command) == 0
+    for name in ("merged/train_log.txt", "one/.DS_Store", "two/other.safetensors"):
+        (folder / name).write_text("no input")
+    assert "this command saved it before" in featcal(*command).out
+
+
+def test_a_plan_leaves_the_files_of_a_running_command(folder: Path):
+    file = folder / "out.blocks" / "inputs.json"
+    file.parent.mkdir()
+    file.write_text("{}")
+    assert featcal(*words(folder, *FAST), "--plan").code == 0 and file.exists()
+
+
 @pytest.mark.parametrize("option", CHANGES)
 def test_an_interrupted_run_does_not_go_on_with_changed_inputs(option, folder: Path, monkeypatch):
     """It says so before references are evaluated."""
