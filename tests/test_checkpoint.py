@@ -243,6 +243,15 @@ def test_a_lock_of_a_killed_process_is_taken_over_and_its_files_are_removed(
     assert [*tmp_path.iterdir()] == [other]
 
 
+def test_only_unfinished_blocks_are_removed_from_a_folder(tmp_path: Path):
+    """Another run may write its model there."""
+    names = {".block-0000.safetensors.0123abcd.part", ".model.0123abcd.part"}
+    for name in names:
+        (tmp_path / name).touch()
+    run(small_clip(), tmp_path)
+    assert names & {path.name for path in tmp_path.iterdir()} == {".model.0123abcd.part"}
+
+
 def edited(folder: Path, name: str, row: int) -> None:
     """Change one number of a row of a tensor in a file."""
     tensors = load_file(folder / "model.safetensors")

@@ -34,12 +34,12 @@ def locked_target(target: Path, option: str) -> Iterator[None]:
         _directory(target.parent, option) as folder,
         _locked(folder / f".{target.name}.lock", f"{option} {target}"),
     ):
-        _remove_leftovers(folder, target.name)
+        _remove_leftovers(folder, re.escape(target.name))
         yield
 
 
 @contextmanager
-def locked_folder(folder: Path, option: str) -> Iterator[None]:
+def locked_folder(folder: Path, option: str, files: str) -> Iterator[None]:
     """Context in which no other process writes in a folder, which is created if necessary.
 
     The lock is in the folder. Temporary files of killed processes in it are removed.
@@ -47,6 +47,7 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
     Args:
         folder: The folder.
         option: The option that names it, such as `method.checkpoint_dir`.
+        files: Pattern of the files that are written in it.
 
     Raises:
         CalibrationError: If another process has the lock.
@@ -56,7 +57,7 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
         _directory(folder.absolute(), option) as folder,
         _locked(folder / ".lock", f"{option} {folder}"),
     ):
-        _remove_leftovers(folder)
+        _remove_leftovers(folder, files)
         yield
 
 
@@ -80,22 +81,31 @@ def _locked(lock: Path, label: str) -> Iterator[None]:
     The system releases it when that process ends in any way.
     """
     with _acquired(lock, label) as file:
-        if former := file.read().strip():
-            log.warning("%s: taken over from %s, which has ended", label, former)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
         try:
+            if former := file.read().strip():
+                log.warning("%s: taken over from %s, which has ended", label, former)
+            file.truncate(0)
+            with _naming(lock):
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
             yield
         finally:
             lock.unlink(missing_ok=True)  # before the release: nobody else has this file
 
 
-def _remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove temporary files of killed processes, written for one name or for any."""
-    target = ".+" if name is None else re.escape(name)
+@contextmanager
+def _naming(lock: Path) -> Iterator[None]:
+    """Context that names the lock's file if it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise CalibrationError(f"cannot write {lock}: {error.strerror}") from error
+
+
+def _remove_leftovers(folder: Path, names: str) -> None:
+    """Remove temporary files that killed processes wrote for files with names of a pattern."""
     for path in folder.iterdir():
-        if re.fullmatch(rf"\.{target}\.[0-9a-f]{{8}}{re.escape(PART)}", path.name):
+        if re.fullmatch(rf"\.({names})\.[0-9a-f]{{8}}{re.escape(PART)}", path.name):
             log.warning("removing %s, left by an interrupted run", path)
             remove(path)
 
@@ -105,7 +115,9 @@ def _acquired(lock: Path, label: str) -> Iterator[IO[str]]:
     """Yield the open file of a lock that this process has."""
     import fcntl  # absent on Windows
 
-    with open(lock, "a+", encoding="utf-8") as file:
+    with _naming(lock):
+        opened = open(lock, "a+", encoding="utf-8")  # noqa: SIM115  closed below
+    with opened as file:
         file.seek(0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -33,6 +33,8 @@ from fusion_bench_featcal.run.finished import FinishedBlocks, naming_room
 from fusion_bench_featcal.settings import FeatCalSettings
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
+WRITTEN = r"(block|rest)-\d+\.safetensors|.*\.json"
+"""Pattern of the names of all files in the folder."""
 PIECE = 2**28
 """Tensors outside the blocks with more bytes than this get a separate file."""
 
@@ -229,7 +231,7 @@ def open_checkpoint(settings: FeatCalSettings, processes: Any) -> Iterator[Check
     with ExitStack() as stack:
         if processes.rank == 0:
             try:
-                stack.enter_context(locked_folder(folder, "method.checkpoint_dir"))
+                stack.enter_context(locked_folder(folder, "method.checkpoint_dir", WRITTEN))
             except (CalibrationError, ReportError) as error:
                 refusal = str(error)
         if refusal := processes.gather(refusal)[0]:
