@@ -3,6 +3,7 @@
 The mathematics is in docs/method.md.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,7 +201,8 @@ class PlusSums:
             fit = torch.cat([(step * held_out.cross).flatten(), bias * held_out.y])
             terms = torch.cat([energies(Linear(step, bias), held_out), -2 * fit]).double()
             errors[ridge] = float(terms.sum()), float(terms.abs().sum()) * rounding
-        return largest_of_equal(errors) if errors else WITHOUT_HELD_OUT
+        finite = {ridge: pair for ridge, pair in errors.items() if math.isfinite(sum(pair))}
+        return largest_of_equal(finite) if finite else WITHOUT_HELD_OUT
 
 
 def largest_of_equal(errors: Mapping[float, tuple[float, float]]) -> float:
