@@ -7,7 +7,6 @@ from pathlib import Path
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert, safetensors_files
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.files.json_files import digest_json, json_text
-from fusion_bench_featcal.files.tensors import INDEX
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.options import INPUTS, flag_of
 from fusion_bench_featcal.folders.request import Request
@@ -15,6 +14,7 @@ from fusion_bench_featcal.models.hub import fetch, needed_files
 from fusion_bench_featcal.run.digests import WHOLE, digest_model
 from fusion_bench_featcal.settings.fields import settings_of
 
+_VOCABULARIES = ("vocab.txt", "merges.txt")
 _MODELS = ("merged", "base", "expert", "text_tower", "tokenizer")
 
 
@@ -72,13 +72,8 @@ def _digest(location: str, option: str, *, is_model: bool) -> str:
     files = {file.relative_to(path).as_posix(): file for file in _files(path)}
     if is_model and path.is_dir():
         used = needed_files(files, weights=option != "--tokenizer")
-        # Beside its shards a folder may have others, and texts such as logs.
-        shards = {file.name for file in safetensors_files(path)} if _has_weights(path) else {*used}
-        files = {
-            name: files[name]
-            for name in used
-            if name in shards or not name.endswith((".safetensors", ".txt"))
-        }
+        unused = _unused(path, used)
+        files = {name: files[name] for name in used if name not in unused}
     is_whole = is_model or sum(file.stat().st_size for file in files.values()) < WHOLE
     return digest_json({name: _digest_file(file, is_whole) for name, file in files.items()})
 
@@ -96,8 +91,16 @@ def _files(path: Path) -> Iterable[Path]:
     return (f for f in files if f.is_file() and not f.name.startswith((".", "cache-")))
 
 
-def _has_weights(path: Path) -> bool:
-    return (path / "model.safetensors").is_file() or (path / INDEX).is_file()
+def _unused(path: Path, names: Iterable[str]) -> set[str]:
+    """Return files of a model's folder that nothing reads: logs, and weights beside its shards."""
+    logs = {name for name in names if name.endswith(".txt")} - {*_VOCABULARIES}
+    try:
+        shards = {file.name for file in safetensors_files(path)}
+    except FileNotFoundError:  # an adapter, or other weights
+        return logs
+    # Modules of sentence-transformers have folders.
+    weights = {name for name in names if name.endswith(".safetensors") and "/" not in name}
+    return logs | (weights - shards)
 
 
 def _digest_file(file: Path, is_whole: bool) -> str | int:

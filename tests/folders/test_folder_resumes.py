@@ -96,6 +96,10 @@ def test_files_that_are_no_inputs_do_not_count(folder: Path):
     for name in ("merged/train_log.txt", "one/.DS_Store", "two/other.safetensors"):
         (folder / name).write_text("no input")
     assert "this command saved it before" in featcal(*command).out
+    for name in ("one/vocab.txt", "two/2_Dense/config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    assert ": --expert one, --expert two changed since" in error_of(*command)
 
 
 def test_a_plan_leaves_the_files_of_a_running_command(folder: Path):
