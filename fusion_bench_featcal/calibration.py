@@ -116,8 +116,8 @@ def groups_of(problem: Problem, block: str) -> tuple[list[Group], StaleNorms]:
         return [], StaleNorms([], [])
     recorded, rows = problem.streams.record_largest(block, names)
     groups = find_groups(problem.model, block, modules.sites, recorded, rows.of)
-    found = groups, StaleNorms(list(recorded.inputs), norms)
-    return problem.processes.decided(problem.streams.largest[0], found)
+    result = groups, StaleNorms(list(recorded.inputs), norms)
+    return problem.processes.decided(problem.streams.largest[0], result)
 
 
 def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:

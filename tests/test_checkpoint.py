@@ -263,7 +263,7 @@ def edited(folder: Path, name: str, row: int) -> None:
 def test_a_changed_model_in_files_ends_the_resumed_run(
     whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of large models some rows of each matrix count, and vectors whole."""
+    """Some rows of each matrix count if a model is large, and vectors whole."""
     monkeypatch.setattr("fusion_bench_featcal.run.digests.WHOLE", 2**40 * whole)
     suite = small_clip()
     for task, expert in suite.experts.items():

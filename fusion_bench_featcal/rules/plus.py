@@ -102,8 +102,7 @@ class PlusSums:
 
     The ridge `r` is the one whose step from three quarters of the samples has the least error on
     the fourth, and the largest of those whose errors are equal up to rounding. All samples then
-    give the step. Convolutions use samples alone, since a BatchNorm
-    behind them may undo any scale.
+    give the step. Convolutions use samples alone, since a BatchNorm behind them may undo any scale.
     """
 
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:

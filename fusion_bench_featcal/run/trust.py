@@ -45,8 +45,8 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
     """
     tasks, streams = problem.tasks, problem.streams
     trust, exchanged = dict[str, float](), dict[str, str]()
-    if len(tasks) > 1 and (found := likenesses(problem, block, groups)) is not None:
-        likeness, alike = found
+    if len(tasks) > 1 and (measured := likenesses(problem, block, groups)) is not None:
+        likeness, alike = measured
         trust = dict(zip(tasks, trust_of(likeness, alike).tolist(), strict=True))
         exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(likeness).items()}
     for task, value in trust.items():
