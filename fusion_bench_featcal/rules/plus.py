@@ -17,6 +17,7 @@ from fusion_bench_featcal.core.solve import PROBES, UnsolvedError, random_signs,
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
 from fusion_bench_featcal.rules.targets import Targets
+from fusion_bench_featcal.rules.weight_rows import WeightRows
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
@@ -48,7 +49,7 @@ class Plus(Rule):
         calibrate_bias: Whether biases change.
     """
 
-    gamma: float = 2.0
+    gamma: float = 4.0
     gammas: Mapping[str, float] = field(default_factory=dict)
     far: float = 0.25
     ridges: Sequence[float] = RIDGES
@@ -91,55 +92,52 @@ class PlusSums:
     group, `tau_i' tau_i` is therefore a second moment of expert i's training data. It joins the
     samples as rows of mean zero whose target is the expert's output:
 
-        A_i = gamma_i e_i tau_i' tau_i / |tau_i|_F^2    gamma 1: the energy of the samples
+        A_i = gamma_i s_i tau_i' tau_i / |tau_i|_F^2    gamma 1: the energy of the samples
         w_i = (|(W_i - W) x + b_i - b|^2 / |W_i x + b_i|^2)^far / |sum x x'|_F
-        G   = sum_i w_i (n_i cov_i + A_i)
-        C   = sum_i w_i (sum u x' + (W_i - W) A_i)
+        G   = sum_i w_i (n_i cov_i + f A_i)
+        C   = sum_i w_i (sum u x' + f (W_i - W) A_i)
 
-    The energy `e_i` is the sum of `|x - m|^2` with `m` the mean of the fitted or of the held-out
-    samples, whichever x belongs to, so that each have their share of the rows. Without a bias that
-    changes `m` is 0, and `n_i cov_i` is `sum x x'`.
+    The energy `s_i` is the sum of `|x - m|^2` with `m` the mean of the samples. Without a bias that
+    changes `m` is 0, and `n_i cov_i` is `sum x x'`. How far the rows count, `f`, depends on what
+    they do to the samples of all tasks (`WeightRows.share`). Their sums stay apart until then.
 
     The ridge `r` is the one whose step from three quarters of the samples has the least error on
-    the fourth, and the largest of those whose errors are equal up to rounding. All samples then
-    give the step. Convolutions use samples alone, since a BatchNorm behind them may undo any scale.
+    the fourth, and the largest of those whose errors are equal up to rounding. The rows are divided
+    between both in proportion to the samples. All samples then give the step. Convolutions use
+    samples alone, since a BatchNorm behind them may undo any scale.
     """
 
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
         """Start with no task."""
-        self._rule, self._mapped = rule, group.has_few_outputs
+        self._rule, self._has_few_outputs = rule, group.has_few_outputs
         self._base = base if rule.gamma > 0 and not group.convolves else None
         self._centred = group.biased and rule.calibrate_bias
         self._targets = Targets(group, merged, rule.mix_alpha)
         self._probes = probes_of(merged.weight)
         inputs = merged.weight.shape[1]
         self._held_out = Moments.zeros(inputs, len(self._probes), merged.weight)
+        self._rows = None if self._base is None else WeightRows(merged.weight)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
-        return [*self._targets.tensors(), *self._held_out.tensors()]
+        of_rows = [] if self._rows is None else self._rows.tensors()
+        return [*self._targets.tensors(), *self._held_out.tensors(), *of_rows]
 
     def add(
         self, task: str, expert: Linear, rows: Moments, held_out: Moments | None = None
     ) -> None:
         """Add a task's targets once in full, and random combinations of the held-out ones."""
         anchor, rule = self._targets.anchor, self._rule
-        portions = [rows] if held_out is None else [rows, held_out]
         whole = rows if held_out is None else rows + held_out
         step = expert.minus(anchor)
-        drift = energy(step, whole) / energy(expert, whole).clamp_min(EPS)
+        mismatch = energy(step, whole)
+        drift = mismatch / energy(expert, whole).clamp_min(EPS)
         weight = whole.row_weight(EPS) * drift.clamp_min(LEAST_DRIFT) ** rule.far
         weight = weight * rule.task_weights.get(task, 1.0)
-        if self._base is not None:
-            gamma = rule.gammas.get(task, rule.gamma)
-            memory = remembered(expert.weight - self._base.weight)
-            answers = multiply(expert.weight, memory, symmetric=True) if self._mapped else None
-            energies = [gamma * portion.energy(centred=self._centred) for portion in portions]
-            total = torch.stack(energies).sum()
-            for sums, share in zip([whole, *portions[1:]], [total, *energies[1:]], strict=True):
-                sums.gram.addcmul_(memory, share)
-                if answers is not None:
-                    sums.cross.addcmul_(answers, share)
+        if self._rows is not None and self._base is not None:
+            gamma, tau = rule.gammas.get(task, rule.gamma), expert.weight - self._base.weight
+            of_samples = weight * whole.energy(centred=self._centred)
+            self._rows.add(tau, step.weight, gamma, of_samples, weight * mismatch)
         self._targets.add(whole, expert, weight)
         self._targets.sums.cross.addr_(step.bias, whole.x * weight)
         if held_out is not None:
@@ -148,7 +146,7 @@ class PlusSums:
     def _probed(self, rows: Moments, expert: Linear, step: Linear) -> Moments:
         """Return moments of combinations of the targets."""
         weight, reach = self._probes @ step.weight, self._probes @ expert.weight
-        if self._mapped:
+        if self._has_few_outputs:
             weight, reach = -self._probes @ self._targets.anchor.weight, self._probes
         bias = self._probes @ step.bias
         cross = weight @ rows.gram + reach @ rows.cross + torch.outer(bias, rows.x)
@@ -157,7 +155,7 @@ class PlusSums:
 
     def solve(self) -> Solved:
         """Return the step with the ridge of least held-out error, and the bias from the means."""
-        sums = self._targets.finished()
+        sums, facts = self._targets.finished(), self._join_rows()
         means, step, residual = sums.means(centred=self._centred), torch.zeros_like(sums.cross), 0.0
         scale, square = means.gram.diagonal().mean(), sums.gram.diagonal().mean() / sums.count
         ridge = self._rule.ridges[0]
@@ -168,7 +166,23 @@ class PlusSums:
             gram, right = means.gram / scale, means.cross / scale
             rounding = torch.finfo(gram.dtype).eps
             step, residual = solve_ridge(gram, right, ridge, rounding=rounding)
-        return Solved(self._targets.moved(step), residual, {"ridge": ridge})
+        return Solved(self._targets.moved(step), residual, {"ridge": ridge} | facts)
+
+    def _join_rows(self) -> Mapping[str, float]:
+        """Add the rows from weights to the samples, as far as they count, and return why."""
+        if self._rows is None:
+            return {}
+        rows, held_out, sums = self._rows, self._held_out, self._targets.finished()
+        samples = sums.means(centred=self._centred)
+        facts = rows.share(samples, self._targets.anchor, self._probes)
+        del samples  # frees memory before the solve, as does the next line
+        self._rows = None
+        part = facts["f"] * held_out.count / sums.count
+        sums.gram.add_(rows.gram, alpha=facts["f"])
+        sums.cross.add_(rows.cross, alpha=facts["f"])
+        held_out.gram.addcmul_(rows.gram, part)
+        held_out.cross.addcmul_(self._probes @ rows.cross, part)
+        return facts
 
     def _best_ridge(self, sums: Moments) -> float:
         """Return the ridge whose step from the other samples has the least error on held-out ones.
@@ -225,12 +239,6 @@ def energies(linear: Linear, rows: Moments) -> Tensor:
     square = (multiply(weight, rows.gram, symmetric=True) * weight).sum()
     mixed = 2 * bias @ (weight @ rows.x)
     return torch.stack([square, mixed, rows.count * bias.square().sum()])
-
-
-def remembered(tau: Tensor) -> Tensor:
-    """Return `tau' tau / |tau|_F^2`, `[d, d]`, which is 0 for the base itself."""
-    unit = tau / tau.norm().clamp_min(torch.finfo(tau.dtype).tiny)
-    return multiply(unit.mT.contiguous(), unit)
 
 
 def probes_of(like: Tensor) -> Tensor:

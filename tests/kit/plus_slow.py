@@ -86,7 +86,7 @@ class RowMasks:
 
 def calibrated_plus(
     suite: Suite,
-    gamma: float = 2.0,
+    gamma: float = 4.0,
     *,
     decoder_rows: str = "all",
     biases: bool = True,
@@ -116,7 +116,8 @@ def calibrated_plus(
                     familiar = min(max(trust[task] / FAMILIAR, LEAST), 1)
                     lack = max(ENOUGH / sum(map(size_of, suite.inputs[task])), 1)
                     gammas[task] = gamma * lack / familiar**2
-            tables = []
+            samples, rows, lacking, energies = [], [], 0.0, 0.0
+            weight, bias = parameters_of(model, group)
             for task, expert in experts.items():
                 q, sample = masks.counting(first, task, ours[task].received[first])
                 used = q > 0
@@ -124,24 +125,21 @@ def calibrated_plus(
                 held_out = torch.isin(sample[used], held_out_samples(suite, task, seed))
                 held_out &= len(ridges) > 1
                 u = (expert_features[task].outputs(group) - ours[task].outputs(group))[used]
-                weight, bias = parameters_of(model, group)
                 their_weight, their_bias = parameters_of(expert, group)
                 answer = x @ their_weight.T + their_bias
-                drift = (answer - x @ weight.T - bias).square().sum() / answer.square().sum()
-                drift = max(drift, torch.tensor(1e-8).to(drift))
+                mismatch = (answer - x @ weight.T - bias).square().sum()
+                drift = max(mismatch / answer.square().sum(), torch.tensor(1e-8).to(x))
                 w = (factors or {}).get(task, 1.0) * drift**far / (x.T @ x).norm()  # Eq. 14
+                samples.append((x, u, w.expand(len(x)), held_out))
+                energy = (x - x.mean(0) if biased else x).square().sum()
                 tau = their_weight - parameters_of(base, group)[0]
-                for part in (held_out, ~held_out):
-                    if not part.any():
-                        continue
-                    of_part = x[part]
-                    centre = of_part - of_part.mean(0) if biased else of_part
-                    energy = gammas[task] * centre.square().sum()
-                    memory = tau * (energy / tau.square().sum().clamp_min(1e-300)).sqrt()
-                    answers = memory @ (their_weight - weight).T
-                    tables.append(with_memory(of_part, u[part], w, held_out[part], memory, answers))
-            rows = [torch.cat(column) for column in zip(*tables, strict=True)]
-            solved = solved_group(group, model, rows, biased, ridges)
+                memory = tau * (gammas[task] * energy / tau.square().sum().clamp_min(1e-300)).sqrt()
+                rows.append((memory, memory @ (their_weight - weight).T, w.expand(len(memory))))
+                lacking, energies = lacking + w * mismatch, energies + w * energy
+            samples, rows = ([torch.cat(c) for c in zip(*s, strict=True)] for s in (samples, rows))
+            share = share_of_rows(samples, rows, weight, lacking, energies, biased)
+            table = with_rows(samples, rows, share)
+            solved = solved_group(group, model, table, biased, ridges)
             load(model, solved)
             new |= solved
     return new
@@ -220,11 +218,43 @@ def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
     return trust
 
 
-def with_memory(x, u, w, held_out, memory, answers):
-    """Inputs, outputs, weights, shares of the mean, and flags. Rows of `memory` shift no mean."""
-    shares = torch.cat([w.expand(len(x)), x.new_zeros(len(memory))])
-    flags = held_out[:1].expand(len(shares))
-    return torch.cat([x, memory]), torch.cat([u, answers]), w.expand(len(shares)), shares, flags
+def share_of_rows(samples, rows, weight, lacking, energies, biased: bool) -> float:
+    """How far rows from weights count: from what the step that they alone ask for breaks."""
+    (x, u, p, _), (memory, answers, of_rows) = samples, rows
+    gram = memory.T @ (of_rows[:, None] * memory)
+    if not (gram.trace() > 0 and lacking > 0):
+        return 0.0
+    cross = answers.T @ (of_rows[:, None] * memory)
+    step = ridge_map(gram, cross, 1e-2)
+    if biased:
+        x, u = (side - p @ side / p.sum() for side in (x, u))
+    combinations = sketch(len(weight)).T
+
+    def energy(outputs: Tensor) -> float:
+        return float(p @ (outputs @ combinations).square().sum(1))
+
+    broken = max(energy(u - x @ step.T) - energy(u), 0.0)
+    e, of_output = broken / float(lacking), broken / energy(x @ weight.T)
+    gamma = float(gram.trace() / energies)
+    return 1 / (1 + gamma * e * of_output / 8)
+
+
+def with_rows(samples, rows, share: float):
+    """Inputs, outputs, weights, shares of the mean, and flags. Rows from weights shift no mean.
+
+    They stand in the table twice: for the fitted samples and for the held-out ones.
+    """
+    (x, u, p, held_out), (memory, answers, of_rows) = samples, rows
+    none, part = torch.zeros_like(of_rows), p[held_out].sum() / p.sum()
+    weights = share * (1 - part) * of_rows, share * part * of_rows
+    flags = torch.zeros_like(none, dtype=torch.bool), torch.ones_like(none, dtype=torch.bool)
+    return (
+        torch.cat([x, memory, memory]),
+        torch.cat([u, answers, answers]),
+        torch.cat([p, *weights]),
+        torch.cat([p, none, none]),
+        torch.cat([held_out, *flags]),
+    )
 
 
 def moments(rows, chosen: Tensor, biased: bool):
@@ -269,12 +299,12 @@ def solved_group(
     ridge = ridges[0]
     if len(ridges) > 1:
         ridge = UNKNOWN
-        if rows[-1].any():
+        if (rows[3][rows[-1]] > 0).any():
             errors = {ridge: held_out_error(rows, ridge, biased) for ridge in ridges}
             least = min(errors.values())
             equal = (r for r, (e, size) in errors.items() if e <= least[0] + 1e-14 * size)
             ridge = max(equal)  # of ridges with equal errors up to rounding
-    x_mean, u_mean, gram, cross = moments(rows, rows[2] > 0, biased)
+    x_mean, u_mean, gram, cross = moments(rows, rows[2] >= 0, biased)
     change = ridge_map(gram, cross, ridge)
     sizes = [len(parameters_of(model, [name])[1]) for name in group]
     weight, bias = parameters_of(model, group)

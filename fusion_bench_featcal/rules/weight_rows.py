@@ -1,0 +1,100 @@
+"""Rows from the experts' weights: their sums over tasks, and how far they count."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.products import multiply
+from fusion_bench_featcal.core.solve import UnsolvedError, solve_ridge
+from fusion_bench_featcal.rules.rule import Linear
+
+ROW_RIDGE = 1e-2
+"""Ridge of the step that the rows alone ask for, relative to the mean of A's diagonal."""
+
+TOLERATED = 8.0
+"""Product of both errors of that step at which the rows have at most the energy of the samples.
+
+It was chosen on the bundled MiniLM and DINOv2 and on other experts of them (docs/method.md)."""
+
+
+class WeightRows:
+    """Sums of rows from weights over tasks, which stay apart from the samples.
+
+    With the second moment `A_i` and the weight `w_i` of `PlusSums`:
+
+    Attributes:
+        gram: `A = sum_i w_i A_i`, `[d, d]`.
+        cross: `C_A = sum_i w_i (W_i - W) A_i`, `[m, d]`.
+        energy: Weighted energy of the samples, a scalar.
+        mismatch: Weighted sum of `|(W_i - W) x + b_i - b|^2` over samples, a scalar.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        """Start with no task, for a weight `[m, d]`."""
+        inputs = like.shape[1]
+        self.gram, self.cross = like.new_zeros(inputs, inputs), torch.zeros_like(like)
+        self.energy, self.mismatch = like.new_zeros(()), like.new_zeros(())
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums. Sums of other processes may be added to them in place."""
+        return [self.gram, self.cross, self.energy, self.mismatch]
+
+    def add(
+        self, tau: Tensor, step: Tensor, gamma: float, energy: Tensor, mismatch: Tensor
+    ) -> None:
+        """Add one task.
+
+        Args:
+            tau: `W_i - W_base`, `[m, d]`.
+            step: `W_i - W`, `[m, d]`.
+            gamma: Energy of the rows relative to that of the samples.
+            energy: Energy of the task's samples times its weight.
+            mismatch: Sum of `|(W_i - W) x + b_i - b|^2` over them times its weight.
+        """
+        memory, share = remembered(tau), gamma * energy
+        self.gram.addcmul_(memory, share)
+        self.cross.addcmul_(multiply(step, memory, symmetric=True), share)
+        self.energy.add_(energy)
+        self.mismatch.add_(mismatch)
+
+    def share(self, samples: Moments, merged: Linear, probes: Tensor) -> Mapping[str, float]:
+        """Return how far the rows count, `f`, and what decides it.
+
+        The step that the rows alone ask for is tried on the samples. Its error beyond that of no
+        step is `e` times the mismatch of the merged modules, and `eo` times the energy of their
+        outputs. With `gamma` the mean energy of the rows, relative to the samples,
+
+            E  = C_A (A + 0.01 mean(diag A) I)^-1
+            f  = 1 / (1 + gamma e eo / 8)
+
+        so that rows count in full if either is small: a step of the size of the mismatch is no
+        harm, and neither is one that hardly changes the output.
+
+        Args:
+            samples: Means over all samples, with the targets `u` as `y`.
+            merged: The merged modules.
+            probes: Combinations of outputs that represent them all, `[r, m]`.
+        """
+        facts = dict.fromkeys(("gamma", "e", "eo", "f"), 0.0)
+        scale, mismatch = self.gram.diagonal().mean(), self.mismatch / samples.count
+        if not bool((scale > 0) & (mismatch > 0)):
+            return facts
+        try:
+            step, _ = solve_ridge(self.gram / scale, probes @ self.cross / scale, ROW_RIDGE)
+        except UnsolvedError:  # rows of no use
+            return facts
+        step, gram, weight = step.to(samples.gram), samples.gram, probes @ merged.weight
+        error = (((step @ gram) - 2 * (probes @ samples.cross)) * step).sum().clamp_min(0)
+        output = ((weight @ gram) * weight).sum().clamp_min(torch.finfo(gram.dtype).tiny)
+        gamma = self.gram.diagonal().sum() / self.energy
+        asked, e, eo = read_back([gamma, error / mismatch, error / output])
+        return {"gamma": asked, "e": e, "eo": eo, "f": 1 / (1 + asked * e * eo / TOLERATED)}
+
+
+def remembered(tau: Tensor) -> Tensor:
+    """Return `tau' tau / |tau|_F^2`, `[d, d]`, which is 0 for the base itself."""
+    unit = tau / tau.norm().clamp_min(torch.finfo(tau.dtype).tiny)
+    return multiply(unit.mT.contiguous(), unit)
