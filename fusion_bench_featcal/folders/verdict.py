@@ -1,7 +1,7 @@
 """The verdict after `featcal calibrate`, and experts that are worse than the merged model."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -51,7 +51,12 @@ class Verdict(NamedTuple):
     is_good: bool
 
 
-def compare(merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice: str) -> Verdict:
+def compare(
+    merged: Mapping[str, Score],
+    calibrated: Mapping[str, Score],
+    advice: str,
+    held_back: Collection[str] = (),
+) -> Verdict:
     """Compare two models.
 
     A task is behind if its mean loss does not fall, or its accuracy falls beyond the 95 % interval.
@@ -62,6 +67,8 @@ def compare(merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice
         merged: Task -> the merged model's score.
         calibrated: Task -> the calibrated model's score, on the same rows.
         advice: Sentence on what to try if a task is behind.
+        held_back: Tasks whose rows are of the same source as their samples. These rows cannot show
+            that the samples are unlike the data in use.
     """
     gains, better, unclear, behind, few = list[str](), 0, list[str](), list[str](), list[str]()
     for task, before in merged.items():
@@ -84,11 +91,20 @@ def compare(merged: Mapping[str, Score], calibrated: Mapping[str, Score], advice
             unclear.append(task)
     if not merged:
         return Verdict(gains, "verdict: none, as nothing was scored", True)
-    sentences = [f"better than the merged model on {better} of {counted(len(merged), 'task')}"]
+    sentences = [
+        f"better than the merged model on {better} of {counted(len(merged), 'task')}"
+        + _source([task for task in merged if task in held_back], len(merged))
+    ]
     sentences += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
     sentences += [f"too few rows to compare (below {FEW_ROWS}): {', '.join(few)}"] if few else []
     sentences += [f"not better: {', '.join(behind)}. {advice}".rstrip()] if behind else []
     return Verdict(gains, f"verdict: {'; '.join(sentences)}", not behind)
+
+
+def _source(held_back: Sequence[str], tasks: int) -> str:
+    """Return the end of a sentence on the rows of tasks that have no data of their own."""
+    names = f" ({', '.join(held_back)})" if len(held_back) < tasks else ""
+    return f", on held-back rows of the same source{names}" if held_back else ""
 
 
 def weak_experts(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[str]:

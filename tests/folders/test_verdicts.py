@@ -63,3 +63,17 @@ def test_a_verdict_counts_tasks_beyond_their_intervals(merged, calibrated, is_go
     assert verdict.is_good == is_good
     (line,) = verdict.gains
     assert line.startswith("gain of a on ") and gain in line
+
+
+@pytest.mark.parametrize(
+    ("held_back", "source"),
+    [
+        ([], ""),
+        (["a", "b"], ", on held-back rows of the same source"),
+        (["b"], ", on held-back rows of the same source (b)"),
+    ],
+)
+def test_a_verdict_says_which_rows_cannot_show_a_shift(held_back, source):
+    merged, calibrated = (dict.fromkeys("ab", noisy(loss)) for loss in (1.0, 0.75))
+    sentence = f"verdict: better than the merged model on 2 of 2 tasks{source}"
+    assert compare(merged, calibrated, "", held_back).sentence == sentence
