@@ -36,8 +36,10 @@ from fusion_bench_featcal.results import (
 from fusion_bench_featcal.results.notes import FAILED, NOTE, SAMPLES, Note
 from fusion_bench_featcal.results.remarks import (
     closing_lines,
+    facts_of_log,
     final_drift,
     notes_of_log,
+    share_lines,
     tasks_below_merged,
 )
 from fusion_bench_featcal.results.run import (
@@ -160,9 +162,11 @@ class RunResults:
         of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
-        facts = CardFacts(name, base_method, of_model, counts)
+        facts = CardFacts(name, base_method, of_model, counts, facts_of_log(result.log.records))
         details: Any = {"cost": cost, "samples": samples, "seed": settings.seed}
         details["more_scores"] = {DRIFT: final_drift(result.log.records)}
+        details["facts"] = facts_of_log(result.log.records)
+        self.report.lines += share_lines(name, result.log.records)
         self.saver.offer(result.model, facts)
         self.add_row(name, result.model, settings=of_model, **details)
 
@@ -176,6 +180,7 @@ class RunResults:
         samples: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int | None = None,
         more_scores: Scores | None = None,
+        facts: Mapping[str, float] | None = None,
     ) -> None:
         """Evaluate a model and report it. Without a task pool, report only a method's cost.
 
@@ -187,8 +192,10 @@ class RunResults:
             samples: Task -> {"samples", "split"}, empty for methods without data.
             seed: Seed of samples and training, or None for methods without randomness.
             more_scores: Scores that were not measured on the task pool.
+            facts: Further numbers of the method.
         """
         details: dict[str, Any] = {"settings": dict(settings or {}), "seed": seed}
+        details["facts"] = dict(facts or {})
         if any(entry["split"] == "test" for entry in (samples or {}).values()):
             self.report.note(Note(SAMPLES, f"{name} was made with samples of the test split"))
         if cost is not None:

@@ -51,6 +51,7 @@ class CardFacts:
     upstream: Any = None  # config of the upstream merger, or None for the pool's merged model
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
     samples: Mapping[str, Any] = field(default_factory=dict)  # task -> number that was used
+    figures: Mapping[str, float] = field(default_factory=dict)  # of the calibration
 
 
 LARGEST_FILE = 5 * 10**9
@@ -173,6 +174,7 @@ def card_text(
         "Merger": _listed(facts.upstream or {"merged model": "the pool's own"}),
         "Settings": _listed(_changed(facts.settings)),
         "Samples": _listed(facts.samples) if facts.samples else "",
+        "Calibration": _listed(facts.figures) if facts.figures else "",
         "Accuracy": _accuracies(report),
         "Verdict": _verdict(report),
         "How it was made": f"{_command()}\n\n{_listed(versions() | commits())}",

@@ -53,7 +53,7 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
     """
     content = {key: getattr(run, key) for key in _OF_RUNS}
     content["rows"] = [
-        {key: getattr(row, key) for key in _OF_ROWS}
+        {key: getattr(row, key) for key in (*_OF_ROWS, "facts")}
         | {key: masked_values(getattr(row, key)) for key in _MASKED}
         for row in run.rows
     ]
@@ -91,7 +91,10 @@ def read_run(folder: str | Path) -> Run:
             f"{folder / RUN_FILE} has schema {schema!r}, and this version reads {SCHEMA}: run again"
         )
     try:
-        rows = [Row(**{key: row[key] for key in _OF_ROWS}) for row in content["rows"]]
+        rows = [
+            Row(**{key: row[key] for key in _OF_ROWS}, facts=row.get("facts", {}))
+            for row in content["rows"]
+        ]
         notes = [Note(**note) for note in content["notes"]]
         run = Run(rows=rows, notes=notes, **{key: content[key] for key in _OF_RUNS})
     except (KeyError, TypeError) as error:

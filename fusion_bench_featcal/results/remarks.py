@@ -3,18 +3,28 @@
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from fusion_bench_featcal.run.log import doubts
+from fusion_bench_featcal.run.log import exchanged_samples
 
-from .notes import BELOW, SAMPLES, UPDATE, Note
-from .run import Row
+from .notes import BELOW, NOTE, SAMPLES, UPDATE, Note
+from .run import ROWS_ERROR, ROWS_SHARE, Line, Row
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
 a note. On the bundled suites it is at most 4. The experts' steps are not used for comparison,
 because healthy updates are up to 30 times larger."""
+
+HARDLY = 0.1
+"""Median share of rows from weights below which a sentence says that they hardly counted."""
+
+_SAMPLES_ALONE = (
+    "the experts' weights say little about their data, as LoRA adapters that share a start: "
+    "FeatCal+ used the samples alone"
+)
 
 _SHOWN = 0.0005
 """Differences of accuracy below this are invisible in tables with tenths of a per cent."""
@@ -52,7 +62,31 @@ def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
     """Return all notes on the calibration log of a row."""
-    return [*doubted_samples(name, records), *largest_update(name, records)]
+    notes = [*doubted_samples(name, records), *largest_update(name, records)]
+    if facts_of_log(records).get(ROWS_SHARE, 1.0) < HARDLY:
+        notes.append(Note(NOTE, _SAMPLES_ALONE, name))
+    return notes
+
+
+def facts_of_log(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the median over modules of how far rows from weights count, if the rule has them."""
+    shares = [record["f"] for record in records if "f" in record]
+    return {ROWS_SHARE: median(shares)} if shares else {}
+
+
+def share_lines(name: str, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Return how far rows from weights count, and what they break, as lines of the long table.
+
+    They are medians over each block's modules: `rows_share` of `f`, `rows_error` of `e`
+    (`run/log.py`). `records` come from the calibration log of row `name`.
+    """
+    modules = [record for record in records if "f" in record]
+    return [
+        {"row": name, "block": block, "metric": metric, "value": median(r[key] for r in of_block)}
+        for block, group in groupby(modules, lambda record: record["block"])
+        for of_block in [list(group)]
+        for metric, key in ((ROWS_SHARE, "f"), (ROWS_ERROR, "e"))
+    ]
 
 
 def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
@@ -72,11 +106,11 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
 
 
 def doubted_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
-    """Return notes on samples that do not fit the experts, from the calibration log of a row."""
+    """Return notes on tasks whose samples were exchanged, from the calibration log of a row."""
     trust = [record for record in records if record["kind"] == "trust"]
     return [
-        Note(SAMPLES, f"{task}: {doubt}" if task else doubt, name, task)
-        for task, doubt in doubts(trust).items()
+        Note(SAMPLES, f"{task}: {doubt}", name, task)
+        for task, doubt in exchanged_samples(trust).items()
     ]
 
 

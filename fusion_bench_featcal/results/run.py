@@ -24,6 +24,8 @@ AVERAGE = "average"
 ACCURACY = "accuracy"
 DRIFT = "relative_drift"
 """Metric of calibrated models, measured on samples: see `remarks.final_drift`."""
+ROWS_SHARE, ROWS_ERROR = "rows_share", "rows_error"
+"""Metrics of FeatCal+ by block: see `remarks.share_lines`."""
 COST = "cost."
 """Metrics that begin like this are costs of a row, without a task."""
 
@@ -52,6 +54,7 @@ class Row:
         conditions: Further values by which rows differ: precision, and settings of the upstream
             merger for a method on it.
         cost: Seconds, bytes and others, as numbers. What was not measured is missing.
+        facts: Further numbers of the method, such as the median of `rows_share`.
         samples: Task -> {"samples", "split"} used, empty for methods without data.
         labels: Settings that differ between joined runs, set by `join`.
     """
@@ -65,6 +68,7 @@ class Row:
     settings: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Any] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
     labels: dict[str, Any] = field(default_factory=dict)
 
@@ -170,7 +174,7 @@ class Run:
         scores = {metric: values for metric, values in finite.items() if values}
         row = Row(suite=self.suite, merger=merger, name=name, scores=scores, **details)
         check_row(row, self.tasks, "report")
-        for key in ("settings", "conditions", "cost", "samples"):
+        for key in ("settings", "conditions", "cost", "facts", "samples"):
             setattr(row, key, plain(getattr(row, key), f"{name}.{key}"))
         self.rows.append(row)
         return row

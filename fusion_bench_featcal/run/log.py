@@ -65,26 +65,15 @@ class CalibrationLog:
         write_atomic(Path(path), json_lines(self.plain_records()))
 
 
-UNFAMILIAR = 0.4
-"""Trust below which samples are doubted if no task has more. With right samples the most trusted
-task of every suite has 0.5 or more, in fog 0.3 to 0.4 (benchmarks/results/trust.md)."""
-
-
-def doubts(trust: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return sentences on samples that do not fit the experts, by task, or under "" for all tasks.
+def exchanged_samples(trust: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return a sentence on each task whose samples were exchanged with those of another one.
 
     Args:
         trust: The records of kind `trust`.
     """
-    sentences = {
+    return {
         record["task"]: f"its expert fits the samples of task {record['fits']}. Were the samples "
         "exchanged?"
         for record in trust
         if record["fits"]
     }
-    if trust and not sentences and (most := max(r["trust"] for r in trust)) < UNFAMILIAR:
-        sentences[""] = (
-            "no expert fits its own samples much better than those of other tasks (trust at most "
-            f"{most:.2f}). If they are unlike the tasks' data, use others, or the paper's settings."
-        )
-    return sentences

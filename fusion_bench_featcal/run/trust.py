@@ -12,7 +12,7 @@ from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import multiply
 from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.run.log import doubts
+from fusion_bench_featcal.run.log import exchanged_samples
 from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.streams.samples import naming_module
 from fusion_bench_featcal.streams.task_rows import paired_rows
@@ -36,7 +36,7 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
 
         gamma_i = gamma max(64 / k_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
 
-    Warnings name tasks whose samples were exchanged, or say that no task's samples fit.
+    Warnings name tasks whose samples were exchanged.
 
     Args:
         problem: The problem, whose rule is `Plus`.
@@ -51,11 +51,9 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
         exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(likeness).items()}
     for task, value in trust.items():
         problem.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
-    for task, doubt in doubts(problem.log.of_kind("trust")).items():
-        logger.warning(
-            "%s%s Check modelpool.train_datasets and method.calibration_data",
-            *(task and f"task {task}: ", doubt),
-        )
+    for task, doubt in exchanged_samples(problem.log.of_kind("trust")).items():
+        advice = "Check modelpool.train_datasets and method.calibration_data"
+        logger.warning("task %s: %s %s", task, doubt, advice)
     rule: Any = problem.rule
     gammas = dict[str, float]()
     for task in streams.tasks:

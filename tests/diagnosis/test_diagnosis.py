@@ -186,6 +186,9 @@ def known_lines() -> Iterator[dict[str, Any]]:
             for metric in ("share", "drift", "mismatch", "propagation"):
                 yield at | {"metric": metric, "value": 0.5}
         yield one | {"metric": "final_cosine", "value": 1 - size - far}
+    for block in (1, 2):
+        at = {"row": "featcal", "task": "", "block": f"layers.{block - 1}.block"}
+        yield at | {"metric": "rows_share", "value": block / 4}
 
 
 def test_tables_and_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None:
@@ -200,6 +203,7 @@ def test_tables_and_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> Non
     figures = diagnosis_figures(run)
     assert drawn_points(figures["diagnosis-drift"])["featcal"][:, 1] == pytest.approx([0.1, 0.2])
     assert drawn_points(figures["diagnosis-cosines"])["merged"][:, 0] == pytest.approx([0.7, 0.6])
+    assert drawn_points(figures["diagnosis-rows"])["featcal"][:, 1] == pytest.approx([0.25, 0.5])
     gains = drawn_points(figures["diagnosis-gains"])["featcal"]
     assert all(point == pytest.approx([0.1, 15.0]) for point in gains.tolist())
 
@@ -232,5 +236,5 @@ def test_the_command(tmp_path: Path) -> None:
     done = featcal("report", log, "--figures", tmp_path / "figures")
     assert done.code == 0 and "cosine of final features" in done.out
     figures = {file.stem for file in (tmp_path / "figures").glob("*.svg")}
-    names = ("drift", "terms", "cosines", "components", "gains")
+    names = ("drift", "terms", "cosines", "components", "gains", "rows")
     assert {f"diagnosis-{name}" for name in names} < figures

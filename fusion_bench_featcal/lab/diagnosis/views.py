@@ -7,6 +7,7 @@ import pandas as pd
 
 from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Run
 from fusion_bench_featcal.results.figures import MERGED, Value, curves, dots
+from fusion_bench_featcal.results.run import ROWS_SHARE
 from fusion_bench_featcal.results.show import share_text, short_names
 from fusion_bench_featcal.results.tables import Table, print_lines
 
@@ -105,7 +106,7 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     `diagnosis-cosines`: cosines of final features and task vectors with the expert's;
     `diagnosis-components`: final features in the plane of the expert's first two principal
     directions, a panel for each task; `diagnosis-gains`: gain in accuracy against gain in cosine, a
-    point for each task.
+    point for each task. For FeatCal+ `diagnosis-rows`: how far rows from weights count, by block.
     """
     rows = rows_of(run)
     if not rows:
@@ -129,6 +130,11 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
         "diagnosis-terms": curves(terms, "block", "mean L2 norm"),
         "diagnosis-cosines": dots(cosines, "cosine with the expert's"),
     }
+    if any(line["metric"] == ROWS_SHARE for line in run.all_lines()):
+        shares = by_block(run, ROWS_SHARE)
+        panel = {names.get(row, row): _values(shares[row].dropna()) for row in shares}
+        label = "share of rows from weights"
+        figures["diagnosis-rows"] = curves({"median over modules": panel}, "block", label)
     if points := _components(run, names):
         label = "first principal component"
         figures["diagnosis-components"] = curves(points, label, "second", joined=False)
