@@ -166,7 +166,7 @@ class PlusSums:
             gram, right = means.gram / scale, means.cross / scale
             rounding = torch.finfo(gram.dtype).eps
             step, residual = solve_ridge(gram, right, ridge, rounding=rounding)
-        return Solved(self._targets.moved(step), residual, {"ridge": ridge} | facts)
+        return Solved(self._targets.moved(step), residual, {"ridge": ridge, **facts})
 
     def _join_rows(self) -> Mapping[str, float]:
         """Add the rows from weights to the samples, as far as they count, and return why."""

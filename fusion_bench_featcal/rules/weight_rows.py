@@ -78,7 +78,7 @@ class WeightRows:
             merged: The merged modules.
             probes: Combinations of outputs that represent them all, `[r, m]`.
         """
-        facts = dict.fromkeys(("gamma", "e", "eo", "f"), 0.0)
+        facts: dict[str, float] = dict.fromkeys(("gamma", "e", "eo", "f"), 0.0)
         scale, mismatch = self.gram.diagonal().mean(), self.mismatch / samples.count
         if not bool((scale > 0) & (mismatch > 0)):
             return facts

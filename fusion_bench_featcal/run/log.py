@@ -19,7 +19,9 @@ class CalibrationLog:
     count in its output), the mean L2 drift behind the block (Eq. 2), and the drift relative to the
     expert's feature norm (root mean square).
     - `module`: block, module, relative residual of the solve, size of the update relative to the
-    weight, and for FeatCal+ the ridge of least held-out error.
+    weight. FeatCal+ adds the ridge of least held-out error, the mean `gamma` of rows from weights,
+    both errors of the step that they alone ask for (`e`, `eo`), and how far they count (`f`,
+    `rules/weight_rows.py`).
     - `trust`: task, trust in its samples (`trust.py`), and the task whose samples its expert fits
     better (`fits`), if samples were exchanged.
     - `block`: block, seconds, modules that keep their merged weights.

@@ -132,7 +132,7 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     }
     if any(line["metric"] == ROWS_SHARE for line in run.all_lines()):
         shares = by_block(run, ROWS_SHARE)
-        panel = {names.get(row, row): _values(shares[row].dropna()) for row in shares}
+        panel: dict[str, Any] = {names[row]: _values(shares[row].dropna()) for row in shares}
         label = "share of rows from weights"
         figures["diagnosis-rows"] = curves({"median over modules": panel}, "block", label)
     if points := _components(run, names):

@@ -1,0 +1,96 @@
+"""Rows from weights: how far they count, and what a run reports of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibrations import PLUS, run_fast
+from reports import LEVELS, make_run
+from torch import Tensor
+from tricky_models import biased, stack_suite
+
+from fusion_bench_featcal.core.linear import Linear
+from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.models.saving import CardFacts, card_text
+from fusion_bench_featcal.results import read_run, write_run
+from fusion_bench_featcal.results.remarks import facts_of_log, notes_of_log, share_lines
+from fusion_bench_featcal.rules.weight_rows import WeightRows
+
+WIDTH = 6
+
+
+def share(taus: list[Tensor], gamma: float, step: float = 1.0) -> Any:
+    """The share of two experts' rows, where 200 samples ask for the step from the first one."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, WIDTH, generator=generator, dtype=torch.float64)
+    merged = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+    rows, wanted = WeightRows(merged), step * taus[0]
+    energy, mismatch = x.square().sum(), (x @ wanted.T).square().sum()
+    for tau in taus:
+        rows.add(tau, step * tau, gamma, energy, mismatch)
+    samples = Moments.zeros(WIDTH, WIDTH, merged)
+    samples.add(x, x @ wanted.T)
+    means = samples.mirrored().means(centred=False)
+    eye = torch.eye(WIDTH, dtype=torch.float64)
+    return rows.share(means, Linear(merged, merged.new_zeros(WIDTH)), eye)
+
+
+def test_rows_that_agree_with_the_samples_count_in_full():
+    tau = torch.eye(WIDTH, dtype=torch.float64)
+    facts = share([tau, tau], gamma=4.0)
+    assert facts == {"gamma": pytest.approx(4.0), "e": 0.0, "eo": 0.0, "f": 1.0}
+
+
+def test_rows_of_a_shared_start_count_the_less_the_more_they_ask_for():
+    # equal but for a small difference, whose opposite targets the rows' own step has to meet
+    one = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    one[0, 0] = 1.0
+    two = one.clone()
+    one[0, 1], two[0, 1] = 0.1, -0.1
+    two[0] = -two[0]
+    facts = [share([one, two], gamma) for gamma in (1.0, 4.0, 16.0)]
+    assert all(0 < of_gamma["f"] < 1 and of_gamma["e"] > 1 for of_gamma in facts)
+    for gamma, of_gamma in zip((1.0, 4.0, 16.0), facts, strict=True):
+        # 1 / (gamma f) = 1 / gamma + e eo / 8
+        inverse = 1 / gamma + of_gamma["e"] * of_gamma["eo"] / 8
+        assert of_gamma["gamma"] * of_gamma["f"] == pytest.approx(1 / inverse)
+        assert of_gamma["e"] == pytest.approx(facts[0]["e"])  # of the step, not of its weight
+    small = share([one, two], 4.0, step=0.1)  # a hundredth of the output's energy
+    assert small["e"] == pytest.approx(facts[0]["e"]) and small["f"] > facts[1]["f"]
+
+
+def test_without_steps_rows_do_not_count():
+    none = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    assert set(share([none, none], 4.0).values()) == {0.0}
+
+
+def record(block: str, e: float, f: float) -> dict[str, Any]:
+    return {"kind": "module", "block": block, "module": "m", "gamma": 4.0, "e": e, "f": f}
+
+
+def test_a_run_reports_the_median_share(tmp_path: Path):
+    records = [record("one", 1, 0.5), record("one", 3, 0.7), record("two", 9, 0.1)]
+    assert facts_of_log(records) == {"rows_share": 0.5} and facts_of_log([]) == {}
+    lines = {(line["block"], line["metric"]): line["value"] for line in share_lines("r", records)}
+    assert lines == {
+        ("one", "rows_share"): pytest.approx(0.6), ("one", "rows_error"): 2,
+        ("two", "rows_share"): 0.1, ("two", "rows_error"): 9,
+    }  # fmt: skip
+    run = make_run(LEVELS)
+    run.rows[-1].facts = facts_of_log(records)
+    run.lines += share_lines(run.rows[-1].name, records)
+    again = read_run(write_run(tmp_path, run))
+    assert again.rows[-1].facts == {"rows_share": 0.5} and len(again.lines) == 4
+    card = card_text(CardFacts("r", figures=facts_of_log(records)), None, {})
+    assert "## Calibration\n\n- rows_share: `0.5`" in card
+    assert notes_of_log("r", records) == []
+    (note,) = notes_of_log("r", [record("one", 300, 0.01)])
+    assert note.sentence.startswith("r: the experts' weights say little about their data")
+
+
+def test_every_module_has_its_figures_in_the_log():
+    modules = run_fast(stack_suite(biased), **PLUS).log.of_kind("module")
+    assert modules and all({"ridge", "gamma", "e", "eo", "f"} <= {*r} for r in modules)
+    without = run_fast(stack_suite(biased), has_base=False, **PLUS).log.of_kind("module")
+    assert without and not any("f" in record for record in without)
