@@ -65,13 +65,16 @@ def test_without_steps_rows_do_not_count():
     assert set(share([none, none], 4.0).values()) == {0.0}
 
 
+FACTS = {"rows_share": 0.5, "rows_energy": 2.0}
+
+
 def record(block: str, e: float, f: float) -> dict[str, Any]:
     return {"kind": "module", "block": block, "module": "m", "gamma": 4.0, "e": e, "f": f}
 
 
 def test_a_run_reports_the_median_share(tmp_path: Path):
     records = [record("one", 1, 0.5), record("one", 3, 0.7), record("two", 9, 0.1)]
-    assert facts_of_log(records) == {"rows_share": 0.5} and facts_of_log([]) == {}
+    assert facts_of_log(records) == FACTS and facts_of_log([]) == {}
     lines = {(line["block"], line["metric"]): line["value"] for line in share_lines("r", records)}
     assert lines == {
         ("one", "rows_share"): pytest.approx(0.6), ("one", "rows_error"): 2,
@@ -81,9 +84,9 @@ def test_a_run_reports_the_median_share(tmp_path: Path):
     run.rows[-1].facts = facts_of_log(records)
     run.lines += share_lines(run.rows[-1].name, records)
     again = read_run(write_run(tmp_path, run))
-    assert again.rows[-1].facts == {"rows_share": 0.5} and len(again.lines) == 4
+    assert again.rows[-1].facts == FACTS and len(again.lines) == 4
     card = card_text(CardFacts("r", figures=facts_of_log(records)), None, {})
-    assert "## Calibration\n\n- rows_share: `0.5`" in card
+    assert "## Calibration\n\n- rows_share: `0.5`\n- rows_energy: `2.0`" in card
     assert notes_of_log("r", records) == []
     (note,) = notes_of_log("r", [record("one", 300, 0.01)])
     assert note.sentence.startswith("r: the experts' weights say little about their data")
