@@ -13,13 +13,8 @@ from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note
-from fusion_bench_featcal.results.remarks import (
-    facts_of_log,
-    final_drift,
-    notes_of_log,
-    share_lines,
-)
-from fusion_bench_featcal.results.run import DRIFT, GIVEN, row_of_rule
+from fusion_bench_featcal.results.remarks import add_figures, notes_of_log
+from fusion_bench_featcal.results.run import GIVEN, row_of_rule
 from fusion_bench_featcal.run.problem import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -118,10 +113,7 @@ class Evaluation:
         row = report.row(name)
         row.settings, row.cost = settings.of_the_model().as_dict(), dict(cost)
         row.samples = {task: {"samples": n, "split": "data"} for task, n in samples.items()}
-        row.facts = facts_of_log(result.log.records)
-        report.lines += share_lines(name, result.log.records)
-        if drift := final_drift(result.log.records):
-            row.scores[DRIFT] = drift
+        add_figures(report, row, result.log.records)
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
         held_back = self._tests.keys() - self._models.request.eval.keys()
         verdict = compare(self._scores[report.merger], self._scores[name], advice, held_back)

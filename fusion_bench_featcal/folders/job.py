@@ -36,7 +36,6 @@ from fusion_bench_featcal.folders.texts import open_class_task, open_language_ta
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
-from fusion_bench_featcal.results.remarks import facts_of_log
 from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.run.devices import check_device
@@ -169,8 +168,7 @@ def _evaluate_and_save(
     if has_saved := verdict.is_good or not request.strict:
         origin = {"merged model": request.merged or request.merge}
         counts = {name: task.samples for name, task in tasks.items()}
-        figures = facts_of_log(result.log.records)
-        facts = CardFacts(row, origin, settings.of_the_model().as_dict(), counts, figures)
+        facts = CardFacts(row, origin, settings.of_the_model().as_dict(), counts)
         save(models, result, processor, facts, evaluation)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     return has_saved

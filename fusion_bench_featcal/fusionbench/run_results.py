@@ -35,16 +35,12 @@ from fusion_bench_featcal.results import (
 )
 from fusion_bench_featcal.results.notes import FAILED, NOTE, SAMPLES, Note
 from fusion_bench_featcal.results.remarks import (
+    add_figures,
     closing_lines,
-    facts_of_log,
-    final_drift,
     notes_of_log,
-    share_lines,
     tasks_below_merged,
 )
 from fusion_bench_featcal.results.run import (
-    DRIFT,
-    Scores,
     calibration_log,
     conditions_of,
     file_suffix,
@@ -162,13 +158,11 @@ class RunResults:
         of_model = {key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN}
         counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
         samples = {task: {"samples": count, "split": split} for task, count in counts.items()}
-        facts = CardFacts(name, base_method, of_model, counts, facts_of_log(result.log.records))
+        facts = CardFacts(name, base_method, of_model, counts)
         details: Any = {"cost": cost, "samples": samples, "seed": settings.seed}
-        details["more_scores"] = {DRIFT: final_drift(result.log.records)}
-        details["facts"] = facts_of_log(result.log.records)
-        self.report.lines += share_lines(name, result.log.records)
         self.saver.offer(result.model, facts)
         self.add_row(name, result.model, settings=of_model, **details)
+        add_figures(self.report, self.report.row(name), result.log.records)
 
     def add_row(
         self,
@@ -179,8 +173,6 @@ class RunResults:
         cost: Cost | None = None,
         samples: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int | None = None,
-        more_scores: Scores | None = None,
-        facts: Mapping[str, float] | None = None,
     ) -> None:
         """Evaluate a model and report it. Without a task pool, report only a method's cost.
 
@@ -191,26 +183,22 @@ class RunResults:
             cost: Time and memory of the method, None for references.
             samples: Task -> {"samples", "split"}, empty for methods without data.
             seed: Seed of samples and training, or None for methods without randomness.
-            more_scores: Scores that were not measured on the task pool.
-            facts: Further numbers of the method.
         """
         details: dict[str, Any] = {"settings": dict(settings or {}), "seed": seed}
-        details["facts"] = dict(facts or {})
         if any(entry["split"] == "test" for entry in (samples or {}).values()):
             self.report.note(Note(SAMPLES, f"{name} was made with samples of the test split"))
         if cost is not None:
             details |= {"cost": cost.as_dict(), "samples": dict(samples or {})}
         if self._taskpool is None:
             if cost is not None:
-                self.report.add_row(name, more_scores or {}, **details)
+                self.report.add_row(name, {}, **details)
             return
         log.info("evaluating %s", name)
         row = evaluate(self._taskpool, model)
         file = path_option(self._program, "report_save_path")
         if name == self._returned_row and file is not None:  # FusionBench's report
             write_atomic(file, json.dumps(row.raw), "report_save_path")
-        scores = row.scores | dict(more_scores or {})
-        self.report.add_row(name, scores, correct=row.correct, **details)
+        self.report.add_row(name, row.scores, correct=row.correct, **details)
 
     def finish(self) -> nn.Module:
         """Write, log and show the report, and return the model of the row to save.

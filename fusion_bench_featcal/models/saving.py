@@ -51,7 +51,6 @@ class CardFacts:
     upstream: Any = None  # config of the upstream merger, or None for the pool's merged model
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
     samples: Mapping[str, Any] = field(default_factory=dict)  # task -> number that was used
-    figures: Mapping[str, float] = field(default_factory=dict)  # of the calibration
 
 
 LARGEST_FILE = 5 * 10**9
@@ -174,7 +173,7 @@ def card_text(
         "Merger": _listed(facts.upstream or {"merged model": "the pool's own"}),
         "Settings": _listed(_changed(facts.settings)),
         "Samples": _listed(facts.samples) if facts.samples else "",
-        "Calibration": _listed(facts.figures) if facts.figures else "",
+        "Calibration": _figures(report, facts.row),
         "Accuracy": _accuracies(report),
         "Verdict": _verdict(report),
         "How it was made": f"{_command()}\n\n{_listed(versions() | commits())}",
@@ -232,6 +231,13 @@ def _listed(values: Mapping[str, Any]) -> str:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         lines.append(f"- {name}: `{' '.join(_ABOVE.sub('', text).split())}`")
     return "\n".join(lines) or "none"
+
+
+def _figures(report: Run | None, name: str) -> str:
+    """Return the further numbers of a row of a report, if it has any."""
+    rows = [] if report is None else report.rows
+    found = next((row.facts for row in rows if row.name == name), {})
+    return _listed(found) if found else ""
 
 
 def _accuracies(report: Run | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from fusion_bench_featcal.run.log import exchanged_samples
 
 from .notes import BELOW, NOTE, SAMPLES, UPDATE, Note
-from .run import ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Line, Row
+from .run import DRIFT, ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Line, Row, Run
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
@@ -20,7 +20,7 @@ because healthy updates are up to 30 times larger."""
 
 HARDLY = 0.5
 """Median energy of rows from weights, relative to the samples, below which a sentence says that
-they hardly counted. It is 0.2 on DINOv2, whose adapters share a start, and 3 or more on MiniLM."""
+they hardly counted. It is 0.2 on DINOv2, whose adapters share a start, and 2 or more on MiniLM."""
 
 _SAMPLES_ALONE = (
     "the experts' weights say little about their data, as LoRA adapters that share a start: "
@@ -59,6 +59,13 @@ def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     last = {record["task"]: record for record in records if record["kind"] == "task"}
     drifts = {task: record.get("relative_drift") for task, record in last.items()}
     return {t: drift for t, drift in drifts.items() if drift is not None and math.isfinite(drift)}
+
+
+def add_figures(run: Run, row: Row, records: Sequence[Mapping[str, Any]]) -> None:
+    """Add to a row, and to the lines of its run, the figures of its calibration log."""
+    row.facts = facts_of_log(records)
+    row.scores |= {DRIFT: drift} if (drift := final_drift(records)) else {}
+    run.lines += share_lines(row.name, records)
 
 
 def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:

@@ -110,13 +110,13 @@ class PlusSums:
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
         """Start with no task."""
         self._rule, self._has_few_outputs = rule, group.has_few_outputs
-        self._base = base if rule.gamma > 0 and not group.convolves else None
         self._centred = group.biased and rule.calibrate_bias
         self._targets = Targets(group, merged, rule.mix_alpha)
         self._probes = probes_of(merged.weight)
         inputs = merged.weight.shape[1]
         self._held_out = Moments.zeros(inputs, len(self._probes), merged.weight)
-        self._rows = None if self._base is None else WeightRows(merged.weight)
+        base = base if rule.gamma > 0 and not group.convolves else None
+        self._rows = None if base is None else WeightRows(base.weight, merged.weight)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
@@ -134,10 +134,10 @@ class PlusSums:
         drift = mismatch / energy(expert, whole).clamp_min(EPS)
         weight = whole.row_weight(EPS) * drift.clamp_min(LEAST_DRIFT) ** rule.far
         weight = weight * rule.task_weights.get(task, 1.0)
-        if self._rows is not None and self._base is not None:
-            gamma, tau = rule.gammas.get(task, rule.gamma), expert.weight - self._base.weight
+        if self._rows is not None:
             of_samples = weight * whole.energy(centred=self._centred)
-            self._rows.add(tau, step.weight, gamma, of_samples, weight * mismatch)
+            gamma = rule.gammas.get(task, rule.gamma)
+            self._rows.add(expert.weight, step.weight, gamma, of_samples, weight * mismatch)
         self._targets.add(whole, expert, weight)
         self._targets.sums.cross.addr_(step.bias, whole.x * weight)
         if held_out is not None:

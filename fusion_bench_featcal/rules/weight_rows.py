@@ -32,29 +32,29 @@ class WeightRows:
         mismatch: Weighted sum of `|(W_i - W) x + b_i - b|^2` over samples, a scalar.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        """Start with no task, for a weight `[m, d]`."""
-        inputs = like.shape[1]
-        self.gram, self.cross = like.new_zeros(inputs, inputs), torch.zeros_like(like)
-        self.energy, self.mismatch = like.new_zeros(()), like.new_zeros(())
+    def __init__(self, base: Tensor, merged: Tensor) -> None:
+        """Start with no task, for the weights `[m, d]` of the base and of the merged modules."""
+        self._base, inputs = base, merged.shape[1]
+        self.gram, self.cross = merged.new_zeros(inputs, inputs), torch.zeros_like(merged)
+        self.energy, self.mismatch = merged.new_zeros(()), merged.new_zeros(())
 
     def tensors(self) -> list[Tensor]:
         """Return the sums. Sums of other processes may be added to them in place."""
         return [self.gram, self.cross, self.energy, self.mismatch]
 
     def add(
-        self, tau: Tensor, step: Tensor, gamma: float, energy: Tensor, mismatch: Tensor
+        self, expert: Tensor, step: Tensor, gamma: float, energy: Tensor, mismatch: Tensor
     ) -> None:
         """Add one task.
 
         Args:
-            tau: `W_i - W_base`, `[m, d]`.
+            expert: `W_i`, `[m, d]`.
             step: `W_i - W`, `[m, d]`.
             gamma: Energy of the rows relative to that of the samples.
             energy: Energy of the task's samples times its weight.
             mismatch: Sum of `|(W_i - W) x + b_i - b|^2` over them times its weight.
         """
-        memory, share = remembered(tau), gamma * energy
+        memory, share = remembered(expert - self._base), gamma * energy
         self.gram.addcmul_(memory, share)
         self.cross.addcmul_(multiply(step, memory, symmetric=True), share)
         self.energy.add_(energy)

@@ -1,7 +1,7 @@
 """Slow reference of FeatCal+ in float64.
 
 Whole models run forward for every group of modules. Rows stay in one table with their weights, and
-the rows out of an expert's weights stand in it too, for held-out samples apart.
+the rows out of an expert's weights stand in it too, as far as they count.
 """
 
 import copy
@@ -219,7 +219,7 @@ def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
 
 
 def share_of_rows(samples, rows, weight, lacking, energies, biased: bool) -> float:
-    """How far rows from weights count: from what the step that they alone ask for breaks."""
+    """Share of the rows from weights that counts, by what their own step breaks on the samples."""
     (x, u, p, _), (memory, answers, of_rows) = samples, rows
     gram = memory.T @ (of_rows[:, None] * memory)
     if not (gram.trace() > 0 and lacking > 0):

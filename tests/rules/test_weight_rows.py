@@ -10,11 +10,11 @@ from reports import LEVELS, make_run
 from torch import Tensor
 from tricky_models import biased, stack_suite
 
-from fusion_bench_featcal.core.linear import Linear
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.models.saving import CardFacts, card_text
 from fusion_bench_featcal.results import read_run, write_run
-from fusion_bench_featcal.results.remarks import facts_of_log, notes_of_log, share_lines
+from fusion_bench_featcal.results.remarks import add_figures, notes_of_log
+from fusion_bench_featcal.rules import Linear
 from fusion_bench_featcal.rules.weight_rows import WeightRows
 
 WIDTH = 6
@@ -25,7 +25,8 @@ def share(taus: list[Tensor], gamma: float, step: float = 1.0) -> Any:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, WIDTH, generator=generator, dtype=torch.float64)
     merged = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
-    rows, wanted = WeightRows(merged), step * taus[0]
+    base = torch.zeros_like(merged)
+    rows, wanted = WeightRows(base, merged), step * taus[0]
     energy, mismatch = x.square().sum(), (x @ wanted.T).square().sum()
     for tau in taus:
         rows.add(tau, step * tau, gamma, energy, mismatch)
@@ -74,18 +75,19 @@ def record(block: str, e: float, f: float) -> dict[str, Any]:
 
 def test_a_run_reports_the_median_share(tmp_path: Path):
     records = [record("one", 1, 0.5), record("one", 3, 0.7), record("two", 9, 0.1)]
-    assert facts_of_log(records) == FACTS and facts_of_log([]) == {}
-    lines = {(line["block"], line["metric"]): line["value"] for line in share_lines("r", records)}
-    assert lines == {
+    run = make_run(LEVELS)
+    row, other = run.rows[-1], run.rows[0]
+    add_figures(run, row, records)
+    add_figures(run, other, [])
+    assert row.facts == FACTS and other.facts == {}
+    lines = {(line["block"], line["metric"]): line["value"] for line in run.lines}
+    assert {line["row"] for line in run.lines} == {row.name} and lines == {
         ("one", "rows_share"): pytest.approx(0.6), ("one", "rows_error"): 2,
         ("two", "rows_share"): 0.1, ("two", "rows_error"): 9,
     }  # fmt: skip
-    run = make_run(LEVELS)
-    run.rows[-1].facts = facts_of_log(records)
-    run.lines += share_lines(run.rows[-1].name, records)
     again = read_run(write_run(tmp_path, run))
     assert again.rows[-1].facts == FACTS and len(again.lines) == 4
-    card = card_text(CardFacts("r", figures=facts_of_log(records)), None, {})
+    card = card_text(CardFacts(row.name), None, {}, again)
     assert "## Calibration\n\n- rows_share: `0.5`\n- rows_energy: `2.0`" in card
     assert notes_of_log("r", records) == []
     (note,) = notes_of_log("r", [record("one", 300, 0.01)])
