@@ -2,6 +2,9 @@
 
 import gc
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -33,6 +36,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_the_process() -> Iterator[None]:
+    """Restore the handlers that a program sets for the rest of its process."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    handlers, hook = [signal.getsignal(number) for number in numbers], sys.excepthook
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+    sys.excepthook = hook
 
 
 def pytest_collection_finish() -> None:
