@@ -240,11 +240,11 @@ def paper_averages() -> str:
 
 
 def methods_table() -> str:
-    """Return a table of the registered methods."""
-    from fusion_bench_featcal.lab.rivals.method import all_methods
+    """Return a table of the rivals."""
+    from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
 
     lines = []
-    for option, method in all_methods().items():
+    for option, method in sorted((o, algorithm.kind) for o, algorithm in ALGORITHMS.items()):
         kind = "merger" if hasattr(method, "merge") else "post-merging"
         summary = (method.__doc__ or "").partition("\n")[0]
         lines.append([f"`{option}`", kind, summary, method.source])

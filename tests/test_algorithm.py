@@ -20,7 +20,8 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisio
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import checked_choices, run_results
+from fusion_bench_featcal.fusionbench import checked_choices
+from fusion_bench_featcal.fusionbench import report as reports
 from fusion_bench_featcal.fusionbench.options import RunSettings
 from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.suites import image
@@ -75,8 +76,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setenv("COLUMNS", "80")
         patch.setattr("sys.argv", ["fusion_bench", "method=featcal"])
         for owner, name, events_of in (
-            (run_results, "evaluate", lambda pool, model, tasks=(): tasks or ()),
-            (run_results.RunResults, "add_row", lambda results, name, *_: [name]),
+            (reports, "evaluate", lambda pool, model, tasks=(): tasks or ()),
+            (reports.SavedReport, "add", lambda _, name, *__: [name]),
             (CLIPVisionModel, "save_pretrained", lambda *_: ["save"]),
         ):
             patch.setattr(owner, name, noting(getattr(owner, name), events_of))
@@ -152,7 +153,7 @@ def test_the_model_is_saved_even_if_its_evaluation_fails(
     def fail(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_results, "evaluate", fail)
+    monkeypatch.setattr(reports, "evaluate", fail)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         run_method(tmp_path, *PRESET, *FEW)
     assert CLIPVisionModel.from_pretrained(tmp_path / "saved")

@@ -19,7 +19,7 @@ from fusion_bench_featcal.lab.settings_page import algorithm_class, method_names
 from fusion_bench_featcal.rules import completed, rule_of
 
 BY_HAND = {"base_method", "upstream_mergers", "mergers_alone", "post_merging_methods", "leave_out",
-           "notes"}  # fmt: skip
+           "notes", "reads_test"}  # fmt: skip
 """Settings of which YAML has more than the default."""
 CONFIG = Path(__file__).resolve().parents[1] / "config"
 NAN, INF = float("nan"), float("inf")

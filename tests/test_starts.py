@@ -1,7 +1,6 @@
 """Every method, pool and task pool of `config/` starts or says why not, and plans say the same."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from fusion_bench_featcal.fusionbench.config_checks import (
 from fusion_bench_featcal.fusionbench.console import FeatCalJob, explained
 from fusion_bench_featcal.fusionbench.plan_run import plan_run
 from fusion_bench_featcal.fusionbench.program_processes import open_fabric
-from fusion_bench_featcal.fusionbench.run_results import RunResults
+from fusion_bench_featcal.fusionbench.report import Report
 from fusion_bench_featcal.lab.compare.cells import CellRunner
 from fusion_bench_featcal.streams.streams import Streams
 
@@ -79,7 +78,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)  # plans compose a third faster
-    for owner, name in ((Streams, "begin"), (RunResults, "add_row"), (CellRunner, "run")):
+    for owner, name in ((Streams, "begin"), (Report, "add"), (CellRunner, "run")):
         monkeypatch.setattr(owner, name, stop)
     monkeypatch.setattr(upstream, "run_merger", stop)  # by a merger of FusionBench
 

@@ -13,9 +13,7 @@ from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note
-from fusion_bench_featcal.results.remarks import add_figures, notes_of_log
-from fusion_bench_featcal.results.run import GIVEN, row_of_rule
-from fusion_bench_featcal.run.problem import CalibrationResult
+from fusion_bench_featcal.results.run import GIVEN, Facts, row_of_rule
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _MORE = "Try more samples (samples_per_task), {}, or leaving their experts out"
@@ -74,14 +72,21 @@ class Evaluation:
                 scores[task] = self._tests[task].score(expert)
             if models.has_heads:
                 self.heads[task] = expert
-        self._add_row(EXPERTS, scores)
+        if scores:
+            self._add_row(EXPERTS, scores)
         self.add(self.report.merger, merged)
         if weak := weak_experts(scores, self._scores[self.report.merger]):
             self.report.note(Note(NOTE, _NOT_EXPERTS.format(", ".join(weak))))
         if failing := [task for task, score in scores.items() if score.accuracy < _FEW]:
             self.report.note(Note(NOTE, _HARDLY.format(", ".join(failing))))
 
-    def add(self, name: str, body: ExpertSource) -> None:
+    def add(
+        self,
+        name: str,
+        body: ExpertSource,
+        facts: Facts | None = None,
+        cost: Mapping[str, float] | None = None,
+    ) -> None:
         """Evaluate the merged model with the given weights of its body, and add its row."""
         models, scores = self._models, {}
         if self._tests or models.has_heads:  # heads are stored with their body
@@ -91,34 +96,33 @@ class Evaluation:
                 if models.has_heads:
                     whole = models.with_body(task, self.heads[task], models.body(model))
                 scores[task] = tests.score(whole.eval())
-        self._add_row(name, scores)
-
-    def _add_row(self, name: str, scores: Mapping[str, Score]) -> None:
         self._scores[name] = scores
+        if scores or facts is not None:
+            self._add_row(name, scores, facts or Facts(), cost)
+
+    def _add_row(
+        self,
+        name: str,
+        scores: Mapping[str, Score],
+        facts: Facts = Facts(),  # noqa: B008 frozen
+        cost: Mapping[str, float] | None = None,
+    ) -> None:
         values = {
             metric: {task: getattr(score, metric) for task, score in scores.items()}
             for metric in ("accuracy", "loss")
         }
         flags = {task: score.correct for task, score in scores.items()}
         has_flags = bool(flags) and all(flag is not None for flag in flags.values())
-        if scores or name not in (EXPERTS, self.report.merger):
-            self.report.add_row(name, values, correct=flags if has_flags else None)
+        correct = flags if has_flags else None
+        self.report.add_model(name, values, facts, correct=correct, cost=cost)
 
-    def conclude(
-        self, settings: FeatCalSettings, result: CalibrationResult, cost: Mapping[str, Any]
-    ) -> Verdict:
+    def conclude(self, settings: FeatCalSettings) -> Verdict:
         """Compare the calibrated model with the merged one, and complete the report."""
         report, name = self.report, row_of_rule(settings.rule)
-        samples = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
-        row = report.row(name)
-        row.settings, row.cost = settings.of_the_model().as_dict(), dict(cost)
-        row.samples = {task: {"samples": n, "split": "data"} for task, n in samples.items()}
-        add_figures(report, row, result.log.records)
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
         held_back = self._tests.keys() - self._models.request.eval.keys()
         verdict = compare(self._scores[report.merger], self._scores[name], advice, held_back)
         report.note(
-            *notes_of_log(name, result.log.records),
             *(Note(GAIN, text) for text in verdict.gains),
             Note(VERDICT, verdict.sentence),
         )

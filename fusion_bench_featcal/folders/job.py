@@ -36,6 +36,7 @@ from fusion_bench_featcal.folders.texts import open_class_task, open_language_ta
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
+from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.run.devices import check_device
@@ -163,13 +164,15 @@ def _evaluate_and_save(
     read = sum(map(total_bytes, models.sources.values()))
     result.reads["budget"] = settings.expert_read_budget
     result.reads["upstream"] = merger and {"merger": merger, "experts": read}
-    evaluation.add(row, result.weights)
-    verdict = evaluation.conclude(settings, result, cost.as_dict())
+    counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
+    samples = {task: {"samples": count, "split": "data"} for task, count in counts.items()}
+    facts = calibration_facts(row, settings, result.log.records, samples)
+    evaluation.add(row, result.weights, facts, cost.as_dict())
+    verdict = evaluation.conclude(settings)
     if has_saved := verdict.is_good or not request.strict:
         origin = {"merged model": request.merged or request.merge}
-        counts = {name: task.samples for name, task in tasks.items()}
-        facts = CardFacts(row, origin, settings.of_the_model().as_dict(), counts)
-        save(models, result, processor, facts, evaluation)
+        card = CardFacts(row, origin, facts.settings, counts)
+        save(models, result, processor, card, evaluation)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     return has_saved
 

@@ -1,6 +1,6 @@
 """The common inputs of methods: pools, device, base, experts and calibration batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,14 +10,13 @@ from torch import nn
 from fusion_bench_featcal.data.embeddings import Pooling, encoder_of_texts
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
 from fusion_bench_featcal.fusionbench.data import (
     calibration_batches,
     with_own_data,
 )
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor, text_kind
-from fusion_bench_featcal.rules import rule_of
+from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _CLASS_TOKEN = "embeddings.cls_token"  # with a prefix in models with a head
@@ -32,12 +31,17 @@ class MethodInputs:
         taskpool: The task pool for evaluations, or None.
         fabric: Lightning Fabric: the device and the precision.
         program: FusionBench's running program, which mergers need, or None.
+        processes: The processes that share a calibration.
+        upstream: The merger whose reads count as those of the next method (`upstream.Upstream`), or
+            None if there is none.
     """
 
     modelpool: BaseModelPool
     taskpool: Any
     fabric: Any
     program: Any = None
+    processes: Processes = field(default_factory=Processes)
+    upstream: Any = None
 
     @cached_property
     def models(self) -> PoolModels:
@@ -114,38 +118,3 @@ class MethodInputs:
                 f"the pool has no base model (modelpool.models.{BASE_MODEL}), which {purpose}: "
                 f"name it{instead}"
             )
-
-
-def check_sources(settings: FeatCalSettings, inputs: MethodInputs) -> None:
-    """Refuse a pool without a base that the rule needs, or without a task's data.
-
-    Nothing is opened.
-
-    Raises:
-        CalibrationError: Naming the setting.
-    """
-    if rule_of(settings).needs_base:
-        inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
-    pool, split = with_own_data(inputs.modelpool, settings), settings.calibration_split
-    check_tasks_have_data(pool.model_names, getattr(pool, f"{split}_dataset_names"), split)
-
-
-def check_calibration(settings: FeatCalSettings, inputs: MethodInputs) -> dict[str, Any]:
-    """Refuse a calibration that cannot succeed, before a model is loaded.
-
-    Returns:
-        Task -> calibration batches, of opened datasets.
-
-    Raises:
-        CalibrationError: If data or base are missing, a model does not fit or the read budget is
-            too small.
-        ValueError: If no family fits the models.
-    """
-    check_sources(settings, inputs)
-    for name, expert in inputs.models.experts.items():
-        if settings.expert_read_budget and expert.module is None and expert.files is None:
-            raise CalibrationError(
-                f"method.expert_read_budget needs experts in safetensors files, unlike {name!r} "
-                f"(modelpool.models.{name}): save it as safetensors, or set the budget to null"
-            )
-    return inputs.batches(settings)

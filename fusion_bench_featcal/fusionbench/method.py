@@ -1,7 +1,6 @@
 """The base of this package's FusionBench methods, whose keys are declared settings."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
@@ -10,28 +9,11 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
-from fusion_bench_featcal.families import check_family
-from fusion_bench_featcal.fusionbench.inputs import (
-    MethodInputs,
-    check_calibration,
-    check_sources,
-)
-from fusion_bench_featcal.fusionbench.options import (
-    FUSION_BENCH_KEYS,
-    Choices,
-    RunSettings,
-    checked_choices,
-    read_settings,
-    suite_of,
-)
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, read_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, open_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
-from fusion_bench_featcal.fusionbench.saving import check_disks, folder_of_job
-from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.run.checkpoint import open_checkpoint
-from fusion_bench_featcal.run.processes import Processes
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.fusionbench.saving import folder_of_job
 
 
 class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
@@ -100,64 +82,3 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a setting does not fit them.
         """
         open_pool_models(inputs.models)
-
-
-class CalibratingMethod(DeclaredMethod):
-    """A method with all settings of `method=featcal`.
-
-    Attributes:
-        settings: Those of the calibration.
-        run_settings: Those of the run around it.
-    """
-
-    base_method: Any
-
-    def __init__(self, **keys: Any) -> None:
-        """Check all settings before any model is loaded.
-
-        Raises:
-            ValueError: If a key is unknown or a value is not accepted.
-        """
-        super().__init__(**keys)
-        self.settings: FeatCalSettings = self.declared[0]
-        self.run_settings: RunSettings = self.declared[1]
-        check_family(self.settings.family)
-        rule_of(self.settings)
-        self._processes: Processes = Processes()
-
-    @cached_property
-    def choices(self) -> Choices:
-        """The further models that the run makes, by its settings or the model pool's."""
-        return checked_choices(self.settings, self.run_settings, suite_of(self._program))
-
-    @property
-    def rows(self) -> dict[str, FeatCalSettings]:
-        """Calibrated row -> its settings, the method's own first."""
-        return self.choices.rows(self.settings)
-
-    @property
-    def planned_rows(self) -> dict[str, int]:
-        """Every row is made once."""
-        return dict.fromkeys(self.rows, 1)
-
-    def upstream(self, inputs: MethodInputs) -> Upstream:
-        """Return the upstream merger, which has not run yet."""
-        return Upstream(self.base_method, inputs.models)
-
-    def check(self, inputs: MethodInputs) -> None:
-        """Refuse folders, a merger and a pool that cannot be used. Nothing is opened."""
-        for settings in self.rows.values():
-            with open_checkpoint(settings, self._processes):
-                pass  # raises if it cannot be used
-        self.upstream(inputs)
-        super().check(inputs)
-        for settings in self.rows.values():
-            check_sources(settings, inputs)
-
-    def open(self, inputs: MethodInputs) -> dict[str, Any]:
-        """Open models and data. Returns the calibration batches of each row."""
-        super().open(inputs)
-        folders = [settings.checkpoint_dir for settings in self.rows.values()]
-        check_disks(self._program, inputs.models, folders)
-        self.upstream(inputs).budget_left(self.settings)  # raises if the merger exceeds it
-        return {name: check_calibration(settings, inputs) for name, settings in self.rows.items()}

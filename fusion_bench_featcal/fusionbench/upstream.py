@@ -41,12 +41,15 @@ class Upstream:
         name: Name of its row in reports.
     """
 
-    def __init__(self, config: Any, models: PoolModels) -> None:
+    def __init__(
+        self, config: Any, models: PoolModels, setting: str = "method.base_method"
+    ) -> None:
         """Refer to the merger, which has not run yet.
 
         Args:
             config: `method.base_method`, checked by `check_merger`.
             models: The pool's models.
+            setting: The setting with the config, for messages.
 
         Raises:
             CalibrationError: If there is neither a merger nor a merged model in the pool, or the
@@ -60,10 +63,10 @@ class Upstream:
             )
         target = None if config is None else config.get("_target_")
         if target is not None:
-            import_target("method.base_method", target)
+            import_target(setting, target)
         self.config = config
         self.name = MERGED if config is None else method_name(config)
-        self._models = models
+        self._models, self._setting = models, setting
 
     def merged_model(self, program: Any) -> nn.Module:
         """Merge, or load the pool's merged model.
@@ -80,7 +83,7 @@ class Upstream:
         merged = merged_from_files(self.config, self._models)
         if merged is not None:
             return merged
-        return run_merger(program, self.config, self._models.pool, "method.base_method")
+        return run_merger(program, self.config, self._models.pool, self._setting)
 
     def budget_left(self, settings: FeatCalSettings) -> float | str | None:
         """Return the rest of a read budget for the calibration, or None without a limit.

@@ -14,14 +14,14 @@ _RUNS = {
     "compare": "lab.compare.ComparisonAlgorithm",
     "diagnose": "lab.diagnosis.DiagnosisAlgorithm",
 }
-"""`method=<name>` -> its class, for methods outside the registry."""
+"""`method=<name>` -> its class, for methods that are no rivals."""
 
 
 def method_names() -> list[str]:
     """Return the names of all methods with settings, in the form of `method=<name>`."""
-    from fusion_bench_featcal.lab.rivals.method import all_methods
+    from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
 
-    return [*_RUNS, *all_methods()]
+    return [*_RUNS, *ALGORITHMS]
 
 
 def algorithm_class(method: str) -> Any:
@@ -29,10 +29,9 @@ def algorithm_class(method: str) -> Any:
     if method in _RUNS:
         module, _, name = _RUNS[method].rpartition(".")
         return getattr(import_module(f"fusion_bench_featcal.{module}"), name)
-    from fusion_bench_featcal.lab.rivals.method import all_methods
-    from fusion_bench_featcal.lab.rivals.standalone import algorithm_of
+    from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
 
-    return algorithm_of(all_methods()[method])
+    return ALGORITHMS[method]
 
 
 def settings_of_method(method: str) -> list[Field[Any]]:

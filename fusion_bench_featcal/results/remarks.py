@@ -8,10 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fusion_bench_featcal.rules import BY_NAME, completed, rule_of
 from fusion_bench_featcal.run.log import exchanged_samples
+from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 from .notes import BELOW, NOTE, SAMPLES, UPDATE, Note
-from .run import DRIFT, ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Line, Row, Run
+from .run import ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Facts, Line, Row
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
@@ -61,19 +63,35 @@ def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {t: drift for t, drift in drifts.items() if drift is not None and math.isfinite(drift)}
 
 
-def add_figures(run: Run, row: Row, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add to a row, and to the lines of its run, the figures of its calibration log."""
-    row.facts = facts_of_log(records)
-    row.scores |= {DRIFT: drift} if (drift := final_drift(records)) else {}
-    run.lines += share_lines(row.name, records)
+def calibration_facts(
+    row: str,
+    settings: FeatCalSettings,
+    records: Sequence[Mapping[str, Any]],
+    samples: Mapping[str, Mapping[str, Any]],
+) -> Facts:
+    """Return what a report says of a calibrated model.
 
-
-def notes_of_log(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
-    """Return all notes on the calibration log of a row."""
-    notes = [*doubted_samples(name, records), *largest_update(name, records)]
-    if facts_of_log(records).get(ROWS_ENERGY, HARDLY) < HARDLY:
-        notes.append(Note(NOTE, _SAMPLES_ALONE, name))
-    return notes
+    Args:
+        row: Its row.
+        settings: Settings of the calibration.
+        records: Its log.
+        samples: Task -> {"samples", "split"}.
+    """
+    values, numbers = completed(settings).as_dict(), facts_of_log(records)
+    notes = [*doubted_samples(row, records), *largest_update(row, records)]
+    if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
+        notes.insert(0, Note(NOTE, f"solved by the rule {rule_of(settings)!r}", row))
+    if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY:
+        notes.append(Note(NOTE, _SAMPLES_ALONE, row))
+    return Facts(
+        settings={key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN},
+        seed=settings.seed,
+        samples=samples,
+        numbers=numbers,
+        drift=final_drift(records),
+        lines=share_lines(row, records),
+        notes=notes,
+    )
 
 
 def facts_of_log(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

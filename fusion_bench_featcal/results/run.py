@@ -12,7 +12,7 @@ from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.files.json_files import plain
 
-from .notes import LOSS, Note
+from .notes import LOSS, SAMPLES, Note
 
 BASE = "base"
 EXPERTS = "experts"
@@ -23,7 +23,7 @@ GIVEN = "merged"
 AVERAGE = "average"
 ACCURACY = "accuracy"
 DRIFT = "relative_drift"
-"""Metric of calibrated models, measured on samples: see `remarks.final_drift`."""
+"""Metric of calibrated models, measured on samples: see `Facts.drift`."""
 ROWS_SHARE, ROWS_ENERGY, ROWS_ERROR = "rows_share", "rows_energy", "rows_error"
 """Figures of FeatCal+: see `remarks.facts_of_log` and `remarks.share_lines`."""
 COST = "cost."
@@ -107,6 +107,33 @@ class Row:
         ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a report says of a model besides its scores, time and memory.
+
+    Attributes:
+        settings: Settings of its method.
+        seed: Seed of samples and training, or None without randomness.
+        samples: Task -> {"samples", "split"} used, empty for methods without data.
+        cost: Further costs.
+        numbers: Further numbers of the method, which become `Row.facts`.
+        drift: Task -> final drift relative to the expert's features.
+        lines: Lines of the long table.
+        notes: Sentences for the reader.
+        files: Name -> text of a file in the run's folder.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cost: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    drift: Mapping[str, float] = field(default_factory=dict)
+    lines: Sequence[Line] = ()
+    notes: Sequence[Note] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(kw_only=True)
 class Run:
     """Rows of one command and their conditions.
@@ -178,6 +205,31 @@ class Run:
             setattr(row, key, plain(getattr(row, key), f"{name}.{key}"))
         self.rows.append(row)
         return row
+
+    def add_model(
+        self,
+        name: str,
+        scores: Scores,
+        facts: Facts,
+        *,
+        correct: Mapping[str, Any] | None = None,
+        cost: Mapping[str, float] | None = None,
+    ) -> Row:
+        """Add the results of a method's model, with its lines and notes. Raises as `add_row`."""
+        if any(entry["split"] == "test" for entry in facts.samples.values()):
+            self.note(Note(SAMPLES, f"{name} was made with samples of the test split"))
+        self.note(*facts.notes)
+        self.lines += facts.lines
+        return self.add_row(
+            name,
+            {**scores, **({DRIFT: facts.drift} if facts.drift else {})},
+            correct=correct,
+            settings=dict(facts.settings),
+            seed=facts.seed,
+            samples=dict(facts.samples),
+            cost={**(cost or {}), **facts.cost},
+            facts=dict(facts.numbers),
+        )
 
     def note(self, *notes: Note) -> None:
         """Add notes with the run's merger. Secrets in their texts are masked."""

@@ -122,7 +122,7 @@ def _with_names(suite: str, frame: Any, names: Mapping[str, str]) -> Table:
         ("task\nid", lambda row: _yes(row.get(f"cost.{TASK_ID}"))),
     ]
     cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
-    cells = [(head, texts) for head, texts in cells if {*texts} != {ABSENT}]
+    cells = [(head, texts) for head, texts in cells if {*texts} - {ABSENT, _yes(0)}]
     unit_text = ", %" if unit.factor == 100 else ""
     title = f"{suite}: {metric}{unit_text}" if names else suite
     lines = [

@@ -22,7 +22,6 @@ OURS = TRAINED | {"stream": "calibration"}
 RIVALS: dict[str, dict[str, Any]] = {
     "FeatCal": DRAW,
     "Distillation": TRAINED,
-    "ProDistill": DRAW | {"epochs": 2},
     "RegMean": DRAW,
     "RegMeanPlusPlus": DRAW,
     "Lot": DRAW,
@@ -35,7 +34,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *((kind, "clip") for kind in RIVALS),
-    *((kind, "causal") for kind in ("Distillation", "ProDistill", "Surgery")),
+    *((kind, "causal") for kind in ("Distillation", "Surgery")),
     *((kind, "seq2seq") for kind in ("ESM", "ProbSurgery", "RidgeSurgery")),
     *((kind, "bert") for kind in ("FeatCal", "DCMerge", "Distillation", "SurgeryV2")),
 ]
@@ -94,7 +93,7 @@ def test_a_model_is_finite_described_and_survives_saving(
     assert json.loads(json.dumps(method.settings)).items() >= few.items()
 
 
-@pytest.mark.parametrize("kind", ["ProDistill", "ESM", "RidgeSurgery", "Surgery"])
+@pytest.mark.parametrize("kind", ["ESM", "RidgeSurgery", "Surgery"])
 def test_its_algorithm_repeats_it_without_labels_and_leaves_experts(kind, fitted, models) -> None:
     """Labels of images and the test split play no part."""
     is_merger = hasattr(getattr(rivals, kind), "merge")
@@ -163,13 +162,13 @@ def test_pools_before_a_model_is_loaded(kind, keys, absent, tests, message, mode
 def test_models_that_cannot_be_corrected(pool_of, tmp_path) -> None:
     texts = inputs_of(refusing(pool_of("causal")))
     with pytest.raises(CalibrationError, match=r"has no ln_f: .*final_norm"):
-        rivals.RidgeSurgery(final_norm="ln_f").check(texts)
+        rivals.RidgeSurgery(final_norm="ln_f").open(texts)
     with pytest.raises(CalibrationError, match="surgery_v2 corrects no language models"):
-        rivals.SurgeryV2().check(texts)
+        rivals.SurgeryV2().open(texts)
     encoders = encoder_pool(tmp_path)
     (tmp_path / "pretrained" / "modules.json").unlink()
     with pytest.raises(CalibrationError, match=r"corrects no classifiers: .*modules\.json"):
-        rivals.RidgeSurgery(stream="calibration").check(inputs_of(refusing(encoders)))
+        rivals.RidgeSurgery(stream="calibration").open(inputs_of(refusing(encoders)))
 
 
 def test_features_and_training_that_are_not_finite(models) -> None:

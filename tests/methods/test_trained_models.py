@@ -1,17 +1,17 @@
-"""Distillation and ProDistill: trained parameters and targets, beside slow versions."""
+"""Distillation: trained parameters and targets, beside a slow version."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, calls_of, gamma
+from calibrations import assert_identical, gamma
 from rivals import generator
-from tiny_models import Suite, clip_suite, decoder_suite, residual_suite
+from tiny_models import Suite, clip_suite, decoder_suite
 from tiny_pools import in_memory
 from torch import Tensor, nn
 
-from fusion_bench_featcal.lab.rivals import Distillation, ProDistill
+from fusion_bench_featcal.lab.rivals import Distillation
 
 
 def distilled(suite: Suite, **settings: Any) -> Any:
@@ -77,64 +77,3 @@ def test_positions_that_predict_nothing_have_no_part_in_the_loss() -> None:
     for batch in (batch for batches in suite.inputs.values() for batch in batches):
         batch["input_ids"][batch["attention_mask"] == 0] = 7
     assert_identical(distilled(suite, steps=3), reference)
-
-
-def prodistill_by_hand(suite: Suite, method: ProDistill) -> nn.Module:
-    """Block by block, with models run whole."""
-    tasks = list(suite.experts)
-    start = {name: value.detach() for name, value in suite.base.named_parameters()}
-    experts = [dict(expert.named_parameters()) for expert in suite.experts.values()]
-    vectors = {n: torch.stack([e[n].detach() - v for e in experts]) for n, v in start.items()}
-    model = copy.deepcopy(suite.base).requires_grad_(False)
-
-    def block_io(net: nn.Module, batch: Any, block: str) -> tuple[Tensor, Tensor]:
-        ((inputs, output),) = calls_of(net, block, lambda: net(batch))
-        return inputs[0], output
-
-    def mixed(name: str, weights: Tensor) -> Tensor:
-        return start[name] + (weights * vectors[name]).sum(0)
-
-    for name, value in model.named_parameters():
-        value += mixed(name, torch.tensor(method.coefficient)) - value
-    for block in ("layers.0", "layers.1", "layers.2"):
-        lessons = [
-            (block_io(model, batch, block)[0], block_io(suite.experts[task], batch, block)[1])
-            for task in tasks
-            for batch in suite.inputs[task]
-        ]
-        names = [name for name in start if name.startswith(f"{block}.")]
-        weights = [(0 * vectors[n] + method.coefficient).requires_grad_() for n in names]
-        steps = -(-len(lessons) // method.batches_per_step)
-        numbers = generator(method.seed, block, "batches")
-        adam = torch.optim.Adam(weights, method.learning_rate)
-        passes = [torch.randperm(len(lessons), generator=numbers) for _ in range(method.epochs)]
-        for rows in (r for one in passes for r in one.split(method.batches_per_step)[:steps]):
-            pairs = zip(names, weights, strict=True)
-            values = {n.removeprefix(f"{block}."): mixed(n, w) for n, w in pairs}
-            far = [
-                torch.func.functional_call(model.get_submodule(block), values, (lessons[i][0],))
-                - lessons[i][1]
-                for i in rows
-            ]
-            # The loss is the sum over the update's batches of squares, each added up.
-            adam.zero_grad()
-            torch.cat(far).square().sum().backward()
-            adam.step()
-        for n, w in zip(names, weights, strict=True):
-            model.get_parameter(n).data = mixed(n, w.detach())
-    return model
-
-
-def test_prodistill_trains_coefficients_as_written_out() -> None:
-    suite = residual_suite()
-    method = ProDistill(epochs=3, batches_per_step=2, family=suite.family)
-    result = method.merge_models(suite.base, suite.experts, suite.inputs)
-    # The loss is a float32 sum over a batch's features. Adam moves a coefficient by up to the
-    # step size in each update, with twice the relative error of its gradient.
-    rows = max(batch.numel() for batches in suite.inputs.values() for batch in batches)
-    steps = method.epochs * sum(map(len, suite.inputs.values()))
-    bound = steps * method.learning_rate * 2 * gamma(method.batches_per_step * rows)
-    start = dict(suite.base.named_parameters())
-    for name, value in prodistill_by_hand(suite, method).named_parameters():
-        vectors = sum((e.get_parameter(name) - start[name]).abs() for e in suite.experts.values())
-        assert ((result.get_parameter(name) - value).abs() <= bound * vectors).all(), name

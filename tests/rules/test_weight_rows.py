@@ -13,9 +13,10 @@ from tricky_models import biased, stack_suite
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.models.saving import CardFacts, card_text
 from fusion_bench_featcal.results import read_run, write_run
-from fusion_bench_featcal.results.remarks import add_figures, notes_of_log
+from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.rules import Linear
 from fusion_bench_featcal.rules.weight_rows import WeightRows
+from fusion_bench_featcal.settings import FeatCalSettings
 
 WIDTH = 6
 
@@ -75,10 +76,15 @@ def record(block: str, e: float, f: float) -> dict[str, Any]:
 
 def test_a_run_reports_the_median_share(tmp_path: Path):
     records = [record("one", 1, 0.5), record("one", 3, 0.7), record("two", 9, 0.1)]
-    run = make_run(LEVELS)
-    row, other = run.rows[-1], run.rows[0]
-    add_figures(run, row, records)
-    add_figures(run, other, [])
+    run, settings = make_run(LEVELS), FeatCalSettings(rule="plus")
+    scores = {"accuracy": run.rows[-1].scores["accuracy"]}
+    correct = run.rows[-1].correct
+    row = run.add_model(
+        "plus", scores, calibration_facts("plus", settings, records, {}), correct=correct
+    )
+    other = run.add_model(
+        "none", scores, calibration_facts("none", settings, [], {}), correct=correct
+    )
     assert row.facts == FACTS and other.facts == {}
     lines = {(line["block"], line["metric"]): line["value"] for line in run.lines}
     assert {line["row"] for line in run.lines} == {row.name} and lines == {
@@ -86,11 +92,11 @@ def test_a_run_reports_the_median_share(tmp_path: Path):
         ("two", "rows_share"): 0.1, ("two", "rows_error"): 9,
     }  # fmt: skip
     again = read_run(write_run(tmp_path, run))
-    assert again.rows[-1].facts == FACTS and len(again.lines) == 4
+    assert again.row("plus").facts == FACTS and len(again.lines) == 4
     card = card_text(CardFacts(row.name), None, {}, again)
     assert "## Calibration\n\n- rows_share: `0.5`\n- rows_energy: `2.0`" in card
-    assert notes_of_log("r", records) == []
-    (note,) = notes_of_log("r", [record("one", 300, 0.01)])
+    assert run.notes == []
+    (note,) = calibration_facts("r", settings, [record("one", 300, 0.01)], {}).notes
     assert note.sentence.startswith("r: the experts' weights say little about their data")
 
 

@@ -9,8 +9,8 @@ settings, so a study is Hydra's own sweep, whose jobs fill one folder:
 import copy
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.options import plain, suite_of
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
-from fusion_bench_featcal.fusionbench.run_results import suite_name
+from fusion_bench_featcal.fusionbench.report import suite_name
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
 from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
@@ -110,6 +110,12 @@ class ComparisonSettings(Settings):
         "Names that run only if they are chosen, with the reason.",
         accepts="null or a mapping of names to reasons",
     )
+    reads_test: Any = setting(
+        None,
+        "Mergers that use the test split.",
+        accepts="null or a list of names",
+        check=lambda value: value is None or is_text_list(value),
+    )
     notes: Mapping[str, str] | None = setting(
         None,
         "Footnotes of the tables, by merger or method.",
@@ -157,7 +163,8 @@ class ComparisonAlgorithm(DeclaredMethod):
         results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
         store = prepare_directory(results_dir, RESULTS_DIR)
         folder = (store / "table") if self.log_dir is None else Path(self.log_dir)
-        runner = CellRunner(inputs, suite, settings.seed, tasks, label, store)
+        readers = settings.reads_test or ()
+        runner = CellRunner(inputs, suite, settings.seed, tasks, label, store, readers)
         done = _run_cells(runner, cells)
         self._report(folder, store, done)
         failed = [note for note in done.notes if note.kind == FAILED]
@@ -190,18 +197,22 @@ class ComparisonAlgorithm(DeclaredMethod):
                 "compare returns no model to save: leave merged_model_save_path out, and run "
                 "the method that you choose by itself"
             )
-        _ = self.cells
+        methods = self._methods
         super().check(inputs)
+        for name, method in methods.items():
+            with _naming_method(name):
+                method.check(inputs)
 
     def open(self, inputs: MethodInputs) -> None:
-        """Open models and data, and refuse settings of methods that do not fit the pools."""
+        """Open models and data of all methods."""
         super().open(inputs)
-        for name, method in {cell.row: cell.method for cell in self.cells if cell.method}.items():
-            try:
-                method.check(inputs)
-            except (CalibrationError, ValueError) as error:
-                kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
-                raise kind(f"method.post_merging_methods.{name}: {error}") from error
+        for name, method in self._methods.items():
+            with _naming_method(name):
+                method.open(inputs)
+
+    @property
+    def _methods(self) -> dict[str, Any]:
+        return {cell.row: cell.method for cell in self.cells if cell.method}
 
     def _report(self, folder: Path, store: Path, done: Run) -> None:
         """Write this command's cells as one run, and show their table at the end."""
@@ -214,6 +225,15 @@ class ComparisonAlgorithm(DeclaredMethod):
             lines = closing_lines_of_a_comparison(folder, store)
             show_run(done)
             print("\n".join(lines))
+
+
+@contextmanager
+def _naming_method(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (CalibrationError, ValueError) as error:
+        kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
+        raise kind(f"method.post_merging_methods.{name}: {error}") from error
 
 
 def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:

@@ -8,9 +8,9 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -21,30 +21,18 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.files import new_path
+from fusion_bench_featcal.files import new_path, write_atomic
 from fusion_bench_featcal.fusionbench.data import samples_used
-from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.fusionbench.program import run_merger
+from fusion_bench_featcal.fusionbench.report import Report
+from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
+from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.compare.grid import Cell, Merger
-from fusion_bench_featcal.lab.rivals.method import Method
 from fusion_bench_featcal.models.hub import commits
-from fusion_bench_featcal.results import (
-    BASE,
-    ReportError,
-    Run,
-    describe_device,
-    measure,
-    read_run,
-    versions,
-    write_run,
-)
+from fusion_bench_featcal.results import Cost, ReportError, Run, measure, read_run, write_run
 from fusion_bench_featcal.results.lines import RUN_FILE
-from fusion_bench_featcal.results.run import conditions_of, training_lines
-from fusion_bench_featcal.results.show import TASK_ID
+from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.run.digests import digest_text, own_code
 
 log = logging.getLogger(__name__)
@@ -68,6 +56,7 @@ class CellRunner:
         tasks: Tasks of the comparison, or None for all.
         tasks_label: Their number or names, which distinguishes rows in reports.
         folder: Folder of finished cells, which are not run again.
+        reads_test: Mergers that use the test split.
     """
 
     inputs: MethodInputs
@@ -76,16 +65,17 @@ class CellRunner:
     tasks: list[str] | None
     tasks_label: int | str
     folder: Path
+    reads_test: Collection[str]
     _merged: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         pool, fabric = self.inputs.modelpool, self.inputs.fabric
-        self._precision = str(fabric.strategy.precision.precision)
+        precision = str(fabric.strategy.precision.precision)
         self._common = [
             *(_config_of(pool), _config_of(self.inputs.taskpool), self.tasks),
             # A model in memory has no name to identify it by: cells with it are not used again.
             time.time_ns() if pool.has_instance_models else None,
-            *([version(package) for package in _PACKAGES], fabric.device.type, self._precision),
+            *([version(package) for package in _PACKAGES], fabric.device.type, precision),
         ]
 
     def path(self, cell: Cell) -> Path:
@@ -112,67 +102,52 @@ class CellRunner:
             except ReportError as error:
                 log.warning("%s. It runs again", error)
         lightning.seed_everything(self.seed, verbose=False)
+        merger, config = (cell.merger.name, cell.merger.config) if cell.merger else ("", None)
+        names: Any = {"suite": self.suite, "merger": merger, "base_method": config}
+        report = Report(self.inputs, tasks=self.tasks, tasks_label=self.tasks_label, **names)
         try:
-            evaluation, details = self._evaluated_cell(cell)
+            files = self._add(cell, report)
         finally:
             gc.collect()  # frees models in reference cycles before the next one is loaded
-        curves = details.pop("curves", {})
-        done = Run(suite=self.suite, merger=cell.merger.name if cell.merger else "")
-        done.add_row(cell.row, evaluation.scores, correct=evaluation.correct, **details)
-        done.lines += training_lines(cell.row, curves)
-        done.rows[0].settings["tasks"] = self.tasks_label
-        done.rows[0].conditions["precision"] = self._precision
-        done.versions = versions() | commits()
-        done.device = describe_device(self.inputs.fabric.device)
-        _write(path, done)
-        return done
+        report.run.versions |= commits()
+        _write(path, report.run, files)
+        return report.run
 
-    def _evaluated_cell(self, cell: Cell) -> tuple[Evaluation, dict[str, Any]]:
-        """Build and evaluate a cell's model. Return also the details of its row."""
+    def _add(self, cell: Cell, report: Report) -> Mapping[str, str]:
+        """Make and evaluate a cell's model. Return the texts of its method's files."""
         if cell.merger is None:
-            if cell.row == BASE:
-                base = load_pool_model(self.inputs.modelpool, BASE_MODEL)
-                return self._evaluated(base), {}
-            return self._experts(), {}
+            report.add_references([cell.row])
+            if not report.run.rows:
+                raise CalibrationError(
+                    f"{report.run.notes[-1].text}: set modelpool.models, or leave {cell.row} out "
+                    "of method.references"
+                )
+            return {}
         merged, merging = self._merged_model(cell.merger)
-        if cell.method is not None:
-            return self._improved(cell, cell.merger, merged, merging)
-        settings = dict(plain(cell.merger.config))
-        cost = {**merging, **_deployed(merged, {})}
-        details = {"seed": self.seed, "settings": settings, "cost": cost}
-        number, split = settings.get("samples_per_task"), settings.get("calibration_split", "train")
-        if number is None and "adamerging" in str(settings.get("name")):
-            number, split = sys.maxsize, "test"  # it trains its coefficients on the test split
-        if number is not None:
-            pool = self.inputs.modelpool
-            details["samples"] = samples_used(pool, pool.model_names, number, str(split))
-        return self._evaluated(merged), details
-
-    def _improved(
-        self, cell: Cell, merger: Merger, merged: nn.Module, merging: Mapping[str, float]
-    ) -> tuple[Evaluation, dict[str, Any]]:
-        """Improve a copy of the merged model, and evaluate it."""
-        method = cell.method
-        copy = copied_module(merged)
+        if cell.method is None:
+            report.add(cell.row, merged, self._facts_of_merger(cell.merger, merged), merging)
+            return {}
         with measure() as cost:
-            model = method.post_merge(copy, self.inputs)
-        del copy
-        if model is None:
-            raise CalibrationError(f"{type(method).__name__}.post_merge returned no model")
-        evaluation = self._evaluated(model)
-        details = {
-            "seed": self.seed,
-            "settings": dict(method.settings),
-            "conditions": conditions_of(merger.name, plain(merger.config), method.settings),
-            "cost": cost.as_dict() | _deployed(model, method.added(model)),
-            "samples": method.samples(list(evaluation.by_task)),
-            "curves": getattr(model, "curves", {}),
-        }
-        if "seconds" in merging:
-            details["cost"][TOTAL_SECONDS] = merging["seconds"] + (cost.seconds or 0.0)
-        return evaluation, details
+            model = improved(cell.method, merged, self.inputs)
+        if merging.seconds is not None and cost.seconds is not None:
+            cost.more[TOTAL_SECONDS] = merging.seconds + cost.seconds
+        tasks = self.tasks or self.inputs.modelpool.model_names
+        facts = replace(cell.method.facts(cell.row, model, tasks), seed=self.seed)
+        report.add(cell.row, model, facts, cost)
+        return facts.files
 
-    def _merged_model(self, merger: Merger) -> tuple[nn.Module, dict[str, float]]:
+    def _facts_of_merger(self, merger: Merger, merged: nn.Module) -> Facts:
+        settings = dict(plain(merger.config))
+        number, split = settings.get("samples_per_task"), settings.get("calibration_split", "train")
+        if merger.name in self.reads_test:
+            number, split = sys.maxsize, "test"
+        pool, samples = self.inputs.modelpool, {}
+        if number is not None:
+            samples = samples_used(pool, pool.model_names, number, str(split))
+        cost = deployed(merged, {})
+        return Facts(settings=settings, seed=self.seed, samples=samples, cost=cost)
+
+    def _merged_model(self, merger: Merger) -> tuple[nn.Module, Cost]:
         """Return the merged model and its cost. It is merged once.
 
         Raises:
@@ -180,35 +155,20 @@ class CellRunner:
         """
         if merger.name not in self._merged:  # another merger's cells are finished
             self._merged.clear()
-            config = OmegaConf.create(merger.config)
+            upstream = Upstream(
+                OmegaConf.create(merger.config), self.inputs.models, setting=merger.setting
+            )
             try:
                 with measure() as cost:
-                    model = run_merger(
-                        self.inputs.program, config, self.inputs.modelpool, merger.setting
-                    )
+                    model = upstream.merged_model(self.inputs.program)
             except Exception as error:
                 self._merged[merger.name] = reason_of(error)
                 raise
-            self._merged[merger.name] = model, cost.as_dict()
+            self._merged[merger.name] = model, cost
         merged = self._merged[merger.name]
         if isinstance(merged, str):
             raise CalibrationError(f"not merged: {merged}")
         return merged
-
-    def _experts(self) -> Evaluation:
-        """Evaluate the experts, each on its task."""
-        pool = self.inputs.modelpool
-        tasks = self.tasks or task_names(self.inputs.taskpool) or pool.model_names
-        for task in tasks:
-            if task not in pool.model_names:
-                raise CalibrationError(
-                    f"the model pool has no expert for the task {task}: set "
-                    f"modelpool.models.{task}, or leave experts out of method.references"
-                )
-        return join(evaluate(self.inputs.taskpool, load_pool_model(pool, t), [t]) for t in tasks)
-
-    def _evaluated(self, model: nn.Module) -> Evaluation:
-        return evaluate(self.inputs.taskpool, model, self.tasks)
 
 
 def reason_of(error: BaseException) -> str:
@@ -216,11 +176,13 @@ def reason_of(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def _write(path: Path, done: Run) -> None:
+def _write(path: Path, done: Run, files: Mapping[str, str]) -> None:
     """Write a finished cell: its folder is complete or absent."""
     try:
         with new_path(path) as part:
             write_run(part, done, RESULTS_DIR)
+            for name, text in files.items():
+                write_atomic(part / name, text, RESULTS_DIR)
             shutil.rmtree(path, ignore_errors=True)  # a damaged one
     except OSError:
         if not (path / RUN_FILE).exists():  # else another job has finished it at the same time
@@ -241,13 +203,3 @@ def _config_of(pool: Any) -> Any:
     if not isinstance(config, Mapping):
         return config
     return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
-
-
-def _deployed(model: nn.Module, added: Mapping[str, int]) -> dict[str, float]:
-    """Return what a model needs at inference in addition to the merged model."""
-    return {
-        # In FusionBench's protocol a surgery model receives the task with every batch.
-        TASK_ID: int(getattr(model, "is_surgery_model", False)),
-        "modules_added": len(added),
-        "parameters_added": sum(added.values()),
-    }

@@ -1,24 +1,24 @@
 """Post-merging methods and mergers: one class each, for FusionBench, comparisons and Python."""
 
-from importlib import import_module
-from typing import Any
+from fusion_bench_featcal.lazy import lazy_names
 
 _MODULES = {
-    "Chain": "chain", "CorrectedModel": "corrected_model", "FeatCal": "featcal", "Method": "method",
-    "SampleSettings": "method",
+    "Chain": "chain", "CorrectedModel": "corrected_model", "DCMerge": "dc_merge",
+    "Distillation": "distillation", "ESM": "esm", "Lot": "lot", "ProbSurgery": "surgery",
+    "RegMean": "regmean", "RegMeanPlusPlus": "regmean", "RidgeSurgery": "ridge_surgery",
+    "Surgery": "surgery", "SurgeryV2": "surgery",
 }  # fmt: skip
-"""Public names that are no option of the command line -> module."""
+_ALGORITHMS = (
+    "DCMergeAlgorithm", "DistillationAlgorithm", "ESMAlgorithm", "LotAlgorithm",
+    "MethodAlgorithm", "ProbSurgeryAlgorithm", "RegMeanAlgorithm", "RegMeanPlusPlusAlgorithm",
+    "RidgeSurgeryAlgorithm", "SurgeryAlgorithm", "SurgeryV2Algorithm",
+)  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """Return a method, its FusionBench class `<name>Algorithm`, or another public class."""
-    if name.endswith("Algorithm"):
-        kind = __getattr__(name.removesuffix("Algorithm"))
-        return import_module(f"{__name__}.standalone").algorithm_of(kind)
-    if name in _MODULES:  # FusionBench and torch are slow to import
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    if name[:1].isupper():
-        for kind in import_module(f"{__name__}.method").all_methods().values():
-            if kind.__name__ == name:
-                return kind
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# FusionBench and torch are slow to import.
+__getattr__ = lazy_names(
+    __name__,
+    {name: f".{module}" for name, module in _MODULES.items()}
+    | dict.fromkeys(_ALGORITHMS, ".standalone")
+    | dict.fromkeys(("Method", "SampleSettings"), "fusion_bench_featcal.fusionbench.rows")
+    | {"FeatCal": "fusion_bench_featcal.fusionbench.featcal"},
+)

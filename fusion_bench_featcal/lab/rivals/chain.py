@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from torch import nn
 
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.lab.rivals.method import Method
+from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.settings.fields import setting
 
 
@@ -46,6 +46,11 @@ class Chain(Method):
         """Check each method. Raises as their `check`."""
         for method in self.chained:
             method.check(inputs)
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open each method's data. Raises as their `open`."""
+        for method in self.chained:
+            method.open(inputs)
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Improve the merged model by each method in turn. Raises as these."""

@@ -13,13 +13,13 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import GENERATORS, text_kind
+from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.lab.rivals.corrected_model import CorrectedModel
 from fusion_bench_featcal.lab.rivals.features import (
     check_projection,
     find_final_norm,
     load_projection,
 )
-from fusion_bench_featcal.lab.rivals.method import SampleSettings
 from fusion_bench_featcal.lab.rivals.sites import FinalState, ProjectedFeature, Site
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import same_as, setting
@@ -49,6 +49,7 @@ class FeatureCorrection(SampleSettings):
     """A correction of final features as a post-merging method. Subclasses implement `fit_all`."""
 
     language_models: ClassVar[bool] = True  # whether it also corrects these
+    changes_merged: ClassVar[bool] = False
 
     batch_size: int = same_as(
         FeatCalSettings,
@@ -104,7 +105,7 @@ class FeatureCorrection(SampleSettings):
         """
         raise NotImplementedError
 
-    def check(self, inputs: MethodInputs) -> None:
+    def open(self, inputs: MethodInputs) -> None:
         """Find the feature to correct and open the data.
 
         Raises:
@@ -150,7 +151,7 @@ class FeatureCorrection(SampleSettings):
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> CorrectedModel:
         """Correct a merged model, which becomes part of the result.
 
-        One expert is in memory at a time. Raises as `check` and `fit_all`.
+        One expert is in memory at a time. Raises as `open` and `fit_all`.
         """
         pool, device = inputs.modelpool, inputs.fabric.device
         batches, merged = self.batches(inputs), merged.to(device).eval().requires_grad_(False)

@@ -13,9 +13,9 @@ from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
-from fusion_bench_featcal.lab.rivals.method import SampleSettings
 from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings

@@ -1,19 +1,21 @@
-"""The base of all methods. Each is one class with its settings, in a module of this folder."""
+"""Methods, each of which makes the model of a row: the base of FeatCal and its rivals."""
 
 import dataclasses
 import inspect
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
+from typing import Any, ClassVar, Self, dataclass_transform
 
 from torch import nn
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import check_family
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.results.run import Facts, training_lines
+from fusion_bench_featcal.results.show import TASK_ID
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import (
     Settings,
@@ -23,18 +25,6 @@ from fusion_bench_featcal.settings.fields import (
     settings_of,
     shared_part,
 )
-
-if TYPE_CHECKING:
-    from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-
-_METHODS: dict[str, "type[Method]"] = {}
-
-
-def all_methods() -> dict[str, "type[Method]"]:
-    """Import the modules of this folder, and return their methods by option."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        import_module(f"{__package__}.{module.name}")
-    return dict(sorted(_METHODS.items()))
 
 
 @dataclass_transform(
@@ -47,14 +37,17 @@ def all_methods() -> dict[str, "type[Method]"]:
 class Method(Settings):
     """A way to improve a merged model, or a merger. A subclass declares its settings as fields.
 
-    One that improves a merged model has `post_merge(merged, inputs)`, which may change its argument
-    and returns the improved model. The model may have `curves`, task -> list of (step, loss), which
-    are reported. A merger has `merge(inputs)` and starts from the pool's experts. YAML names the
-    class by `_target_`.
+    One that improves a merged model has `post_merge(merged, inputs)`, which returns the improved
+    model. It may change its argument, unless `changes_merged` is False. The model may have
+    `curves`, task -> list of (step, loss), which are reported. A merger has `merge(inputs)` and
+    starts from the pool's experts. YAML names the class by `_target_`.
     """
 
+    option: ClassVar[str] = ""
     name: ClassVar[str] = "this method"
     source: ClassVar[str] = ""
+    changes_merged: ClassVar[bool] = True
+    """Whether `post_merge` changes its argument, and needs a copy of it."""
 
     def __init_subclass__(
         cls, *, option: str = "", source: str = "", without: Sequence[str] = ()
@@ -73,8 +66,7 @@ class Method(Settings):
         cls.__annotations__ = {**inspect.get_annotations(cls), **constants}
         dataclass(frozen=True, kw_only=True, eq=False)(cls)
         if option:
-            cls.name, cls.source = option.rpartition("/")[2], source
-            _METHODS[option] = cls
+            cls.option, cls.name, cls.source = option, option.rpartition("/")[2], source
 
     def __new__(cls, **keys: Any) -> Self:
         """Refuse unknown settings by a ValueError that names the nearest one."""
@@ -101,13 +93,20 @@ class Method(Settings):
             for field in settings_of(type(self))
         }
 
+    def title(self, row: str) -> str:
+        """Return what happens when row `row` is made, for the screen."""
+        return f"making {row}"
+
     @property
     def split(self) -> str:
         """Data split of the samples."""
         return self.calibration_settings.calibration_split
 
-    def check(self, inputs: "MethodInputs") -> None:
-        """Refuse unusable models or data before a model is loaded. The default refuses none."""
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse unusable models before anything is downloaded. The default refuses none."""
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open data, and refuse unusable ones, before a model is loaded. The default needs none."""
 
     @cached_property
     def sample_counts(self) -> dict[str, int]:
@@ -123,6 +122,38 @@ class Method(Settings):
         """Module -> parameters that the model adds to the merged model, by default none."""
         return {}
 
+    def facts(self, row: str, model: nn.Module, tasks: Sequence[str]) -> Facts:
+        """Return what a report says of the last model, as row `row`."""
+        return Facts(
+            settings=self.settings,
+            seed=self.settings.get("seed"),
+            samples=self.samples(tasks),
+            cost=deployed(model, self.added(model)),
+            lines=training_lines(row, getattr(model, "curves", {})),
+        )
+
+
+def improved(method: Any, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+    """Improve a merged model, which is not changed.
+
+    Raises:
+        CalibrationError: If the method returns no model, and whatever it raises.
+    """
+    model = method.post_merge(copied_module(merged) if method.changes_merged else merged, inputs)
+    if model is None:
+        raise CalibrationError(f"{type(method).__name__}.post_merge returned no model")
+    return model
+
+
+def deployed(model: nn.Module, added: Mapping[str, int]) -> dict[str, float]:
+    """Return what a model needs at inference in addition to the merged model."""
+    return {
+        # In FusionBench's protocol a surgery model receives the task with every batch.
+        TASK_ID: int(getattr(model, "is_surgery_model", False)),
+        "modules_added": len(added),
+        "parameters_added": sum(added.values()),
+    }
+
 
 class SampleSettings(Method):
     """Settings of a method that draws samples like FeatCal."""
@@ -135,6 +166,6 @@ class SampleSettings(Method):
         FeatCalSettings, "calibration_corruption"
     )
 
-    def check(self, inputs: "MethodInputs") -> None:
-        """Refuse tasks without data."""
+    def open(self, inputs: MethodInputs) -> None:
+        """Open each task's data."""
         inputs.batches(self.calibration_settings)

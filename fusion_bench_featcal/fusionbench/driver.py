@@ -1,0 +1,196 @@
+"""The one run of every method: merge, make the rows, evaluate, report, and save one of them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from fusion_bench import BaseModelPool
+from torch import nn
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method import DeclaredMethod
+from fusion_bench_featcal.fusionbench.options import MERGED, plain
+from fusion_bench_featcal.fusionbench.pool_checks import check_experts
+from fusion_bench_featcal.fusionbench.program_processes import join_processes, share_model
+from fusion_bench_featcal.fusionbench.report import SavedReport, suite_name
+from fusion_bench_featcal.fusionbench.rows import Method, improved
+from fusion_bench_featcal.fusionbench.saving import RowSaver, check_disks
+from fusion_bench_featcal.fusionbench.upstream import Upstream
+from fusion_bench_featcal.results import measure
+from fusion_bench_featcal.results.run import Facts
+from fusion_bench_featcal.run.processes import Processes
+
+log = logging.getLogger(__name__)
+
+
+class RowsMethod(DeclaredMethod):
+    """A FusionBench method that makes rows: models of `Method` objects on one merged model.
+
+    A merger is a single row without a merged model. As the upstream merger of another method it
+    makes the model of its first row, and reports nothing.
+
+    Attributes:
+        base_method: Config of the upstream merger, or None for the pool's `_merged_` model.
+        shares_processes: Whether several processes of the program share the calibrations.
+    """
+
+    base_method: Any = None
+    shares_processes: ClassVar[bool] = False
+    _processes = Processes()
+
+    @property
+    def rows(self) -> Mapping[str, Method]:
+        """Row -> the method that makes its model."""
+        raise NotImplementedError
+
+    @property
+    def saved(self) -> str:
+        """The row to save and return, of `rows` or `merged`."""
+        return next(iter(self.rows))
+
+    @property
+    def references(self) -> Sequence[str]:
+        """Reference rows to evaluate, of `base`, `experts` and `merged`."""
+        return (MERGED,)
+
+    @property
+    def planned_rows(self) -> dict[str, int]:
+        """Every row is made once."""
+        return dict.fromkeys(self.rows, 1)
+
+    @property
+    def merges(self) -> bool:
+        """Whether the only row is a merger."""
+        return hasattr(next(iter(self.rows.values())), "merge")
+
+    def facts(self, row: str, model: nn.Module, tasks: Sequence[str]) -> Facts:
+        """Return what the report says of a row's model."""
+        return self.rows[row].facts(row, model, tasks)
+
+    def watch(self, row: str, model: nn.Module, report: SavedReport, inputs: MethodInputs) -> None:
+        """Look at a model before its evaluation. The default does not."""
+
+    def on_run_start(self) -> None:
+        """Join other processes. The first one prepares the run."""
+        if self.shares_processes:
+            self._processes = join_processes(self)
+        if self._processes.rank == 0:
+            super().on_run_start()
+
+    def inputs(self, modelpool: BaseModelPool) -> MethodInputs:
+        """Return the inputs of all rows, with the processes and the upstream merger."""
+        inputs = super().inputs(modelpool)
+        inputs.processes = self._processes
+        inputs.upstream = None if self.merges else Upstream(self.base_method, inputs.models)
+        return inputs
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse settings that do not fit the pools. Nothing is opened."""
+        super().check(inputs)
+        for method in self.rows.values():
+            method.check(inputs)
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open models and data of all rows, before a merger that may take hours."""
+        super().open(inputs)
+        folders = [getattr(method, "checkpoint_dir", None) for method in self.rows.values()]
+        check_disks(self._program, inputs.models, folders)
+        upstream = inputs.upstream
+        for method in self.rows.values():
+            method.open(inputs)
+            inputs.upstream = None  # its reads count for the first row
+        inputs.upstream = upstream
+
+    def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
+        """Merge, and make, evaluate and report all rows.
+
+        Args:
+            modelpool: The pool with the base (`_pretrained_`), the experts, their calibration data
+                and, without `base_method`, the `_merged_` model.
+
+        Returns:
+            The model of the row to save.
+
+        Raises:
+            ValueError: If a setting does not fit the pools.
+            CalibrationError: If the run cannot go on. No partial files remain.
+        """
+        if self.shares_processes and self._processes.size == 1:
+            self._processes = join_processes(self)  # a launcher starts several processes itself
+        inputs = self.inputs(modelpool)
+        self.check(inputs)
+        self.open(inputs)
+        if getattr(self._program, "method", self) is not self:  # another method reports
+            return self._made(self.rows[next(iter(self.rows))], inputs, self._merged(inputs))
+        model = self._report_rows(inputs)
+        self._processes.gather(None)  # no process ends without error if the first one fails
+        return model
+
+    def _report_rows(self, inputs: MethodInputs) -> nn.Module:
+        """Make all rows. All processes but the first only take part in the calibrations."""
+        processes, upstream = self._processes, inputs.upstream
+        name = upstream.name if upstream else next(iter(self.rows))
+        report = self._open_report(inputs, name)
+        merged = self._merged(inputs, report)
+        of_merged = Facts(settings=plain(self.base_method) or {})
+        if merged is not None:
+            report.offer(name, merged, of_merged)
+        for row, method in self.rows.items():
+            with report.surviving(row, alone=len(self.rows) == 1 or processes.size > 1):
+                log.info(method.title(row))
+                log.debug("settings of %s: %s", row, method.settings)
+                with measure() as cost:
+                    model = self._made(method, inputs, merged)
+                facts = self.facts(row, model, inputs.modelpool.model_names)
+                report.offer(row, model, facts)
+                self.watch(row, model, report, inputs)
+                report.add(row, model, facts, cost)
+                del model  # frees it before the next one
+            inputs.upstream = None  # its reads count for the first row
+        processes.doing = "evaluations of references and the report"
+        if processes.rank > 0:
+            return report.saver.model
+        if merged is not None and (MERGED in self.references or report.saver.row == name):
+            self.watch(name, merged, report, inputs)
+            report.add(name, merged, of_merged)
+        del merged
+
+        def watch(row: str, model: nn.Module) -> None:
+            self.watch(row, model, report, inputs)
+
+        report.add_references(self.references, watch)
+        return self.finish(report)
+
+    def finish(self, report: SavedReport) -> nn.Module:
+        """Write and show the report, and return the model of the row to save."""
+        return report.finish()
+
+    def _open_report(self, inputs: MethodInputs, merger: str) -> SavedReport:
+        processor = None
+        with suppress(CalibrationError):  # some methods need none
+            processor = inputs.processor
+        row = merger if self.saved == MERGED else self.saved
+        saver = RowSaver(self._program, inputs.modelpool, processor, row)
+        names: Any = {"suite": suite_name(inputs.modelpool), "merger": merger}
+        return SavedReport(inputs, self.log_dir, saver, base_method=self.base_method, **names)
+
+    def _merged(self, inputs: MethodInputs, report: SavedReport | None = None) -> nn.Module | None:
+        """Return the merged model, in every process, or None if the row is a merger."""
+        processes, merged = self._processes, None
+        if inputs.upstream is None:
+            return None
+        processes.doing = "the upstream merger (method.base_method)"
+        if processes.rank == 0:
+            if report is not None:
+                method = next(iter(self.rows.values()))
+                has_family = "family" in method.names()
+                settings = method.calibration_settings if has_family else None
+                report.warn(check_experts(inputs.models, settings))
+            merged = inputs.upstream.merged_model(self._program)
+        return share_model(merged, processes, self.fabric.device)
+
+    def _made(self, method: Any, inputs: MethodInputs, merged: nn.Module | None) -> nn.Module:
+        """Return the model of a merger, or the improved one."""
+        return method.merge(inputs) if merged is None else improved(method, merged, inputs)

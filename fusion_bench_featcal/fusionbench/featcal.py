@@ -1,0 +1,138 @@
+"""FeatCal as a method, whose settings are the calibration's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import nn
+
+from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.files.json_files import json_lines, json_text
+from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
+from fusion_bench_featcal.fusionbench.data import with_own_data
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.rows import Method
+from fusion_bench_featcal.results.remarks import calibration_facts
+from fusion_bench_featcal.results.run import Facts, calibration_log, file_suffix
+from fusion_bench_featcal.rules import completed, rule_of
+from fusion_bench_featcal.run.checkpoint import open_checkpoint
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+class FeatCal(FeatCalSettings, Method):
+    """Calibrates a merged model."""
+
+    name = "featcal"
+    changes_merged: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, settings: FeatCalSettings) -> "FeatCal":
+        """Return the method with some settings."""
+        return cls(**{name: getattr(settings, name) for name in settings.names()})
+
+    @property
+    def calibration_settings(self) -> FeatCalSettings:
+        """All settings."""
+        return self
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, fit for JSON."""
+        return completed(self).as_dict()
+
+    def title(self, row: str) -> str:
+        """Return what happens when row `row` is made, for the screen."""
+        rule = self.rule if isinstance(self.rule, str) else type(rule_of(self)).__name__
+        return f"calibrating {row} (rule={rule})"
+
+    @cached_property
+    def _last(self) -> dict[str, Any]:
+        """Opened batches until they are used, then log, reads and cost of the last calibration."""
+        return {}
+
+    def check(self, inputs: MethodInputs) -> None:
+        """Refuse a folder of finished blocks, a base or data that cannot be used.
+
+        Raises:
+            CalibrationError: Naming the setting.
+            ReportError: If the folder cannot be written.
+        """
+        with open_checkpoint(self, inputs.processes):
+            pass  # raises if it cannot be used
+        if rule_of(self).needs_base:
+            inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
+        pool, split = with_own_data(inputs.modelpool, self), self.calibration_split
+        check_tasks_have_data(pool.model_names, getattr(pool, f"{split}_dataset_names"), split)
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open the data, and refuse a calibration that cannot succeed.
+
+        Raises:
+            CalibrationError: If data cannot be opened, or the read budget is too small.
+        """
+        for name, expert in inputs.models.experts.items():
+            if self.expert_read_budget and expert.module is None and expert.files is None:
+                raise CalibrationError(
+                    "method.expert_read_budget needs experts in safetensors files, unlike "
+                    f"{name!r} (modelpool.models.{name}): save it as safetensors, or set the "
+                    "budget to null"
+                )
+        if inputs.upstream is not None:
+            inputs.upstream.budget_left(self)  # raises if the merger exceeds it
+        self._last["batches"] = inputs.batches(self)
+
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Calibrate the merged model. Raises a CalibrationError if that cannot go on."""
+        upstream, processes = inputs.upstream, inputs.processes
+        budget = upstream.budget_left(self) if upstream else self.expert_read_budget
+        batches = self._last.pop("batches", None) or inputs.batches(self)
+        exchanged = processes.exchanged_bytes
+        result = calibrate(
+            merged,
+            inputs.base(),
+            inputs.experts(),
+            batches,
+            self.replace(expert_read_budget=budget),
+            device=inputs.fabric.device,
+            autocast=inputs.fabric.autocast,
+            processes=processes,
+        )
+        self.sample_counts.update((r["task"], r["samples"]) for r in result.log.of_kind("task"))
+        reads = result.reads | {
+            "budget": self.expert_read_budget,
+            "upstream": upstream.reads() if upstream else None,
+        }
+        self._last.update(log=result.log, reads=reads, cost=_cost(reads, result.log.records))
+        if processes.size > 1:
+            self._last["cost"] |= {
+                "processes": processes.size,
+                "exchanged_bytes": processes.exchanged_bytes - exchanged,
+            }
+        return result.model
+
+    def facts(self, row: str, model: nn.Module, tasks: Sequence[str]) -> Facts:
+        """Return also the figures of the log, and the files of log and reads."""
+        log, reads = self._last["log"], self._last["reads"]
+        facts = calibration_facts(row, self, log.records, self.samples(tasks))
+        return replace(
+            facts,
+            cost=super().facts(row, model, tasks).cost | self._last["cost"],
+            files={
+                calibration_log(row): json_lines(log.plain_records()),
+                f"reads{file_suffix(row)}.json": json_text(reads),
+            },
+        )
+
+
+def _cost(reads: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the bytes of experts that were read, with those of the merger, and resumed blocks."""
+    cost = dict[str, float]()
+    for record in records:
+        if record["kind"] == "resumed":
+            cost["restored_blocks"] = record["blocks"]
+    of_merger = (reads["upstream"] or {}).get("experts", 0)
+    if of_merger is not None:  # else it is not known
+        cost["expert_bytes"] = of_merger + sum(reads["experts"].values())
+    return cost

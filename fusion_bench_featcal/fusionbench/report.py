@@ -1,0 +1,266 @@
+"""The report of a run: models are evaluated when they are added, and written at the end."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.saving import RowSaver, path_option
+from fusion_bench_featcal.models.hub import commits
+from fusion_bench_featcal.models.saving import CardFacts
+from fusion_bench_featcal.results import (
+    BASE,
+    EXPERTS,
+    Cost,
+    Run,
+    describe_device,
+    versions,
+    write_run,
+)
+from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
+from fusion_bench_featcal.results.remarks import closing_lines, tasks_below_merged
+from fusion_bench_featcal.results.run import REFERENCES, Facts, conditions_of
+from fusion_bench_featcal.results.show import show_run
+
+log = logging.getLogger(__name__)
+
+
+class Report:
+    """Rows of models on one pool. One of them may be saved.
+
+    Without a task pool nothing is evaluated.
+
+    Attributes:
+        run: The rows.
+    """
+
+    def __init__(
+        self,
+        inputs: MethodInputs,
+        *,
+        suite: str,
+        merger: str,
+        base_method: Any = None,
+        tasks: Sequence[str] | None = None,
+        tasks_label: int | str | None = None,
+    ) -> None:
+        """Start a report.
+
+        Args:
+            inputs: The pools, the device and the program.
+            suite: Name of the model pool.
+            merger: Name of the upstream merger's row.
+            base_method: Config of that merger.
+            tasks: Tasks to evaluate, by default all.
+            tasks_label: Number or names of the merged tasks, by default the number of experts.
+        """
+        self.run = Run(
+            suite=suite,
+            merger=merger,
+            versions=versions(),
+            device=describe_device(inputs.fabric.device),
+        )
+        self._inputs, self._tasks = inputs, tasks
+        self._conditions = {
+            "precision": str(inputs.fabric.strategy.precision.precision),
+            "tasks": len(inputs.modelpool.model_names) if tasks_label is None else tasks_label,
+        }
+        self._base_method = dict(plain(base_method) or {})
+        self._failed: dict[str, Exception] = {}
+
+    def warn(self, notes: Sequence[str]) -> None:
+        """Warn of something at once, and note it in the report."""
+        for text in notes:
+            log.warning(text)
+            self.run.note(Note(NOTE, text))
+
+    @contextmanager
+    def surviving(self, name: str, *, alone: bool) -> Iterator[None]:
+        """Context of one row, whose failure becomes a note, so that the other rows are reported.
+
+        Args:
+            name: The row.
+            alone: Whether a failure ends the run, because there is no other row, or because
+                several processes would wait for each other.
+        """
+        try:
+            yield
+        except Exception as error:  # of the calibration, the task pool, the disk or a user's rule
+            if alone:
+                raise
+            is_expected = isinstance(error, CalibrationError | ValueError)
+            log.error("%s failed: %s", name, first_line(error), exc_info=not is_expected)
+            self.run.note(Note(FAILED, first_line(error), name))
+            self._failed[name] = error
+
+    def add(
+        self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
+    ) -> Evaluation | None:
+        """Evaluate a model and add its row. Without a task pool, add only a method's costs.
+
+        Args:
+            name: Its row.
+            model: The model.
+            facts: What else is known of it.
+            cost: Time and memory of its method, None for references.
+
+        Returns:
+            The evaluation, if there is a task pool.
+        """
+        if self._inputs.taskpool is None and cost is None:
+            return None
+        found = None
+        if self._inputs.taskpool is not None:
+            log.info("evaluating %s", name)
+            found = evaluate(self._inputs.taskpool, model, self._tasks)
+        self._add(name, found, facts or Facts(), None if cost is None else cost.as_dict())
+        return found
+
+    def _add(
+        self,
+        name: str,
+        found: Evaluation | None,
+        facts: Facts,
+        cost: Mapping[str, float] | None = None,
+    ) -> None:
+        correct = None if found is None else found.correct
+        scores = {} if found is None else found.scores
+        row = self.run.add_model(name, scores, facts, correct=correct, cost=cost)
+        row.conditions |= self._conditions
+        if row.is_repair:
+            row.conditions |= conditions_of(self.run.merger, self._base_method, row.settings)
+
+    def add_references(
+        self, names: Sequence[str], watch: Callable[[str, nn.Module], None] | None = None
+    ) -> None:
+        """Load and evaluate the base and the experts named in `names`, one at a time.
+
+        Args:
+            names: Of `base` and `experts`.
+            watch: Called with the base's row and model before its evaluation.
+        """
+        pool, taskpool = self._inputs.modelpool, self._inputs.taskpool
+        if BASE in names and pool.has_pretrained and (watch or taskpool is not None):
+            base = load_pool_model(pool, BASE_MODEL)
+            if watch is not None:
+                watch(BASE, base)
+            self.add(BASE, base)
+            del base  # frees it before the experts
+        if EXPERTS not in names or taskpool is None:
+            return
+        experts = pool.model_names
+        tasks = self._tasks or task_names(taskpool) or self.run.tasks or list(experts)
+        if missing := [task for task in tasks if task not in experts]:
+            note = f"no row of experts: the model pool has none for {', '.join(missing)}"
+            self.run.note(Note(NOTE, note))
+            return
+        log.info("evaluating experts, each on its own task")
+        row = join(evaluate(taskpool, load_pool_model(pool, t), [t]) for t in tasks)
+        self._add(EXPERTS, row, Facts())
+
+    def close(self, folder: Path | None) -> None:
+        """Order the rows, and write them to a folder.
+
+        Raises:
+            Exception: That of the first row that failed, if there is no other one.
+        """
+        run = self.run
+        if self._failed and not any(row.is_repair for row in run.rows):
+            raise next(iter(self._failed.values()))
+        run.note(*tasks_below_merged(run.rows))
+        first = [*REFERENCES, run.merger]  # references are evaluated last
+        run.rows.sort(key=lambda row: first.index(row.name) if row.name in first else len(first))
+        seeds = {row.seed for row in run.rows if row.seed is not None}
+        for merged in (row for row in run.rows if row.name == run.merger):
+            if merged.seed is None and len(seeds) == 1:  # else it goes with rows of every seed
+                (merged.seed,) = seeds
+        run.versions |= commits()
+        if folder is not None:
+            write_run(folder, run)
+
+    def raise_failures(self) -> None:
+        """Raise a CalibrationError with the rows that failed, if there are any."""
+        if self._failed:
+            rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
+            raise CalibrationError(f"failed: {rows}. The other rows are finished")
+
+
+class SavedReport(Report):
+    """The report of a method that FusionBench runs, which saves and returns one of its models.
+
+    Attributes:
+        saver: Stores the model to return, and the folder that it is saved to.
+    """
+
+    def __init__(
+        self, inputs: MethodInputs, folder: str | None, saver: RowSaver, **options: Any
+    ) -> None:
+        """Start a report.
+
+        Args:
+            inputs: The pools, the device and the program.
+            folder: The run's log directory, or None to write nothing.
+            saver: Saves a row. `check_save_target` has checked the target before.
+            **options: Arguments of `Report`.
+        """
+        super().__init__(inputs, **options)
+        self.saver, self._folder = saver, None if folder is None else Path(folder)
+
+    def add(
+        self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
+    ) -> Evaluation | None:
+        """Write the files of its method beside the report, and FusionBench's own report."""
+        if facts is not None and self._folder is not None:
+            for file, text in facts.files.items():
+                write_atomic(self._folder / file, text)
+        found = super().add(name, model, facts, cost)
+        file = path_option(self._inputs.program, "report_save_path")
+        if found is not None and file is not None and name == self.saver.row:
+            write_atomic(file, json.dumps(found.raw), "report_save_path")  # FusionBench's report
+        return found
+
+    def offer(self, name: str, model: nn.Module, facts: Facts) -> None:
+        """Save a model if it is the row to save. Its evaluation, which may fail, comes after."""
+        counts = {task: entry["samples"] for task, entry in facts.samples.items()}
+        self.saver.offer(model, CardFacts(name, self._base_method or None, facts.settings, counts))
+
+    def finish(self) -> nn.Module:
+        """Write and show the report, and return the model of the row to save.
+
+        Raises:
+            CalibrationError: If a row failed, after everything else is written and shown.
+        """
+        saver, program = self.saver, self._inputs.program
+        self.close(self._folder)
+        if self._inputs.taskpool is None:
+            log.info("no task pool: the model is not evaluated")
+        saver.finish(self.run)
+        if program is not None:
+            program.taskpool = None  # FusionBench would evaluate the returned model again
+            show_run(self.run)
+            unsaved = [row.name for row in self.run.rows if row.is_repair and row.name != saver.row]
+            print(*closing_lines(saver.row, saver.folder, self._folder, unsaved), sep="\n")
+        self.raise_failures()
+        return saver.model
+
+
+def suite_name(modelpool: Any) -> str:
+    """Return the model pool's name on the command line, else its class."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if HydraConfig.initialized():
+        name = HydraConfig.get().runtime.choices.get("modelpool")
+        if name:
+            return str(name)
+    return type(modelpool).__name__
