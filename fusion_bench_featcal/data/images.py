@@ -9,7 +9,7 @@ import datasets
 import torch
 from PIL import Image
 
-from fusion_bench_featcal.data.labels import class_number, encode_labels, sort_names
+from fusion_bench_featcal.data.labels import class_numbers, encode_labels, sort_names
 from fusion_bench_featcal.data.pictures import to_rgb
 from fusion_bench_featcal.data.tables import from_hub, read_table, require_numbered
 from fusion_bench_featcal.errors import CalibrationError
@@ -123,7 +123,8 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             return image, self._labels[index]
         if label is None or not self.has_labels:
             return image, None
-        return image, class_number(label, self.classnames, self.at(index))
+        (number,) = class_numbers([label], self.classnames, lambda _: self.at(index))
+        return image, number
 
     def picture(self, stored: Any, index: int) -> Image.Image:
         """Return the RGB picture of a stored image.

@@ -1,8 +1,8 @@
-"""Class numbers of a dataset's labels: by name where there are names, else by number."""
+"""Numbers of classes for labels: one reading for every head, in task pools and commands."""
 
 import logging
-import math
-from collections.abc import Iterable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -17,17 +17,96 @@ def sort_names(names: Iterable[str]) -> list[str]:
     return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
 
 
+def class_numbers(
+    values: Sequence[Any],
+    classes: Sequence[str] | None,
+    item: Callable[[int], str],
+    advice: str = "Check classnames and label_column",
+) -> list[int]:
+    """Return the number of each label's class.
+
+    A text is the name of a class or, if no name equals it, of the only one that does in Unicode's
+    form NFC without regard to case. A number counts classes from 0 but, if all names are numbers,
+    is a name. Texts of whole numbers are numbers too.
+
+    Args:
+        values: Texts, numbers, or tensors of one number.
+        classes: The names of the classes by number, or None if there are none.
+        item: Returns the name of an item in messages, by its position.
+        advice: End of the message.
+
+    Raises:
+        CalibrationError: If a label is no class.
+    """
+    names = _Names(classes)
+    numbers = [names.number(value) for value in values]
+    if None not in numbers:
+        return numbers  # type: ignore[return-value]
+    position = numbers.index(None)
+    value = values[position]
+    hint = nearest_hint(value, classes or ()) if isinstance(value, str) else ""
+    known = (
+        f"none of the {len(classes)} classes{hint}: {', '.join(classes):.200}"
+        if classes
+        else ("no class number")
+    )
+    raise CalibrationError(f"{item(position)}: label {value!r:.60} is {known}. {advice}")
+
+
+class _Names:
+    """Class names, found as `class_numbers` says."""
+
+    def __init__(self, classes: Sequence[str] | None) -> None:
+        names = list(classes or ())
+        self._exact = {name: number for number, name in reversed([*enumerate(names)])}
+        self._folded = _unique({n: _folded(name) for n, name in enumerate(names)})
+        values = {n: _whole(name) for n, name in enumerate(names)}
+        self._count = len(names) if names else None
+        self._by_value = _unique(values) if names and None not in values.values() else None
+
+    def number(self, value: Any) -> int | None:
+        """Return the class of a label, or None if there is none."""
+        if getattr(value, "ndim", None) == 0:  # a tensor or array
+            value = value.item()
+        if isinstance(value, str):
+            found = self._exact.get(value, self._folded.get(_folded(value)))
+            if found is not None:
+                return found
+        whole = _whole(value)
+        if self._by_value is not None or whole is None:
+            return (self._by_value or {}).get(whole)
+        return whole if whole >= 0 and (self._count is None or whole < self._count) else None
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFC", text).casefold()
+
+
+def _whole(value: Any) -> int | None:
+    """Return a whole number, also of a text such as `1`, `01` or `1.0`, as pandas writes."""
+    if isinstance(value, str):
+        digits = value.removesuffix(".0")
+        return int(digits) if digits.isdecimal() else None
+    return int(value) if isinstance(value, int | float) and value % 1 == 0 else None
+
+
+def _unique(values: Mapping[int, Any]) -> dict[Any, int]:
+    """Return value -> number, of values that a single number has."""
+    counts = dict[Any, list[int]]()
+    for number, value in values.items():
+        counts.setdefault(value, []).append(number)
+    return {value: numbers[0] for value, numbers in counts.items() if len(numbers) == 1}
+
+
 def encode_labels(
     values: Sequence[Any], names: Sequence[str] | None, classnames: Sequence[str] | None, data: str
 ) -> tuple[list[int], list[str] | None]:
     """Return the class numbers of a column of labels, and the class names if there are any.
 
-    Texts are names, which are found among the class names. If none is there and all are numbers
-    from 0, such as `00`, they are class numbers. Integers are numbers of the data's own names. They
-    are found by name if the class names contain all of these, else they are class numbers.
+    Integers of data with names of its own stand for these, if the class names have all of them.
 
     Args:
-        values: The labels.
+        values: The labels, read as `class_numbers` says.
         names: The data's names of its integers, as a `ClassLabel` has.
         classnames: The configured names. By default `names`, or the distinct texts, sorted.
         data: Name of the dataset in messages.
@@ -36,52 +115,20 @@ def encode_labels(
         CalibrationError: If a label is not a class, with the item's number.
     """
     texts = {value for value in values if isinstance(value, str)}
-    if names is None and texts and all(isinstance(value, str | None) for value in values):
-        if classnames is None:
-            classnames = sort_names(texts)
-        elif _are_numbers(texts) and not texts & set(classnames):
-            values = [None if value is None else int(value) for value in values]
+    are_texts = texts and all(isinstance(value, str | None) for value in values)
+    if classnames is None and names is None and are_texts:
+        classnames = sort_names(texts)
     chosen = list(classnames if classnames is not None else names or ())
-    if names is None or not _contains(chosen, names):
-        _warn_of_other_numbers(names or (), chosen, data)
-        names = chosen
-    labels = [class_number(v, names, f"{data}, item {n}") for n, v in enumerate(values)]
-    if names is not chosen:
-        labels = [chosen.index(names[label]) for label in labels]
-    return labels, chosen or None
+    if names is not None:
+        if set(names) <= set(chosen) and len(set(chosen)) == len(chosen):
+            values = [names[v] if _is_position(v, names) else v for v in values]
+        else:
+            _warn_of_other_numbers(names, chosen, data)
+    return class_numbers(values, chosen or None, lambda n: f"{data}, item {n}"), chosen or None
 
 
-def class_number(value: Any, classnames: Sequence[str] | None, item: str) -> int:
-    """Return the class of a label: a number of any kind, or a class name.
-
-    Raises:
-        CalibrationError: If there is no such class.
-    """
-    if isinstance(value, str) and value in (classnames or ()):
-        return list(classnames or ()).index(value)
-    number: Any = value
-    if getattr(value, "ndim", None) == 0:  # a tensor or array
-        number = number.item()
-    limit = len(classnames) if classnames else math.inf
-    if isinstance(number, int | float) and number % 1 == 0 and 0 <= number < limit:
-        return int(number)
-    hint = nearest_hint(value, classnames or ()) if isinstance(value, str) else ""
-    names = f"one of {limit} class names" if classnames else "a class name"
-    numbers = f"a number from 0 to {limit - 1}" if classnames else "a number from 0"
-    raise CalibrationError(
-        f"{item}: label {value!r} is neither {names}{hint} nor {numbers}. Check classnames and "
-        "label_column"
-    )
-
-
-def _are_numbers(texts: set[str]) -> bool:
-    """Return whether texts are different numbers from 0."""
-    numbers = {int(text) if text.isdecimal() else -1 for text in texts}
-    return min(numbers) == 0 and len(numbers) == len(texts)
-
-
-def _contains(classnames: Sequence[str], names: Sequence[str]) -> bool:
-    return set(names) <= set(classnames) and len(set(classnames)) == len(classnames)
+def _is_position(value: Any, names: Sequence[str]) -> bool:
+    return isinstance(value, int) and 0 <= value < len(names)
 
 
 def _warn_of_other_numbers(names: Sequence[str], classnames: Sequence[str], data: str) -> None:

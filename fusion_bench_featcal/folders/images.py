@@ -1,6 +1,7 @@
 """Tasks of image classifiers, and of CLIP's vision towers by zero-shot heads."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from fusion_bench_featcal.folders.tasks import (
     Task,
     class_logits,
     class_tests,
-    label_numbers,
+    head_numbers,
+    not_scored,
     open_parts,
     sentence,
 )
@@ -66,7 +68,9 @@ def open_image_task(
         heads: Class names of the expert's head, by number, or zero-shot heads for CLIP's vision
             tower, or None.
     """
-    columns = request.columns_of(task)
+    columns, reason = request.columns_of(task), ""
+    if heads is not None and not isinstance(heads, ZeroShot) and (reason := not_scored([], heads)):
+        request, heads = replace(request, no_eval=True), None
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
     read_columns = columns if heads else {**columns, "label": None}  # calibration reads no labels
     part, test_part = open_parts(task, request, partial(_items, columns=read_columns))
@@ -78,6 +82,7 @@ def open_image_task(
     read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
     is_folder = Path(split_of(request.data[task])[0]).expanduser().is_dir()
     notes = [sentence(task, request, part, test_part, () if is_folder else read)]
+    notes += [f"{task}: not scored, as {reason}"] if reason else []
     batches = ImageBatches(part.rows, part.indices, size, processor)
     return Task(batches, batches.samples, tests, notes)
 
@@ -94,7 +99,7 @@ def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[l
     names = items.classnames
     if not isinstance(heads, ZeroShot):
         values = labels if names is None else [names[label] for label in labels]
-        return label_numbers(
+        return head_numbers(
             values, names, heads, lambda n: f"{part.option}, item {part.indices[n]}"
         ), class_logits
     if names is None:

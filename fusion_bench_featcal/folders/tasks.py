@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.draws import sample_order, spread
 from fusion_bench_featcal.data.generation import row_losses
+from fusion_bench_featcal.data.labels import class_numbers
 from fusion_bench_featcal.data.text_samples import IGNORED
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
@@ -204,7 +205,7 @@ def class_tests(
     return Tests(labelled, targets)
 
 
-def label_numbers(
+def head_numbers(
     values: Sequence[Any],
     names: Sequence[str] | None,
     classes: Sequence[str],
@@ -212,35 +213,27 @@ def label_numbers(
 ) -> list[int]:
     """Return the head's number of each label.
 
-    Texts are names of the head's classes, ignoring case, or numbers. If the head has no names
-    (LABEL_0, ...), the data's own names are used in their order.
+    If the head has no names (LABEL_0, ...), the data's own are used in their order.
 
     Args:
         values: The labels: numbers or texts.
         names: The data's class names in order, by default alphabetical.
         classes: The class names of the head.
         at: Returns the name of a label's row, for messages.
+
+    Raises:
+        CalibrationError: As `class_numbers`.
     """
-    texts = {value for value in values if isinstance(value, str)}
-    names = names or sorted(texts)
-    if not (len(names) == len(classes) and all(name.startswith("LABEL_") for name in classes)):
-        names = classes
-    by_name = {name.casefold(): number for number, name in enumerate(names)}
-    decimals = {text: text.removesuffix(".0") for text in texts}  # 1.0, as pandas writes
-    by_name = {text: int(n) for text, n in decimals.items() if n.isdecimal()} | by_name
-    numbers = [
-        by_name.get(value.casefold(), -1) if isinstance(value, str) else _whole_number(value)
-        for value in values
-    ]
-    for row, (value, number) in enumerate(zip(values, numbers, strict=True)):
-        if not 0 <= number < len(classes):
-            raise ValueError(
-                f"{at(row)}: label {value!r} is none of the {len(classes)} classes of the expert's "
-                f"head: {', '.join(classes):.200}"
-            )
-    return numbers
+    names = names or sorted({value for value in values if isinstance(value, str)})
+    if len(names) == len(classes) and all(name.startswith("LABEL_") for name in classes):
+        classes = names
+    return class_numbers(values, classes, at, "Those are the classes of the expert's head")
 
 
-def _whole_number(value: Any) -> int:
-    """Return a whole number, or -1 for anything else, such as a list of several labels."""
-    return int(value) if isinstance(value, int | float) and value % 1 == 0 else -1
+def not_scored(values: Sequence[Any], classes: Sequence[str]) -> str:
+    """Return why labels cannot be compared with a head's classes, or an empty text."""
+    if len(classes) == 1:
+        return "its expert's head has one output, which is no choice between classes"
+    if any(isinstance(value, list | tuple) for value in values):
+        return "its labels are lists, not one class each"
+    return ""

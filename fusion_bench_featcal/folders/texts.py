@@ -25,7 +25,8 @@ from fusion_bench_featcal.folders.tasks import (
     Tests,
     class_logits,
     class_tests,
-    label_numbers,
+    head_numbers,
+    not_scored,
     open_parts,
     sentence,
 )
@@ -165,8 +166,18 @@ def open_class_task(
     columns = request.columns_of(task)
     open_rows = cache(partial(open_texts, columns=columns, names=names, usual=names))
     parts = calibration_part, test_part = open_parts(task, request, open_rows)
-    unlabelled = task not in request.eval and test_part.indices and not _has_labels(test_part)
-    if unlabelled:
+    column = calibration_part.rows.columns.get(_LABEL, _LABEL)
+    reason = ""
+    if test_part.indices:
+        values = _labels_of(test_part)
+        if task not in request.eval and all(value is None for value in values):
+            reason = (
+                f"its rows have no {column} (--columns {task}:label=COLUMN, or labelled rows by "
+                "--eval)"
+            )
+        elif not isinstance(head, NameHeads):
+            reason = not_scored(values, head)
+    if reason:
         parts = calibration_part, test_part = open_parts(
             task, replace(request, no_eval=True), open_rows
         )
@@ -174,7 +185,7 @@ def open_class_task(
     def batches(part: Part, settings: Any) -> TextBatches:
         return TextBatches(part.rows, part.indices, settings, encoder, load_expert=nn.Identity)
 
-    settings, labels = request.settings, [calibration_part.rows.columns.get(_LABEL, _LABEL)]
+    settings, labels = request.settings, [column]
     calibration, tests = batches(calibration_part, settings), None
     calibration.lengths()  # reads all texts
     measure, logits = "right answers", class_logits
@@ -189,17 +200,15 @@ def open_class_task(
     read = [*calibration.columns("columns"), *(labels if tests else [])]
     notes = [sentence(task, request, *parts, read, measure)]
     notes += _notes_of_rows(task, calibration, labels)
-    if unlabelled:
-        notes.append(
-            f"{task}: not scored, as its rows have no {labels[0]} (--columns {task}:label=COLUMN, "
-            "or labelled rows by --eval)"
-        )
+    if reason:
+        notes.append(f"{task}: not scored, as {reason}")
     return Task(calibration, calibration.samples, tests, notes)
 
 
-def _has_labels(part: Part) -> bool:
+def _labels_of(part: Part) -> list[Any]:
+    """Return the label of each row, None where it has none."""
     column = part.rows.columns.get(_LABEL, _LABEL)
-    return any(part.rows[index].get(column) is not None for index in part.indices)
+    return [part.rows[index].get(column) for index in part.indices]
 
 
 def label_names(parts: Sequence[Part]) -> list[str]:
@@ -224,13 +233,12 @@ def label_names(parts: Sequence[Part]) -> list[str]:
 
 def head_labels(part: Part, classes: Sequence[str]) -> list[int]:
     """Return the head's number of each row's label."""
-    column = part.rows.columns.get(_LABEL, _LABEL)
-    values: list[Any] = [part.rows[index].get(column) for index in part.indices]
-    if any(value is None for value in values):
+    column, values = part.rows.columns.get(_LABEL, _LABEL), _labels_of(part)
+    if None in values:
         raise ValueError(
             f"{part.option}: rows need a label to be evaluated ({column!r} is empty or no column): "
             "name its column by --columns label=COLUMN, or give --no-eval"
         )
-    return label_numbers(
+    return head_numbers(
         values, part.rows.classes(_LABEL), classes, lambda n: part.rows.at(part.indices[n])
     )

@@ -128,10 +128,17 @@ LABELS: list[tuple[list[Any], list[str] | None, Any]] = [
     (["00", "02"], ABC, [0, 2]),  # numbers from zero are positions
     ([1.0, 0.0], PETS, [1, 0]),
     ([True, False], PETS, [1, 0]),
-    (["cat", "dogg"], PETS, "item 1: label 'dogg' is neither one of 2 class names .nearest: 'dog"),
-    ([0, 2], PETS, "item 1: label 2 is neither .* nor a number from 0 to 1"),
-    (["cat", None], PETS, "item 1: label None is neither"),
-    ([0.5], PETS, "item 0: label 0.5 is neither"),
+    (["US", "us"], ["us", "US"], [1, 0]),  # exact names go before folded ones
+    (["Us"], ["us", "US"], "item 0: label 'Us' is none of the 2 classes"),
+    (["Caf\u00e9"], ["x", "cafe\u0301"], [1]),  # two forms of one letter
+    ([1, 4], ["1", "2", "3", "4"], [0, 3]),  # numbers that are names
+    ([0, 4], ["1", "2", "3", "4"], "item 0: label 0 is none of the 4 classes.*: 1, 2, 3, 4"),
+    (["cat", "dogg"], PETS, "item 1: label 'dogg' is none of the 2 classes .nearest: 'dog"),
+    ([0, 2], PETS, "item 1: label 2 is none of the 2 classes: cat, dog"),
+    (["cat", None], PETS, "item 1: label None is none"),
+    ([0.5], PETS, "item 0: label 0.5 is none"),
+    ([0.85], None, "item 0: label 0.85 is no class number"),
+    ([[0, 1]], PETS, r"item 0: label \[0, 1\] is none of the 2 classes"),
 ]
 
 

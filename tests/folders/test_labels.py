@@ -1,5 +1,7 @@
 """`featcal calibrate` reads labels of images and texts as the experts' heads number them."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +9,16 @@ import datasets
 import pytest
 import torch
 from tiny_images import channels_first, picture, write_class_folders
+from tiny_texts import word_tokenizer
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.tables import FileRows
 from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.folders.images import open_image_task
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Part
-from fusion_bench_featcal.folders.texts import head_labels
+from fusion_bench_featcal.folders.texts import head_labels, open_class_task
 
 PETS, UNNAMED = ["cat", "dog", "owl"], ["LABEL_0", "LABEL_1", "LABEL_2"]
 
@@ -54,7 +59,7 @@ def opened(path: str, heads: Any) -> Any:
 def test_of_images(tmp_path, labels, names, heads, expected):
     path = write(tmp_path, labels, names)
     if isinstance(expected, str):
-        with pytest.raises(ValueError, match=f"--eval a=.*: .*{expected}"):
+        with pytest.raises(CalibrationError, match=f"--eval a=.*: .*{expected}"):
             opened(path, heads)
         return
     batches = opened(path, heads).tests.batches(None)
@@ -73,8 +78,38 @@ def texts(*labels: Any) -> FileRows:
         (texts("owl", "Cat", "DOG"), PETS, [2, 0, 1]),
         (texts("owl", "cat", "dog"), UNNAMED, [2, 0, 1]),  # in alphabetical order
         (texts("2", "0"), PETS, [2, 0]),  # of a CSV file
+        (texts(1, 4.0, "5"), ["1", "2", "3", "4", "5"], [0, 3, 4]),  # names that are numbers
+        (texts("us", "US"), ["US", "us"], [1, 0]),
     ],
 )
 def test_of_texts(rows: Any, classes: Any, numbers: list[int]):
     part = Part("--data a=x", TextRows(rows, "--data a=x"), [*range(len(rows))])
     assert head_labels(part, classes) == numbers
+
+
+LISTS, ONE = [[1.0, 0.0], [0.0, 1.0]] * 5, [0.1, 0.8] * 5
+
+
+@pytest.mark.parametrize(
+    ("labels", "heads", "reason"),
+    [
+        (LISTS, PETS, "its labels are lists, not one class each"),
+        (ONE, ["LABEL_0"], "its expert's head has one output"),
+        ([None] * 10, PETS, r"its rows have no label \(--columns a:label=COLUMN"),
+    ],
+)
+def test_labels_that_name_no_class_are_not_scored(tmp_path, labels, heads, reason):
+    rows = [json.dumps({"text": f"a cat {n}", "label": label}) for n, label in enumerate(labels)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    data = {"a": str(tmp_path / "a.jsonl")}
+    request = Request(merged="m", expert={"a": "x"}, data=data, out="o")
+    encoder = TextEncoder(word_tokenizer(), "classification")
+    task = open_class_task("a", request, encoder, heads, pads=True)
+    assert task.tests is None and task.samples == 10
+    assert re.search(f"a: not scored, as {reason}", "; ".join(task.notes))
+
+
+def test_images_of_a_head_with_one_output_are_not_scored(tmp_path):
+    task = opened(write(tmp_path, [0, 0], []), ["LABEL_0"])
+    assert task.tests is None
+    assert task.notes[-1].startswith("a: not scored, as its expert's head has one output")

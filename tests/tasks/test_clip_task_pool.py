@@ -141,7 +141,7 @@ def of_items(*items: Any) -> dict[str, Any]:
         ({"tasks": {"x": {"clasnames": []}}}, r"x\.clasnames is unknown \(nearest: 'classnames'"),
         ({"tasks": {"x": {"templates": ["a photo"]}}}, r"prompts with \{\} for the class name"),
         # refused when they are evaluated
-        (of_items(CAT, CAT | {"label": 2}), r"test_datasets\.x, item 1: label 2 is neither"),
+        (of_items(CAT, CAT | {"label": 2}), r"test_datasets\.x, item 1: label 2 is none"),
         (of_items({"image": picture(0)}), r"task 'x'.*item 0 has no label"),
         (of_items(), r"task 'x' has no test items"),
     ],
