@@ -170,6 +170,14 @@ def test_a_preset_that_fails_leaves_the_other_rows(tmp_path: Path) -> None:
     assert CLIPVisionModel.from_pretrained(tmp_path / "saved")
 
 
+def test_a_preset_with_another_seed_keeps_its_gain(tmp_path: Path) -> None:
+    rows = ("method.presets={other: {seed: 7}}", "method.compare_with=[merged]")
+    run_method(tmp_path, *FEW, *rows)
+    frame = results.summary(results.join_folders([tmp_path / "log"]))
+    gains = dict(zip(frame["row"], frame["gain"], strict=True))
+    assert gains["featcal"] > 0 and gains["featcal_other"] > 0
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

@@ -113,7 +113,7 @@ def _rows(method: Any, config: Any) -> tuple[dict[str, int], dict[str, Mapping[s
     if not hasattr(method, "planned_rows"):  # FusionBench's
         return {method_name(config): 1}, {}
     rows = getattr(method, "rows", {})
-    return method.planned_rows, {row: settings.strengths for row, settings in rows.items()}
+    return method.planned_rows, {n: r.strengths for n, r in rows.items() if hasattr(r, "strengths")}
 
 
 def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:
