@@ -10,10 +10,8 @@ from torch.nn import functional as F
 
 from fusion_bench_featcal.data.text_samples import (
     IGNORED,
-    Sample,
     TextEncoder,
     pad_rows,
-    pad_samples,
 )
 from fusion_bench_featcal.modules.models import device_of
 
@@ -74,20 +72,6 @@ def answer_texts(
     return answers
 
 
-@torch.no_grad()
-def target_loss(
-    model: Any, encoder: TextEncoder, samples: Sequence[Sample], *, batch_size: int
-) -> float:
-    """Return the mean over samples of a target's mean cross-entropy per token, in nats."""
-    device = device_of(model)
-    total = 0.0
-    for rows in by_length([len(sample.ids) for sample in samples], batch_size):
-        batch = pad_samples([samples[row] for row in rows], encoder)
-        moved = {name: tensor.to(device) for name, tensor in batch.items()}
-        total += row_losses(*targets_of(model, moved)).sum().item()
-    return total / len(samples)
-
-
 def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return logits `[batch, positions, vocabulary]` and their target tokens, -100 for none.
 
@@ -115,11 +99,6 @@ def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
     """Return the numbers of rows in batches of similar length, the shortest first."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return (order[start : start + batch_size] for start in range(0, len(order), batch_size))
-
-
-def exact_matches(answers: Sequence[str], targets: Sequence[str]) -> list[bool]:
-    """Compare answers with their targets, without blanks at both ends."""
-    return [a.strip() == target.strip() for a, target in zip(answers, targets, strict=True)]
 
 
 def spearman(answers: Sequence[str], targets: Sequence[str]) -> float:

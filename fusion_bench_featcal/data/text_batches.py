@@ -1,7 +1,7 @@
 """Calibration samples for language models: texts with targets from the data or the expert."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -82,6 +82,14 @@ class TextBatches:
             return self._in_order(self.encoder.sample, self.texts)
         names = [text.name for text in self.texts]
         return list(map(self.encoder.answered, self.prompts, self._answers(), names))
+
+    def by_length(self) -> tuple["TextBatches", list[int]]:
+        """Return the samples by their length, which pads batches little, and their numbers here."""
+        lengths = self.lengths()
+        order = sorted(range(self.samples), key=lengths.__getitem__)
+        batches = replace(self, indices=[self.indices[number] for number in order])
+        batches.encoded = [self.encoded[number] for number in order]
+        return batches, order
 
     def lengths(self) -> list[int]:
         """Return the number of tokens of each text, with the longest possible answer of the expert.

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.folders.models import Models
-from fusion_bench_featcal.folders.tasks import Score, Task
+from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions

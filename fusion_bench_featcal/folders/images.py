@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.scoring import class_tests, own_logits
 from fusion_bench_featcal.data.tables import split_of
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.folders.model_folder import ModelFolder
@@ -20,8 +21,6 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
     Part,
     Task,
-    class_logits,
-    class_tests,
     head_numbers,
     not_scored,
     open_parts,
@@ -101,7 +100,7 @@ def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[l
         values = labels if names is None else [names[label] for label in labels]
         return head_numbers(
             values, names, heads, lambda n: f"{part.option}, item {part.indices[n]}"
-        ), class_logits
+        ), own_logits
     if names is None:
         raise ValueError(
             f"{part.option}: zero-shot heads need class names, and the labels are numbers: put the "

@@ -1,83 +1,19 @@
-"""One task of `featcal calibrate`: calibration samples, test samples, and scores of a model."""
+"""One task of `featcal calibrate`: calibration samples and test samples."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
 from fusion_bench_featcal.data.draws import sample_order, spread
-from fusion_bench_featcal.data.generation import row_losses
 from fusion_bench_featcal.data.labels import class_numbers
-from fusion_bench_featcal.data.text_samples import IGNORED
+from fusion_bench_featcal.data.scoring import Tests
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.modules.models import device_of
 
 HELD_BACK = 5
 """Without test data, one row in this number is held back for evaluation."""
 FEW_ROWS = 5
 """Number of evaluated rows below which a task is not compared."""
-
-Batch = Mapping[str, Tensor]
-
-
-class Score(NamedTuple):
-    """Scores of a task's test samples.
-
-    Attributes:
-        accuracy: Share of correct samples or, for long or free texts, of correct tokens, 0 to 1.
-        losses: Mean cross-entropy of each sample's targets, float64 `[samples]`.
-        correct: Whether each sample is correct, bool `[samples]`. None if accuracy counts tokens.
-    """
-
-    accuracy: float
-    losses: Tensor
-    correct: Tensor | None
-
-    @property
-    def loss(self) -> float:
-        """Mean loss."""
-        return self.losses.mean().item()
-
-
-@dataclass(frozen=True)
-class Tests:
-    """A task's test samples.
-
-    A text counts as right if each target token is the model's first choice given the tokens before
-    it, because greedy search would then generate it.
-
-    Attributes:
-        batches: Returns the batches for a model.
-        targets: Returns logits `[batch, n, choices]` of a model and target numbers `[batch, n]`,
-            -100 for none.
-        by_token: Whether accuracy counts tokens, not samples.
-    """
-
-    batches: Callable[[nn.Module], Iterable[Batch]]
-    targets: Callable[[Any, Batch], tuple[Tensor, Tensor]]
-    by_token: bool = False
-
-    @torch.no_grad()
-    def score(self, model: nn.Module) -> Score:
-        """Score a model."""
-        device, dtype, rows = device_of(model), next(model.parameters()).dtype, []
-        for batch in self.batches(model):
-            moved = {
-                name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-                for name, tensor in batch.items()
-            }
-            logits, targets = self.targets(model, moved)
-            is_target = targets != IGNORED
-            right = (logits.argmax(dim=-1) == targets) & is_target
-            rows.append((row_losses(logits, targets), right.sum(dim=1), is_target.sum(dim=1)))
-        losses, right, count = (torch.cat(columns).cpu() for columns in zip(*rows, strict=True))
-        if self.by_token:
-            return Score(right.sum().item() / max(count.sum().item(), 1), losses.double(), None)
-        correct = right == count
-        return Score(correct.double().mean().item(), losses.double(), correct)
 
 
 class Part(NamedTuple):
@@ -170,39 +106,6 @@ def sentence(
     which = "of --eval" if task in request.eval else "of --data, held back"
     rows = counted(len(tests.indices), "row")
     return f"{begin}; evaluated on {rows} {which}: share of {measure}"
-
-
-def class_logits(model: Any, batch: Batch) -> Tensor:
-    """Return the class logits of a model with a head."""
-    return model(**batch).logits
-
-
-def class_tests(
-    batches: Callable[[nn.Module], Iterable[Batch]],
-    batch_size: int,
-    labels: Sequence[int],
-    logits: Callable[[Any, Batch], Tensor] = class_logits,
-) -> Tests:
-    """Return test samples with labels, which are numbers of a head's classes.
-
-    Args:
-        batches: Returns the model's inputs.
-        batch_size: Samples per batch.
-        labels: The labels of all samples.
-        logits: Returns class logits of a model for a batch.
-    """
-    numbers = torch.tensor(labels).split(batch_size)
-
-    def labelled(model: nn.Module) -> Iterable[Batch]:
-        pairs = zip(batches(model), numbers, strict=True)
-        return ({**batch, "labels": labels} for batch, labels in pairs)
-
-    def targets(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        inputs = dict(batch)
-        labels = inputs.pop("labels")
-        return logits(model, inputs).to(labels.device)[:, None], labels[:, None]
-
-    return Tests(labelled, targets)
 
 
 def head_numbers(

@@ -10,6 +10,7 @@ from torch import nn
 
 from fusion_bench_featcal.data.generation import targets_of
 from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.scoring import Tests, class_tests, own_logits
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import FORMATS
@@ -22,9 +23,6 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
     Part,
     Task,
-    Tests,
-    class_logits,
-    class_tests,
     head_numbers,
     not_scored,
     open_parts,
@@ -188,7 +186,7 @@ def open_class_task(
     settings, labels = request.settings, [column]
     calibration, tests = batches(calibration_part, settings), None
     calibration.lengths()  # reads all texts
-    measure, logits = "right answers", class_logits
+    measure, logits = "right answers", own_logits
     if test_part.indices:
         one_by_one = settings if pads else settings.replace(batch_size=1)
         classes: Any = head

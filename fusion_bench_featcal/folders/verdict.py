@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.folders.tasks import FEW_ROWS, Score
+from fusion_bench_featcal.folders.tasks import FEW_ROWS
 from fusion_bench_featcal.results.statistics import student
 
 _WORSE = 0.1

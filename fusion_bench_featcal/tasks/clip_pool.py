@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from transformers import CLIPModel, CLIPProcessor
 
@@ -20,11 +19,11 @@ from fusion_bench.taskpool import CLIPVisionModelTaskPool
 
 from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
+from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.tasks.definition import TaskDefinition, open_task, parse_tasks
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
-    Score,
     build_part,
     load_part,
     refuse_unknown_pool_keys,
@@ -166,24 +165,23 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         finally:
             self.clip_model.vision_model = nn.Identity()  # releases the evaluated model
 
-    @torch.no_grad()
     def _score(self, model: HFCLIPClassifier, task: str) -> Score:
         """Classify a task's items. The loss is a mean over items (FusionBench's: over batches)."""
-        opened, loss, correct, classes = self._open_tasks[task], 0.0, [], []
+        opened = self._open_tasks[task]
         if task not in self._heads:  # the text tower never changes
             model.set_classification_task(opened.classnames, list(opened.templates))
             self._heads[task] = model.zeroshot_weights
         model.zeroshot_weights = self._heads[task]
+
+        def targets(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            logits = self._logits(model, task, batch["pixel_values"])
+            return logits[:, None], batch["labels"].cpu()[:, None]
+
         self.on_task_evaluation_begin(model, task)
         with self.fabric.autocast():
-            for pixels, labels in self._batches(task):
-                logits = self._logits(model, task, pixels)
-                loss += functional.cross_entropy(logits, labels, reduction="sum").item()
-                correct.append(logits.argmax(dim=-1) == labels)
-                classes += [opened.classnames[label] for label in labels.tolist()]
+            score = Tests(lambda _: self._batches(task), targets).score(model)
         self.on_task_evaluation_end()
-        right = torch.cat(correct)
-        return Score(right.double().mean().item(), loss / len(right), right, classes)
+        return score
 
     def _logits(self, model: HFCLIPClassifier, task: str, pixels: Tensor) -> Tensor:
         """Return logits `[batch, classes]` on the CPU, float32.
@@ -191,7 +189,6 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         Raises:
             CalibrationError: If one is not finite.
         """
-        pixels = self.fabric.to_device(pixels) if self.move_to_device else pixels
         output: Any = model(pixels, return_image_embeds=True, return_dict=True, task_name=task)
         logits = output["logits"].float().cpu()
         if not torch.isfinite(logits).all():
@@ -201,7 +198,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
             )
         return logits
 
-    def _batches(self, task: str) -> Iterable[Batch]:
+    def _batches(self, task: str) -> Iterable[dict[str, Tensor]]:
         """Return a task's batches, all of them unless `fast_dev_run` is set.
 
         The pixels of a small task stay in memory for the next model.
@@ -220,7 +217,8 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         ):
             self._kept[task] = list(loader)
         batches: Any = self._kept.get(task, loader)
-        return itertools.islice(batches, 1) if self.fast_dev_run else batches
+        chosen = itertools.islice(batches, 1) if self.fast_dev_run else batches
+        return ({"pixel_values": pixels, "labels": labels} for pixels, labels in chosen)
 
 
 class PixelItems(Dataset[tuple[Tensor, int]]):

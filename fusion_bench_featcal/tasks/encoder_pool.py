@@ -1,13 +1,11 @@
 """`EncoderTaskPool`: encoders of texts or images, scored by the nearest class of a frozen head."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,24 +25,24 @@ from fusion_bench_featcal.data.embeddings import (
     embed_texts,
     encoder_of_texts,
 )
-from fusion_bench_featcal.data.generation import by_length
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.labels import encode_labels
 from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.scoring import Score, class_tests
 from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import check_values, is_integer, is_text_list, setting
-from fusion_bench_featcal.streams.inputs import check_token_ids, to_device
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
-    Score,
     build_part,
     load_part,
     refuse_unknown_pool_keys,
@@ -82,16 +80,16 @@ class OpenTask:
     Attributes:
         name: Their name in messages.
         classes: Class names by number.
-        labels: Class numbers, int64 `[items]`.
-        batches: The model's inputs.
-        order: Positions of the items in the batches, one after the other.
+        labels: Class numbers.
+        batches: Returns a model's inputs, `batch_size` items each.
+        order: Number of each item in the batches, or None if they are in order.
     """
 
     name: str
     classes: Sequence[str]
-    labels: Tensor
-    batches: Any
-    order: Sequence[int]
+    labels: list[int]
+    batches: Callable[[nn.Module], Iterable[Any]]
+    order: Sequence[int] | None = None
 
 
 class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
@@ -223,32 +221,25 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     def _prepared(self, model: nn.Module) -> Iterator[Any]:
         yield self.fabric.to_device(model).eval()
 
-    @torch.no_grad()
     def _score(self, model: Any, task: str) -> Score:
         items, head = self.test_dataloaders[task], self._vectors[task]
-        is_corrected = getattr(model, "is_surgery_model", False)
-        logits = []
-        for inputs in items.batches:
-            if "input_ids" in inputs:
-                check_token_ids(inputs, model, lambda _: items.name)
-            moved = to_device(inputs, self.fabric.device)
-            with self.fabric.autocast():
-                if is_corrected:
-                    features = model.features(task, **moved)
-                else:
-                    features = self.pooling.features(model, moved)
-            logits.append(class_logits(features, head, self.heads[task].temperature).cpu())
-        scores = torch.cat(logits)
-        scores[list(items.order)] = scores.clone()  # in the dataset's order
-        if scores.shape[1] <= items.labels.max():
+        if len(head) <= max(items.labels):
             raise CalibrationError(
-                f"{items.name} has labels up to {int(items.labels.max())}, and its head has "
-                f"{scores.shape[1]} classes: check taskpool.heads.{task}"
+                f"{items.name} has labels up to {max(items.labels)}, and its head has "
+                f"{len(head)} classes: check taskpool.heads.{task}"
             )
-        correct = scores.argmax(dim=1) == items.labels
-        loss = F.cross_entropy(scores, items.labels).item()
-        classes = [items.classes[label] for label in items.labels.tolist()]
-        return Score(correct.double().mean().item(), loss, correct, classes)
+        is_corrected = getattr(model, "is_surgery_model", False)
+
+        def logits(model: Any, inputs: Any) -> Tensor:
+            if is_corrected:
+                features = model.features(task, **inputs)
+            else:
+                features = self.pooling.features(model, inputs)
+            return class_logits(features, head, self.heads[task].temperature)
+
+        tests = class_tests(items.batches, self.batch_size, items.labels, logits, items.order)
+        with self.fabric.autocast():
+            return tests.score(model)
 
 
 def _parsed(heads: Any, tasks: Mapping[str, Any]) -> dict[str, Head]:
@@ -269,10 +260,10 @@ def _open_texts(
     _require_labels(values, name)
     names = head.class_names or rows.classes(LABEL)
     labels, classes = encode_labels(values, None, names, name)
-    samples = [encoder.sample(rows.read(number)) for number in range(len(rows))]
-    groups = list(by_length([len(sample.ids) for sample in samples], batch_size))
-    batches = [pad_samples([samples[number] for number in group], encoder) for group in groups]
-    return OpenTask(name, classes or [], torch.tensor(labels), batches, [*chain(*groups)])
+    settings = FeatCalSettings(batch_size=batch_size)
+    batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)
+    batches, order = batches.by_length()
+    return OpenTask(name, classes or [], labels, batches.checked, order)
 
 
 def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size: int) -> OpenTask:
@@ -281,9 +272,8 @@ def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size:
     labels = [items.read(number)[1] for number in range(len(items))]
     _require_labels(labels, name)
     classes = items.classnames or [str(number) for number in range(max(labels) + 1)]  # type: ignore[operator]
-    order = range(len(items))
-    batches = ImageBatches(items, order, batch_size, processor)
-    return OpenTask(name, classes, torch.tensor(labels), batches, order)
+    batches = ImageBatches(items, range(len(items)), batch_size, processor)
+    return OpenTask(name, classes, labels, lambda _: batches)  # type: ignore[arg-type]
 
 
 def _require_labels(labels: Sequence[Any], name: str) -> None:

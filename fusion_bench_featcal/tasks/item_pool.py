@@ -3,24 +3,16 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusion_bench.utils import count_parameters, instantiate
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.models.hub import fetch, note_data_set
 from fusion_bench_featcal.run.progress import progress_bar
-
-
-class Score(NamedTuple):
-    """Score of a model on one task."""
-
-    accuracy: float
-    loss: float
-    correct: Tensor | None = None  # bool [items], on the CPU, if the task has such flags
-    classes: list[str] | None = None  # class of each item
 
 
 class ItemPool:
@@ -29,7 +21,6 @@ class ItemPool:
     Attributes:
         item_correct: Result of the last `evaluate` call: task name -> bool tensor `[items]`, in the
             order of the dataset, on the CPU.
-        item_classes: Task name -> class or target of each item, for tasks evaluated so far.
         test_dataloaders: Task name -> its data. `evaluate` uses the tasks in it.
     """
 
@@ -39,7 +30,6 @@ class ItemPool:
         """Pass all arguments to the task pool."""
         super().__init__(*args, **kwargs)
         self.item_correct: dict[str, Tensor] = {}
-        self.item_classes: dict[str, list[str]] = {}
         self.test_dataloaders: dict[str, Any] = {}
 
     def setup(self) -> None:
@@ -65,7 +55,6 @@ class ItemPool:
         for task, score in scores.items():
             if score.correct is not None:
                 self.item_correct[task] = score.correct
-                self.item_classes[task] = score.classes or []
         trainable, total = count_parameters(model)
         info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
         info["trainable_percentage"] = trainable / total

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -19,49 +18,35 @@ from fusion_bench_featcal.data.generation import (
     METRICS,
     Metric,
     answer_texts,
-    exact_matches,
     spearman,
-    target_loss,
+    targets_of,
 )
 from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import (
-    IGNORED,
-    Sample,
-    TextEncoder,
-    TextKind,
-    pad_samples,
-)
+from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import is_integer
-from fusion_bench_featcal.streams.inputs import check_token_ids
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
-    Score,
     build_part,
     load_part,
     refuse_unknown_pool_keys,
 )
 
 
-@dataclass(frozen=True)
-class TokenisedTask:
-    """One task's test rows, tokenised for one kind of model."""
-
-    names: list[str]  # of the rows, for messages
-    prompts: list[list[int]]
-    samples: list[Sample]  # prompts with their targets
-    targets: list[str]
-
-
 class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     """Evaluates encoder-decoder and decoder-only language models on the texts they generate.
 
-    Rows have the formats of calibration data. Answers are greedy and do not depend on the other
-    rows of a batch. `accuracy` is the share of exact matches or Spearman's correlation, whose tasks
-    have no `item_correct`. `loss` is the cross-entropy per target token, averaged over rows.
+    Rows have the formats of calibration data. An answer is right if each token of the target is the
+    model's first choice given the tokens before it, because greedy search would then generate it.
+    `accuracy` is the share of right answers or, with the metric `spearman`, the rank correlation of
+    generated answers, whose tasks have no `item_correct`. `loss` is the cross-entropy per target
+    token, averaged over rows.
     """
 
     _config_mapping = BaseTaskPool._config_mapping | {
@@ -91,7 +76,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             tokenizer: The tokenizer: a folder, a hub id, a configuration or the object.
             metrics: Task name -> `exact_match` (the default) or `spearman`.
             batch_size: Prompts per batch. It changes memory and speed, not answers.
-            max_new_tokens: Longest answer, by default the length of the task's longest target.
+            max_new_tokens: Longest generated answer, by default the longest target of the task.
             max_length: Longest prompt in tokens, by default the tokenizer's limit.
             **unknown: Refused, except for keys that all FusionBench configurations have.
 
@@ -116,7 +101,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         self.batch_size = batch_size
         self.max_new_tokens = max_new_tokens
         self.max_length = max_length
-        self._tokenised: dict[tuple[str, str], TokenisedTask] = {}
+        self._batches: dict[tuple[str, str], tuple[TextBatches, list[int]]] = {}
 
     def setup(self) -> None:
         """Load tokenizer and datasets. The first `evaluate` call does it.
@@ -144,39 +129,49 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
     def _score(self, model: Any, task: str) -> Score:
         kind: TextKind = "seq2seq" if model.config.is_encoder_decoder else "causal"
-        encoder, size = TextEncoder(self.tokenizer, kind, self.max_length), self.batch_size
-        if (task, kind) not in self._tokenised:
-            self._tokenised[task, kind] = self._tokenise(encoder, task)
-        rows = self._tokenised[task, kind]
-        # An answer longer than every target cannot be right.
-        most = self.max_new_tokens or max(
-            sum(token != IGNORED for token in sample.labels or ()) for sample in rows.samples
-        )
-        for name, sample in zip(rows.names, rows.samples, strict=True):
-            check_token_ids(pad_samples([sample], encoder), model, lambda _, name=name: name)
+        if (task, kind) not in self._batches:
+            self._batches[task, kind] = self._opened(task, kind)
+        batches, order = self._batches[task, kind]
         with self.fabric.autocast(), surgery_task(model, task):
-            answers = answer_texts(model, encoder, rows.prompts, batch_size=size, most=most)
-            loss = target_loss(model, encoder, rows.samples, batch_size=size)
-        if self.metrics.get(task) == "spearman":
-            return Score(spearman(answers, rows.targets), loss)
-        correct = torch.tensor(exact_matches(answers, rows.targets))
-        targets = [target.strip() for target in rows.targets]
-        return Score(correct.double().mean().item(), loss, correct, targets)
+            score = Tests(batches.checked, targets_of, order=order).score(model)
+            if self.metrics.get(task) == "spearman":
+                return Score(self._correlation(model, batches), score.losses, None)
+        return score
 
-    def _tokenise(self, encoder: TextEncoder, task: str) -> TokenisedTask:
-        rows = self.test_dataloaders[task]
-        texts = [rows.read(number) for number in range(len(rows))]
-        prompts = [encoder.prompt(text, self.max_new_tokens or 0) for text in texts]
-        samples, targets = [encoder.sample(text) for text in texts], []
-        for text, sample in zip(texts, samples, strict=True):
+    def _opened(self, task: str, kind: TextKind) -> tuple[TextBatches, list[int]]:
+        """Tokenise a task's rows for a kind of model. Return also their order."""
+        rows, encoder = (
+            self.test_dataloaders[task],
+            TextEncoder(self.tokenizer, kind, self.max_length),
+        )
+        settings = FeatCalSettings(batch_size=self.batch_size)
+        batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)
+        for text, sample in zip(batches.texts, batches.encoded, strict=True):
             if sample.labels is None:
                 raise CalibrationError(f"{text.name} has no target to compare answers with")
-            target = text.target
-            if not isinstance(target, str):
-                ids = [token for token in sample.labels if token != IGNORED]
-                target = encoder.tokenizer.decode(ids, skip_special_tokens=True)
-            targets.append(target)
-        return TokenisedTask([text.name for text in texts], prompts, samples, targets)
+        return batches.by_length()
+
+    def _correlation(self, model: Any, batches: TextBatches) -> float:
+        """Return Spearman's correlation of generated answers and targets."""
+        targets, encoder = self._targets(batches), batches.encoder
+        # An answer longer than every target cannot be right.
+        longest = max(len(_target_ids(sample)) for sample in batches.encoded)
+        prompts = [encoder.prompt(text, self.max_new_tokens or 0) for text in batches.texts]
+        most = self.max_new_tokens or longest
+        answers = answer_texts(model, encoder, prompts, batch_size=self.batch_size, most=most)
+        return spearman(answers, targets)
+
+    def _targets(self, batches: TextBatches) -> list[str]:
+        pairs = zip(batches.texts, batches.encoded, strict=True)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        return [
+            text.target if isinstance(text.target, str) else decode(_target_ids(sample))
+            for text, sample in pairs
+        ]
+
+
+def _target_ids(sample: Sample) -> list[int]:
+    return [token for token in sample.labels or () if token != IGNORED]
 
 
 def surgery_task(model: Any, task: str) -> AbstractContextManager[Any]:

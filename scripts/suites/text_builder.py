@@ -9,7 +9,7 @@ from suite_training import Builder, loss_and_accuracy, stage_generator, train
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from fusion_bench_featcal.data.generation import answer_texts, exact_matches
+from fusion_bench_featcal.data.generation import answer_texts
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.suites import text
@@ -139,8 +139,8 @@ class TextBuilder(Builder):
         tokens = self.encoder.tokenizer(targets, add_special_tokens=False)["input_ids"]
         most = max(map(len, tokens)) + 1
         answers = answer_texts(model, self.encoder, prompts, batch_size=TEST_BATCH, most=most)
-        right = exact_matches(answers, targets)
-        return sum(right) / len(right)
+        pairs = zip(answers, targets, strict=True)
+        return sum(answer.strip() == target.strip() for answer, target in pairs) / len(rows)
 
 
 def target_scores(model: Any, batch: Batch) -> tuple[Tensor, float]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_bench_featcal.folders.tasks import Score
+from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.folders.verdict import compare, weak_experts
 
 NOISE = torch.linspace(-0.02, 0.02, 20).double()
