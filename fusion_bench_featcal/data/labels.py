@@ -21,7 +21,8 @@ def class_numbers(
     values: Sequence[Any],
     classes: Sequence[str] | None,
     item: Callable[[int], str],
-    advice: str = "Check classnames and label_column",
+    owner: str = "",
+    advice: str = ". Check classnames and label_column",
 ) -> list[int]:
     """Return the number of each label's class.
 
@@ -33,6 +34,7 @@ def class_numbers(
         values: Texts, numbers, or tensors of one number.
         classes: The names of the classes by number, or None if there are none.
         item: Returns the name of an item in messages, by its position.
+        owner: Of what they are the classes, for the message.
         advice: End of the message.
 
     Raises:
@@ -45,12 +47,10 @@ def class_numbers(
     position = numbers.index(None)
     value = values[position]
     hint = nearest_hint(value, classes or ()) if isinstance(value, str) else ""
-    known = (
-        f"none of the {len(classes)} classes{hint}: {', '.join(classes):.200}"
-        if classes
-        else ("no class number")
-    )
-    raise CalibrationError(f"{item(position)}: label {value!r:.60} is {known}. {advice}")
+    known = "no class number"
+    if classes:
+        known = f"none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
+    raise CalibrationError(f"{item(position)}: label {value!r:.60} is {known}{advice}")
 
 
 class _Names:

@@ -130,13 +130,13 @@ def head_numbers(
     names = names or sorted({value for value in values if isinstance(value, str)})
     if len(names) == len(classes) and all(name.startswith("LABEL_") for name in classes):
         classes = names
-    return class_numbers(values, classes, at, "Those are the classes of the expert's head")
+    return class_numbers(values, classes, at, owner=" of the expert's head", advice="")
 
 
 def not_scored(values: Sequence[Any], classes: Sequence[str]) -> str:
     """Return why labels cannot be compared with a head's classes, or an empty text."""
     if len(classes) == 1:
         return "its expert's head has one output, which is no choice between classes"
-    if any(isinstance(value, list | tuple) for value in values):
+    if values and all(isinstance(value, list | tuple) for value in values):
         return "its labels are lists, not one class each"
     return ""

@@ -143,7 +143,7 @@ DATA: list[Case] = [
      ["--data one", "line 1: ", "surrogates not allowed"]),
     ("llama", {"one.jsonl": '[{"prompt": "a", "target": "\\udC00"}]'}, {},
      ["--data one", "is not readable as jsonl: ", "surrogates not allowed"]),
-    ("bert", {"one.jsonl": [{"text": "a b", "label": [0, 1]}]}, {},
+    ("bert", {"one.jsonl": [{"text": "a b", "label": label} for label in ([0, 1], 0)]}, {},
      [*ROW, "label [0, 1] is none of the 2 classes"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": 0.85}]}, {},
      [*ROW, "label 0.85 is none of the 2 classes"]),

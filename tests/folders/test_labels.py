@@ -53,7 +53,7 @@ def opened(path: str, heads: Any) -> Any:
         ([2, 0], [], PETS, [2, 0]),
         ([0, 1, 2], ["owl", "dog", "cat"], PETS, [2, 1, 0]),
         ([1, 0], ["b", "a", "c"], UNNAMED, [1, 0]),
-        (["cat", "cow"], [], PETS, "label 'cow' is none of the 3 classes"),
+        (["cat", "cow"], [], PETS, "label 'cow' is none of the 3 classes of the expert"),
     ],
 )
 def test_of_images(tmp_path, labels, names, heads, expected):
