@@ -29,7 +29,7 @@ class RowsMethod(DeclaredMethod):
     """A FusionBench method that makes rows: models of `Method` objects on one merged model.
 
     A merger is a single row without a merged model. As the upstream merger of another method it
-    makes the model of its first row, and reports nothing.
+    returns the row to save, and reports nothing.
 
     Attributes:
         base_method: Config of the upstream merger, or None for the pool's `_merged_` model.
@@ -123,7 +123,7 @@ class RowsMethod(DeclaredMethod):
         self.check(inputs)
         self.open(inputs)
         if getattr(self._program, "method", self) is not self:  # another method reports
-            return self._made(self.rows[next(iter(self.rows))], inputs, self._merged(inputs))
+            return self._made(self.rows.get(self.saved), inputs, self._merged(inputs))
         model = self._report_rows(inputs)
         self._processes.gather(None)  # no process ends without error if the first one fails
         return model
@@ -192,5 +192,7 @@ class RowsMethod(DeclaredMethod):
         return share_model(merged, processes, self.fabric.device)
 
     def _made(self, method: Any, inputs: MethodInputs, merged: nn.Module | None) -> nn.Module:
-        """Return the model of a merger, or the improved one."""
-        return method.merge(inputs) if merged is None else improved(method, merged, inputs)
+        """Return the model of a merger, the improved one, or without a method the merged one."""
+        if merged is None:
+            return method.merge(inputs)
+        return merged if method is None else improved(method, merged, inputs)
