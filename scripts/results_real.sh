@@ -5,16 +5,22 @@ set -euo pipefail
 
 folder="$(realpath -m "${1:-outputs/results-real}")"
 studies=("${@:2}")
-[ "${#studies[@]}" -gt 0 ] || studies=(minilm dinov2 smollm2 minilm-samples dinov2-samples unlike)
+[ "${#studies[@]}" -gt 0 ] || studies=(minilm dinov2 smollm2 minilm-samples dinov2-samples unlike-minilm unlike-dinov2 unlike-smollm2)
 
 compare() { # SUITE NAME SETTING...
   fusion_bench -m method=compare "modelpool=$1" "method.results_dir=$folder/cells/$1" "path.log_dir=$folder/$2" "${@:3}"
 }
 
-calibrate() { # SUITE NAME SETTING...
-  [ -f "$folder/$2/run.json" ] ||
-    fusion_bench method=featcal "modelpool=$1" method.samples_per_task=64 "path.log_dir=$folder/$2" \
-      hydra.run.dir="$folder/$2" "${@:3}"
+# FeatCal+ and the paper's rule with samples of some kind, few and many, in two draws.
+draws="few: {samples_per_task: 8}, few_43: {samples_per_task: 8, seed: 43}, usual_43: {seed: 43}, paper: {rule: paper}"
+many="many: {samples_per_task: 256}, many_43: {samples_per_task: 256, seed: 43}"
+unlike() { # SUITE KIND PRESETS SETTING...
+  [ -f "$folder/$1-$2/run.json" ] ||
+    fusion_bench method=featcal/plus "modelpool=$1" method.samples_per_task=64 'method.compare_with=[merged]' \
+      "method.presets={$3}" "path.log_dir=$folder/$1-$2" hydra.run.dir="$folder/$1-$2" "${@:4}"
+}
+samples_of() { # FIELD TASK=OTHER... Words that give a task the samples of another
+  for pair in "${@:2}"; do echo "modelpool.train_datasets.${pair%=*}.$1=${pair#*=}"; done
 }
 
 # WUDI optimises each matrix in turn: minutes for MiniLM, hours for SmolLM2, which goes without.
@@ -45,18 +51,30 @@ for study in "${studies[@]}"; do
   smollm2) grid smollm2_TA4 42,43 "$some" "featcal_paper_llama_3b-targets,featcal_plus,ridge_surgery" "$closed,featcal_paper_llama_3b-targets,$trained" ;;
   minilm-samples) samples minilm_TA6 ;;
   dinov2-samples) samples dinov2_small_TA4 ;;
-  unlike)
-    # Texts whose words are shuffled, and texts of two tasks exchanged.
-    python scripts/unlike_texts.py "$folder/unlike"
-    for kind in shuffled exchanged; do
-      words=()
-      for file in "$folder/unlike/$kind"/*.jsonl; do
-        words+=("+method.calibration_data.$(basename "$file" .jsonl)=$file")
-      done
-      calibrate minilm_TA6 "minilm_TA6-$kind" "${words[@]}"
+  unlike-minilm)
+    unlike minilm_TA6 clean "$draws, $many"
+    python scripts/unlike_texts.py "$folder/shuffled" && words=()
+    for file in "$folder/shuffled"/*.jsonl; do
+      words+=("+method.calibration_data.$(basename "$file" .jsonl)=$file")
     done
-    calibrate dinov2_small_TA4 dinov2_small_TA4-fog '+method.calibration_corruption={kind: fog, severity: 3}'
+    unlike minilm_TA6 shuffled "$draws, $many" "${words[@]}"
+    # shellcheck disable=SC2046 # one word a pair
+    unlike minilm_TA6 exchanged "$draws" $(samples_of name banking77=clinc_work clinc_work=banking77)
+    # shellcheck disable=SC2046
+    unlike minilm_TA6 others "$draws, $many" $(samples_of name snips_intent=banking77 banking77=clinc_domain \
+      clinc_domain=clinc_home clinc_home=clinc_work clinc_work=clinc_auto clinc_auto=snips_intent)
     ;;
+  unlike-dinov2)
+    unlike dinov2_small_TA4 clean "$draws"
+    for kind in fog gaussian_noise motion_blur; do
+      unlike dinov2_small_TA4 $kind "$draws" "+method.calibration_corruption={kind: $kind, severity: 3}"
+    done
+    # shellcheck disable=SC2046
+    unlike dinov2_small_TA4 one "$draws" $(samples_of task mini_fashion_mnist=mini_mnist mini_notmnist=mini_mnist mini_latin=mini_mnist)
+    # shellcheck disable=SC2046
+    unlike dinov2_small_TA4 exchanged "$draws" $(samples_of task mini_notmnist=mini_latin mini_latin=mini_notmnist)
+    ;;
+  unlike-smollm2) unlike smollm2_TA4 clean "few: {samples_per_task: 8}, usual_43: {seed: 43}" ;;
   *) echo "no study $study" >&2 && exit 1 ;;
   esac
 done

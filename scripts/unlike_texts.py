@@ -1,9 +1,6 @@
-"""Write calibration texts that are unlike a task's own: words in random order, exchanged tasks.
+"""Write each task's calibration texts with their words in random order: FOLDER/TASK.jsonl.
 
-    python scripts/unlike_texts.py FOLDER
-
-FOLDER/shuffled has a file for each task, FOLDER/exchanged one for each of two tasks, with the
-texts of the other.
+python scripts/unlike_texts.py FOLDER
 """
 
 import json
@@ -13,8 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fusion_bench_featcal.suites.text import TASKS, load_rows
-
-EXCHANGED = ("banking77", "clinc_work")
 
 
 def write(file: Path, texts: Iterable[str]) -> None:
@@ -31,13 +26,10 @@ def shuffled(text: str, generator: random.Random) -> str:
 
 
 def main(folder: Path) -> None:
-    """Write all files."""
-    texts = {task: [text for text, _ in load_rows(task)["calibration"]] for task in TASKS}
+    """Write a file for each task."""
     for task in TASKS:
-        generator = random.Random(task)
-        write(folder / "shuffled" / f"{task}.jsonl", (shuffled(t, generator) for t in texts[task]))
-    for task, other in zip(EXCHANGED, reversed(EXCHANGED), strict=True):
-        write(folder / "exchanged" / f"{task}.jsonl", texts[other])
+        generator, texts = random.Random(task), load_rows(task)["calibration"]
+        write(folder / f"{task}.jsonl", (shuffled(text, generator) for text, _ in texts))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,19 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from fusion_bench_featcal.lab.diagnosis.views import diagnosis_figures, diagnosis_tables
+from fusion_bench_featcal.lab.diagnosis.views import (
+    by_block,
+    diagnosis_figures,
+    diagnosis_tables,
+)
 from fusion_bench_featcal.results import Results, summary
-from fusion_bench_featcal.results.figures import Value, dots, svg
+from fusion_bench_featcal.results.figures import Value, curves, dots, svg
 from fusion_bench_featcal.results.joining import find, join
 from fusion_bench_featcal.results.lines import read_run
+from fusion_bench_featcal.results.run import ROWS_ERROR, ROWS_SHARE
 from fusion_bench_featcal.results.show import row_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,10 +52,28 @@ REAL = {
 }
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
 UNLIKE = {
-    "minilm_TA6-shuffled": "texts with their words in random order",
-    "minilm_TA6-exchanged": "texts of two tasks exchanged",
-    "dinov2_small_TA4-fog": "images in fog, severity 3",
+    "minilm_TA6": {
+        "clean": "each task's own",
+        "shuffled": "words in random order",
+        "exchanged": "two tasks exchanged",
+        "others": "another task's, for each",
+    },
+    "dinov2_small_TA4": {
+        "clean": "each task's own",
+        "fog": "in fog, severity 3",
+        "gaussian_noise": "with noise, severity 3",
+        "motion_blur": "blurred, severity 3",
+        "exchanged": "two tasks exchanged",
+        "one": "the first task's, for all",
+    },
 }
+"""Suites and kinds of samples, which are folders of docs/results, with their labels."""
+DRAWS = {
+    "8": ("featcal_few", "featcal_few_43"),
+    "64": ("featcal_plus", "featcal_usual_43"),
+    "256": ("featcal_many", "featcal_many_43"),
+}
+"""Rows of FeatCal+ by samples per task, with two draws of samples each."""
 README_ROWS = {
     "merged by task arithmetic": ("task_arithmetic",),
     "+ gradient distillation": ("distillation",),
@@ -154,19 +178,37 @@ def grid(name: str, label: str) -> str:
     return f"{table(['', *heads], lines)}\n\n{measured(results)}"
 
 
-def unlike_table() -> str:
-    """Return averages with samples that are unlike the tasks' own."""
-    rows = ("task_arithmetic", "featcal", "featcal_plus")
-    lines = []
-    for name, label in UNLIKE.items():
-        merged, _, plus = records = [averages(name)[row] for row in rows]
+def unlike_table(suite: str) -> str:
+    """Return averages by kind and number of samples, both draws, and the least gain of a task."""
+    lines, kinds = [], {kind: averages(f"{suite}-{kind}") for kind in UNLIKE[suite]}
+    draws = {n: names for n, names in DRAWS.items() if any(names[0] in r for r in kinds.values())}
+    for kind, rows in kinds.items():
+        merged, paper = rows["task_arithmetic"], rows["featcal_paper"]
+        plus = [[rows[name] for name in names if name in rows] for names in draws.values()]
         tasks = [key for key in merged if key.startswith("accuracy.") and key != AVERAGE]
-        worst = min(tasks, key=lambda task: plus[task] - merged[task])
-        change = f"{100 * merged[worst]:.1f} -> {100 * plus[worst]:.1f}"
-        lines.append([label, *(f"{100 * record[AVERAGE]:.1f}" for record in records),
-                      f"{worst.removeprefix('accuracy.')} {change}"])  # fmt: skip
-    columns = ["samples", *rows, "least gain of a task by featcal_plus"]
-    return f"{table(columns, lines)}\n\n{measured(results_of(next(iter(UNLIKE))))}"
+        gains = {task: mean(row[task] for row in plus[1]) - merged[task] for task in tasks}
+        worst = min(tasks, key=lambda task: gains[task])
+        lines.append([UNLIKE[suite][kind],
+                      *(f"{100 * row[AVERAGE]:.1f}" for row in (merged, paper)),
+                      *(", ".join(f"{100 * row[AVERAGE]:.1f}" for row in of) or "-" for of in plus),
+                      f"{worst.removeprefix('accuracy.')} {100 * gains[worst]:+.1f}"])  # fmt: skip
+    columns = ["samples", "merged", "featcal, 64", *(f"FeatCal+, {n}" for n in draws),
+               "least gain of a task at 64"]  # fmt: skip
+    return f"{table(columns, lines)}\n\n{measured(results_of(f'{suite}-clean'))}"
+
+
+def rows_figure() -> str:
+    """Draw what the step of the rows from weights breaks, and how far they count, by block."""
+    panels: dict[str, dict[str, dict[Any, Value]]] = {}
+    for suite in UNLIKE:
+        (run,) = results_of(f"{suite}-clean").runs.values()
+        for metric, title in ((ROWS_ERROR, "e"), (ROWS_SHARE, "f")):
+            values = by_block(run, metric)["featcal_plus"].dropna().tolist()
+            at = {n: Value(value, 0.0) for n, value in enumerate(values)}
+            panels.setdefault(title, {})[REAL[suite].split(",")[0]] = at
+    figure = curves(panels, "block", "median over modules")
+    figure.axes[0].set_yscale("log")
+    return svg(figure)
 
 
 def accuracies_figure() -> str:
@@ -195,7 +237,7 @@ def figures() -> dict[Path, str]:
     (run,) = results_of(DIAGNOSIS).runs.values()
     diagnosis = diagnosis_figures(run)
     texts = {name: svg(diagnosis[name]) for name in DIAGNOSIS_FIGURES}
-    texts["accuracies"] = accuracies_figure()
+    texts |= {"accuracies": accuracies_figure(), "rows": rows_figure()}
     return {FIGURES / f"{name}.svg": text for name, text in texts.items()}
 
 
@@ -300,7 +342,7 @@ PARTS: dict[str, Callable[[], str]] = {
         f"samples-{suite}": partial(grid, f"{suite}-samples", "samples_per_task")
         for suite in ("minilm_TA6", "dinov2_small_TA4")
     },
-    "unlike": unlike_table,
+    **{f"unlike-{suite}": partial(unlike_table, suite) for suite in UNLIKE},
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,
     "paper-commands": paper_commands,
