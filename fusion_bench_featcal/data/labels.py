@@ -47,10 +47,10 @@ def class_numbers(
     position = numbers.index(None)
     value = values[position]
     hint = nearest_hint(value, classes or ()) if isinstance(value, str) else ""
-    known = "no class number"
+    known = "is no class number"
     if classes:
-        known = f"none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
-    raise CalibrationError(f"{item(position)}: label {value!r:.60} is {known}{advice}")
+        known = f"is none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
+    raise CalibrationError(f"{item(position)}: label {value!r:.60} {known}{advice}")
 
 
 class _Names:
