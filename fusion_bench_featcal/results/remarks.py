@@ -22,11 +22,12 @@ because healthy updates are up to 30 times larger."""
 
 HARDLY = 0.5
 """Median energy of rows from weights, relative to the samples, below which a sentence says that
-they hardly counted. It is 0.2 on DINOv2, whose adapters share a start, and 2 or more on MiniLM."""
+they hardly counted. It is 0.2 to 0.5 on DINOv2, whose adapters share a start, and 2 or more on
+MiniLM."""
 
 _SAMPLES_ALONE = (
-    "the experts' weights say little about their data, as LoRA adapters that share a start: "
-    "FeatCal+ used the samples alone"
+    "the experts' weights say little about their data, as LoRA adapters that share a start often "
+    "do: FeatCal+ used mostly the samples"
 )
 
 _SHOWN = 0.0005
@@ -99,9 +100,14 @@ def facts_of_log(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     They are the share of the rows that counts, `f`, and its energy relative to the samples.
     """
-    pairs = [(record["f"], record["f"] * record["gamma"]) for record in records if "f" in record]
+    pairs = [(record["f"], record["f"] * record["gamma"]) for record in _with_rows(records)]
     names = (ROWS_SHARE, ROWS_ENERGY)
     return dict(zip(names, map(median, zip(*pairs, strict=True)), strict=True)) if pairs else {}
+
+
+def _with_rows(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the records of modules that have rows: experts may differ from the base in a few."""
+    return [record for record in records if record.get("gamma", 0) > 0]
 
 
 def share_lines(name: str, records: Sequence[Mapping[str, Any]]) -> list[Line]:
@@ -110,7 +116,7 @@ def share_lines(name: str, records: Sequence[Mapping[str, Any]]) -> list[Line]:
     They are medians over each block's modules: `rows_share` of `f`, `rows_error` of `e`
     (`run/log.py`). `records` come from the calibration log of row `name`.
     """
-    modules = [record for record in records if "f" in record]
+    modules = _with_rows(records)
     return [
         {"row": name, "block": block, "metric": metric, "value": median(r[key] for r in of_block)}
         for block, group in groupby(modules, lambda record: record["block"])

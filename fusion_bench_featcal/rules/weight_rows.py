@@ -70,8 +70,8 @@ class WeightRows:
             E  = C_A (A + 0.01 mean(diag A) I)^-1
             f  = 1 / (1 + gamma e eo / 8)
 
-        so that rows count in full if either is small: a step of the size of the mismatch is no
-        harm, and neither is one that hardly changes the output.
+        so that rows count as far as the product of both is small: a step that breaks much in
+        mismatches may break little of the output, and the other way round.
 
         Args:
             samples: Means over all samples, with the targets `u` as `y`.

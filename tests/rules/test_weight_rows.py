@@ -65,6 +65,8 @@ def test_rows_of_a_shared_start_count_the_less_the_more_they_ask_for():
 def test_without_steps_rows_do_not_count():
     none = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     assert set(share([none, none], 4.0).values()) == {0.0}
+    eye = torch.eye(WIDTH, dtype=torch.float64)
+    assert set(share([eye, eye], 4.0, step=0.0).values()) == {0.0}  # merged as the experts
 
 
 FACTS = {"rows_share": 0.5, "rows_energy": 2.0}
@@ -76,6 +78,8 @@ def record(block: str, e: float, f: float) -> dict[str, Any]:
 
 def test_a_run_reports_the_median_share(tmp_path: Path):
     records = [record("one", 1, 0.5), record("one", 3, 0.7), record("two", 9, 0.1)]
+    # Experts that equal the base there: the module has no rows.
+    records += [record("two", 0, 0.0) | {"gamma": 0.0}] * 4
     run, settings = make_run(LEVELS), FeatCalSettings(rule="plus")
     scores = {"accuracy": run.rows[-1].scores["accuracy"]}
     correct = run.rows[-1].correct
