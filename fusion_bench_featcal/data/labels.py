@@ -3,6 +3,7 @@
 import logging
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -40,24 +41,23 @@ def class_numbers(
     Raises:
         CalibrationError: If a label is no class.
     """
-    names = _Names(classes)
+    names = _names(tuple(classes or ()))
     numbers = [names.number(value) for value in values]
     if None not in numbers:
         return numbers  # type: ignore[return-value]
     position = numbers.index(None)
     value = values[position]
     hint = nearest_hint(value, classes or ()) if isinstance(value, str) else ""
-    known = "is no class number"
+    reason = "is no class number"
     if classes:
-        known = f"is none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
-    raise CalibrationError(f"{item(position)}: label {value!r:.60} {known}{advice}")
+        reason = f"is none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
+    raise CalibrationError(f"{item(position)}: label {value!r:.60} {reason}{advice}")
 
 
 class _Names:
     """Class names, found as `class_numbers` says."""
 
-    def __init__(self, classes: Sequence[str] | None) -> None:
-        names = list(classes or ())
+    def __init__(self, names: Sequence[str]) -> None:
         self._exact = {name: number for number, name in reversed([*enumerate(names)])}
         self._folded = _unique({n: _folded(name) for n, name in enumerate(names)})
         values = {n: _whole(name) for n, name in enumerate(names)}
@@ -69,13 +69,17 @@ class _Names:
         if getattr(value, "ndim", None) == 0:  # a tensor or array
             value = value.item()
         if isinstance(value, str):
-            found = self._exact.get(value, self._folded.get(_folded(value)))
-            if found is not None:
-                return found
+            number = self._exact.get(value, self._folded.get(_folded(value)))
+            if number is not None:
+                return number
         whole = _whole(value)
         if self._by_value is not None or whole is None:
             return (self._by_value or {}).get(whole)
         return whole if whole >= 0 and (self._count is None or whole < self._count) else None
+
+
+# Datasets are read item by item, and a head may have a thousand classes.
+_names = lru_cache(maxsize=16)(_Names)
 
 
 def _folded(text: str) -> str:

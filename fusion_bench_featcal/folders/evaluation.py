@@ -74,7 +74,7 @@ class Evaluation:
             if models.has_heads:
                 self.heads[task] = expert
         if scores:
-            self._add_row(EXPERTS, scores)
+            self._add_row(EXPERTS, scores, Facts())
         self.add(self.report.merger, merged)
         if weak := weak_experts(scores, self._scores[self.report.merger]):
             self.report.note(Note(NOTE, _NOT_EXPERTS.format(", ".join(weak))))
@@ -105,7 +105,7 @@ class Evaluation:
         self,
         name: str,
         scores: Mapping[str, Score],
-        facts: Facts = Facts(),  # noqa: B008 frozen
+        facts: Facts,
         cost: Mapping[str, float] | None = None,
     ) -> None:
         values = {

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 from fusion_bench import BaseModelPool
@@ -62,7 +63,7 @@ class RowsMethod(DeclaredMethod):
 
     @property
     def merges(self) -> bool:
-        """Whether the only row is a merger."""
+        """True if the only row is a merger."""
         return hasattr(next(iter(self.rows.values())), "merge")
 
     def facts(self, row: str, model: nn.Module, tasks: Sequence[str]) -> Facts:
@@ -133,6 +134,7 @@ class RowsMethod(DeclaredMethod):
         processes, upstream = self._processes, inputs.upstream
         name = upstream.name if upstream else next(iter(self.rows))
         report = self._open_report(inputs, name)
+        watch = partial(self.watch, report=report, inputs=inputs)
         merged = self._merged(inputs, report)
         of_merged = Facts(settings=plain(self.base_method) or {})
         if merged is not None:
@@ -145,7 +147,7 @@ class RowsMethod(DeclaredMethod):
                     model = self._made(method, inputs, merged)
                 facts = self.facts(row, model, inputs.modelpool.model_names)
                 report.offer(row, model, facts)
-                self.watch(row, model, report, inputs)
+                watch(row, model)
                 report.add(row, model, facts, cost)
                 del model  # frees it before the next one
             inputs.upstream = None  # its reads count for the first row
@@ -153,13 +155,9 @@ class RowsMethod(DeclaredMethod):
         if processes.rank > 0:
             return report.saver.model
         if merged is not None and (MERGED in self.references or report.saver.row == name):
-            self.watch(name, merged, report, inputs)
+            watch(name, merged)
             report.add(name, merged, of_merged)
         del merged
-
-        def watch(row: str, model: nn.Module) -> None:
-            self.watch(row, model, report, inputs)
-
         report.add_references(self.references, watch)
         return self.finish(report)
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Report:
-    """Rows of models on one pool. One of them may be saved.
+    """Rows of models on one pool.
 
     Without a task pool nothing is evaluated.
 
@@ -120,22 +120,22 @@ class Report:
         """
         if self._inputs.taskpool is None and cost is None:
             return None
-        found = None
+        evaluation = None
         if self._inputs.taskpool is not None:
             log.info("evaluating %s", name)
-            found = evaluate(self._inputs.taskpool, model, self._tasks)
-        self._add(name, found, facts or Facts(), None if cost is None else cost.as_dict())
-        return found
+            evaluation = evaluate(self._inputs.taskpool, model, self._tasks)
+        self._add(name, evaluation, facts or Facts(), None if cost is None else cost.as_dict())
+        return evaluation
 
     def _add(
         self,
         name: str,
-        found: Evaluation | None,
+        evaluation: Evaluation | None,
         facts: Facts,
         cost: Mapping[str, float] | None = None,
     ) -> None:
-        correct = None if found is None else found.correct
-        scores = {} if found is None else found.scores
+        correct = None if evaluation is None else evaluation.correct
+        scores = {} if evaluation is None else evaluation.scores
         row = self.run.add_model(name, scores, facts, correct=correct, cost=cost)
         row.conditions |= self._conditions
         if row.is_repair:
@@ -224,11 +224,13 @@ class SavedReport(Report):
         if facts is not None and self._folder is not None:
             for file, text in facts.files.items():
                 write_atomic(self._folder / file, text)
-        found = super().add(name, model, facts, cost)
+        evaluation = super().add(name, model, facts, cost)
         file = path_option(self._inputs.program, "report_save_path")
-        if found is not None and file is not None and name == self.saver.row:
-            write_atomic(file, json.dumps(found.raw), "report_save_path")  # FusionBench's report
-        return found
+        if evaluation is not None and file is not None and name == self.saver.row:
+            write_atomic(
+                file, json.dumps(evaluation.raw), "report_save_path"
+            )  # FusionBench's report
+        return evaluation
 
     def offer(self, name: str, model: nn.Module, facts: Facts) -> None:
         """Save a model if it is the row to save. Its evaluation, which may fail, comes after."""

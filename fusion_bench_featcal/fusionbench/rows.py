@@ -47,7 +47,7 @@ class Method(Settings):
     name: ClassVar[str] = "this method"
     source: ClassVar[str] = ""
     changes_merged: ClassVar[bool] = True
-    """Whether `post_merge` changes its argument, and needs a copy of it."""
+    """True if `post_merge` may change its argument, and needs a copy of it."""
 
     def __init_subclass__(
         cls, *, option: str = "", source: str = "", without: Sequence[str] = ()

@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a report says of a model besides its scores, time and memory.
+    """Facts that a report has of a model besides its scores, time and memory.
 
     Attributes:
         settings: Settings of its method.

@@ -40,7 +40,7 @@ from fusion_bench_featcal.tasks.item_pool import (
 
 
 class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
-    """Evaluates encoder-decoder and decoder-only language models on the texts they generate.
+    """Evaluates encoder-decoder and decoder-only language models on their answers to prompts.
 
     Rows have the formats of calibration data. An answer is right if each token of the target is the
     model's first choice given the tokens before it, because greedy search would then generate it.

@@ -82,11 +82,8 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
     def watch(self, row: str, model: nn.Module, report: SavedReport, inputs: MethodInputs) -> None:
         """Compare a model with the experts."""
         log.info("diagnosing %s", row)
-        run, is_first, kind = (
-            report.run,
-            not report.run.lines,
-            getattr(getattr(model, "config", None), "model_type", None),
-        )
+        run, is_first = report.run, not report.run.lines
+        kind = getattr(getattr(model, "config", None), "model_type", None)
         options: Any = {"device": self.fabric.device, "autocast": self.fabric.autocast}
         options["pooling"] = inputs.pooling
         if kind == "clip_vision_model" and inputs.pooling is None and head_of(model) is None:
