@@ -37,7 +37,7 @@ sweep() { # title, pools, words: a comparison, or a sweep of it
   featcal report "$name/cells" --out "$name/table" --figures "$name/figures"
 }
 study() { # the same over one merger
-  sweep "$@" 'method.upstreams=[task_arithmetic]' 'method.alone=[]'
+  sweep "$@" 'method.upstreams=[task_arithmetic]'
 }
 methods='method.post_merging=[surgery,prob_surgery,surgery_calibration,prob_surgery_calibration,featcal,featcal_plus]'
 few='method.post_merging=[featcal,featcal_plus]'

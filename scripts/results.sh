@@ -16,6 +16,9 @@ for suite in "${suites[@]}"; do
   llama*) methods+=,featcal_paper_llama_3b ;;
   esac
   fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43,44 method.samples_per_task=64 \
-    'method.upstreams=[task_arithmetic]' 'method.alone=[regmean]' "method.post_merging=[$methods]" \
+    'method.upstreams=[task_arithmetic]' "method.post_merging=[$methods]" \
     "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite"
+  fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43,44 method.samples_per_task=64 \
+    'method.upstreams=[regmean]' 'method.post_merging=[]' \
+    "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-regmean"
 done

@@ -26,7 +26,7 @@ samples_of() { # FIELD TASK=OTHER... Words that give a task the samples of anoth
 # WUDI optimises each matrix in turn: minutes for MiniLM, hours for SmolLM2, which goes without.
 some=simple_average,task_arithmetic,ties_merging
 mergers=$some,wudi
-closed=featcal,featcal_plus,ridge_surgery,featcal_plus_ridge_surgery
+closed=featcal,featcal_plus,ridge_surgery
 trained=surgery_calibration,prob_surgery_calibration
 # Both train the whole model: SurgeryV2's default of 1000 steps takes an hour, and distillation's rate is for small models.
 slow=surgery_v2_calibration,distillation
@@ -35,13 +35,17 @@ t5='{_target_: fusion_bench_featcal.lab.rivals.FeatCal, ridge_lambda: 1.0e-5, mi
 in_short=("+method.post_merging_methods.featcal_t5_settings=$t5" method.post_merging_methods.surgery_v2_calibration.steps=100 +method.post_merging_methods.distillation.learning_rate=1e-4)
 grid() { # SUITE SEEDS MERGERS METHODS METHODS_ON_ONE_MERGER
   compare "$1" "$1-mergers" method.seed=42 method.samples_per_task=64 "method.upstreams=[$3]" \
-    'method.alone=[]' "method.post_merging=[$4]"
+    "method.post_merging=[$4]"
   compare "$1" "$1" "method.seed=$2" method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
-    'method.alone=[regmean,regmean_plusplus,lot]' "method.post_merging=[$5]" "${in_short[@]}"
+    "method.post_merging=[$5]" "${in_short[@]}"
+  compare "$1" "$1-with-data" "method.seed=$2" method.samples_per_task=64 \
+    'method.upstreams=[regmean,regmean_plusplus,lot]' 'method.post_merging=[]'
+  compare "$1" "$1-repaired" "method.seed=$2" method.samples_per_task=64 'method.upstreams=[featcal_plus]' \
+    'method.post_merging=[ridge_surgery]'
 }
 samples() { # SUITE: a few and many samples
   compare "$1" "$1-samples" method.seed=42,43 method.samples_per_task=8,64,256 'method.upstreams=[task_arithmetic]' \
-    'method.alone=[]' "method.post_merging=[featcal,featcal_plus,ridge_surgery]"
+    "method.post_merging=[featcal,featcal_plus,ridge_surgery]"
 }
 
 for study in "${studies[@]}"; do

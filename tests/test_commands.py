@@ -202,9 +202,9 @@ def test_plan_of_a_suite_and_its_settings():
 
 def test_plan_counts_rows_of_comparisons_and_sweeps():
     words = [TA6, "method=compare", "method.upstreams=[task_arithmetic,ties_merging]"]
-    words += ["method.alone=[lot]", "method.post_merging=[featcal]", "method.seed=1,2,3"]
-    alone = dict.fromkeys(("base", "experts", "task_arithmetic", "ties_merging", "lot"), 3)
-    assert plan_run(words).rows == alone | {"featcal": 6}
+    words += ["method.post_merging=[featcal]", "method.seed=1,2,3"]
+    single = dict.fromkeys(("base", "experts", "task_arithmetic", "ties_merging"), 3)
+    assert plan_run(words).rows == single | {"featcal": 6}
 
 
 def test_plan_reads_sizes_of_downloads_from_the_hub_or_does_without(tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.lab.settings_page import algorithm_class, method_names, settings_of_method
 from fusion_bench_featcal.rules import completed, rule_of
 
-BY_HAND = {"base_method", "upstream_mergers", "mergers_alone", "post_merging_methods", "leave_out",
-           "notes", "reads_test"}  # fmt: skip
+BY_HAND = {"base_method", "upstream_mergers", "post_merging_methods", "default_rows", "notes",
+           "reads_test"}  # fmt: skip
 """Settings of which YAML has more than the default."""
 CONFIG = Path(__file__).resolve().parents[1] / "config"
 NAN, INF = float("nan"), float("inf")

@@ -15,6 +15,7 @@ from comparison_parts import (
     Failing,
     Head,
     Scale,
+    ScaleAlgorithm,
     SignTaskPool,
     comparison,
     linear,
@@ -29,7 +30,6 @@ from tiny_pools import ARITHMETIC, AVERAGE, refusing
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab.compare.grid import cells_of
-from fusion_bench_featcal.lab.rivals import MethodAlgorithm
 from fusion_bench_featcal.results import read_run
 
 DOUBLE = {"double": method(Scale)}
@@ -105,10 +105,20 @@ def test_the_table_is_read_again_from_the_files(compared: Any) -> None:
     assert table.startswith(of_cells.partition("gain: ")[0])
 
 
-def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path: Path) -> None:
-    class ScaleAlgorithm(MethodAlgorithm):
-        kind = Scale
+def test_a_repaired_model_is_an_upstream(compared: Any, tmp_path: Path) -> None:
+    mergers = {"turned": TURNED, "x": ARITHMETIC}
+    rows = {"turned": method(Scale, factor=-1.0), "head": method(Head)}
+    algorithm = comparison(tmp_path, upstream_mergers=mergers, post_merging_methods=rows)
+    algorithm.fabric = logging_to(tmp_path)
+    algorithm.run(model_pool())
+    made = {(row.merger, row.name): row for row in read_run(tmp_path / "logs").rows}
+    assert {name for merger, name in made if merger == "turned"} == {"turned", "head"}
+    for row in (made["turned", "turned"], made["x", "turned"]):
+        assert row.accuracy == compared.rows["task_arithmetic", "a+b"].accuracy
+    assert made["turned", "head"].conditions["base_method"] == ARITHMETIC
 
+
+def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path: Path) -> None:
     algorithm: Any = ScaleAlgorithm(factor=-2.0, base_method=AVERAGE)
     algorithm.fabric = logging_to(tmp_path)
     taskpool = SignTaskPool()
@@ -131,21 +141,26 @@ def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path: Pa
 METHODS, UPSTREAM = "post_merging_methods", "upstream_mergers"
 OURS = {kind: {"_target_": f"fusion_bench_featcal.lab.rivals.{kind}"}
         for kind in ("FeatCal", "Surgery")}  # fmt: skip
-CHAIN = "fusion_bench_featcal.lab.rivals.Chain"
 TWO = {METHODS: {"scale": method(Scale), "twice": method(Scale)}, "references": []}
-OUT = {"compare": {"leave_out": {"twice": "it is too much", "simple_average": "it is too plain"}}}
+TURNED = {**method(ScaleAlgorithm, factor=-1.0), "base_method": ARITHMETIC}  # an upstream
+DEFAULT = {"upstreams": ["task_arithmetic"], "post_merging": ["scale"]}
 
 
 @pytest.mark.parametrize(
     ("suite", "choices", "expected"),
     [
-        ({}, {"mergers_alone": {"alone": AVERAGE}},
-         "base experts simple_average simple_average+double task_arithmetic task_arithmetic+double "
-         "alone"),
-        (OUT, TWO, "task_arithmetic task_arithmetic+scale"),
-        (OUT, TWO | {"post_merging": ["twice"]}, "task_arithmetic task_arithmetic+twice"),
+        ({}, {"references": []},
+         "simple_average simple_average+double task_arithmetic task_arithmetic+double"),
+        ({"compare": DEFAULT}, TWO, "task_arithmetic task_arithmetic+scale"),
+        ({"compare": DEFAULT}, TWO | {"post_merging": ["twice"]},
+         "task_arithmetic task_arithmetic+twice"),
+        ({"compare": {"post_merging": ["twice"]}}, TWO | {"default_rows": DEFAULT},
+         "task_arithmetic task_arithmetic+twice"),
+        ({}, {UPSTREAM: {"x": AVERAGE, "double": TURNED}},
+         "base experts x x+double double"),
         ({"presets": {"mini": {"mix_alpha": 0.5}}},
-         {METHODS: {"featcal": OURS["FeatCal"]}, UPSTREAM: {"x": AVERAGE}, "references": []},
+         {METHODS: {"featcal": OURS["FeatCal"]}, UPSTREAM: {"x": AVERAGE}, "references": [],
+          "default_rows": {"post_merging": ["featcal"]}},
          "x x+featcal x+featcal_mini"),
     ],
 )  # fmt: skip
@@ -156,18 +171,19 @@ def test_cells_of_choices_and_pools(suite: Any, choices: Any, expected: str) -> 
 
 def test_methods_draw_the_comparisons_samples_unless_they_have_their_own_settings() -> None:
     methods: dict[str, Any] = {"scale": method(Scale), "own": method(Scale, seed=5)} | OURS
-    methods["chain"] = {"_target_": CHAIN, "methods": [method(Scale), OURS["FeatCal"]]}
     chosen: Any = {"seed": 7, "samples_per_task": 9, UPSTREAM: {"x": AVERAGE}, METHODS: methods}
     cells = {cell.row: cell for cell in cells_of(comparison(Path("never"), **chosen).settings, {})}
     used = {n: cells[n].method.settings for n in methods}
-    assert [used[name]["seed"] for name in methods] == [7, 5, 7, 7, 7]
-    assert [used[name]["samples_per_task"] for name in (*OURS, "chain")] == [9, 9, 9]
+    assert [used[name]["seed"] for name in methods] == [7, 5, 7, 7]
+    assert [used[name]["samples_per_task"] for name in OURS] == [9, 9]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"upstream": ["wudi"]}, r"method\.upstream .*nearest: 'upstreams'"),
     ({"post_merging": ["duoble"]}, r"method\.post_merging: 'duoble' is unknown.*: 'double'"),
-    ({UPSTREAM: {"double": AVERAGE}}, r"'double' names two rows"),
+    ({UPSTREAM: {"base": AVERAGE}}, r"'base' names a reference row"),
+    ({"default_rows": {"post_merging": ["duoble"]}}, r"default post_merging: 'duoble'.*: 'double'"),
+    ({"default_rows": {"upstream": []}}, r"method\.default_rows\.upstream .*'upstreams'"),
     ({"upstreams": []}, r"there is nothing to run"),
     ({"tasks": ["rihgt"]}, r"method\.tasks: 'rihgt' is unknown.*'right'"),
     ({"tasks": 3}, r"method\.tasks=3, but the pool has 2 tasks"),

@@ -12,7 +12,7 @@ from tiny_pools import ARITHMETIC, AVERAGE
 from torch import nn
 
 from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
-from fusion_bench_featcal.lab.rivals import Method
+from fusion_bench_featcal.lab.rivals import Method, MethodAlgorithm
 from fusion_bench_featcal.settings.fields import setting
 
 TASKS = ("left", "right")
@@ -81,6 +81,12 @@ class Scale(Method):
 
     def samples(self, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
         return {task: {"samples": 5, "split": "train"} for task in tasks}
+
+
+class ScaleAlgorithm(MethodAlgorithm):
+    """The same as a FusionBench method, and so as an upstream merger."""
+
+    kind = Scale
 
 
 class Failing(Scale):

@@ -10,7 +10,7 @@ import torch
 from encoder_pools import encoder_pool
 from rivals import DRAW, improved
 from tiny_models import clip_suite
-from tiny_pools import TASKS, assert_equal, in_memory, inputs_of, refusing, tiny_pool, tower
+from tiny_pools import assert_equal, in_memory, inputs_of, refusing, tiny_pool, tower
 from tiny_texts import text_pool
 
 from fusion_bench_featcal import CalibrationError
@@ -109,19 +109,6 @@ def test_its_algorithm_repeats_it_without_labels_and_leaves_experts(kind, fitted
         assert_equal(pool._models[name], before[name])
 
 
-def test_a_chain_is_its_methods_in_turn(pool_of, fitted) -> None:
-    inputs = inputs_of(pool_of("bert"))
-    parts = [{"_target_": f"fusion_bench_featcal.lab.rivals.{kind}", **DRAW}
-             for kind in ("FeatCal", "RidgeSurgery")]  # fmt: skip
-    chain, model = improved("Chain", inputs, merged_model(inputs.modelpool), methods=parts)
-    first = copy.deepcopy(fitted("FeatCal", "bert")[1])
-    last, expected = improved("RidgeSurgery", inputs, first, **DRAW)
-    assert_equal(model, expected)
-    assert chain.samples(TASKS) == last.samples(TASKS)
-    assert chain.added(model) == last.added(expected)
-    assert chain.settings["methods"] == ["featcal", "ridge_surgery"]
-
-
 # ---- refusals
 
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
@@ -130,7 +117,6 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("RidgeSurgery", {"samples_per_task": 1}, r"ridge_lambda=auto.*method\.samples_per_task"),
     ("ESM", {"polarisation": 1}, r"method\.polarisation is unknown.*polarization"),
     ("DCMerge", {"density": 2.0}, r"method\.density must be .* > 0 and at most 1, got 2\.0"),
-    ("Chain", {"methods": []}, r"method\.methods must be"),
     ("SurgeryAlgorithm", {"base_metod": 1}, "'base_method'"),
 ]
 

@@ -48,6 +48,10 @@ _NAMES = "null or a list of names"
 _CONFIGS = "a mapping of names to configs"
 
 
+def _are_choices(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(is_text_list(names) for names in value.values())
+
+
 def _are_tasks(value: Any) -> bool:
     return value is None or is_integer(value, 1) or is_text_list(value)
 
@@ -58,17 +62,14 @@ class ComparisonSettings(Settings):
 
     upstreams: Any = setting(
         None,
-        "Mergers to run, from upstream_mergers. Null: all that fit the pool.",
+        "Mergers to run, from upstream_mergers. Null: the default ones.",
         accepts=_NAMES,
         group="the rows",
     )
-    alone: Any = setting(
-        None,
-        "Mergers on which no post-merging method runs, from mergers_alone. Null: all that fit.",
-        accepts=_NAMES,
-    )
     post_merging: Any = setting(
-        None, "Methods to run, from post_merging_methods. Null: all that fit.", accepts=_NAMES
+        None,
+        "Methods to run on each merged model, from post_merging_methods. Null: the default ones.",
+        accepts=_NAMES,
     )
     references: Any = setting(
         REFERENCES,
@@ -101,14 +102,12 @@ class ComparisonSettings(Settings):
         accepts=_CONFIGS,
         group="definitions of the names",
     )
-    mergers_alone: Any = setting(
-        None, "Configs of mergers on which no post-merging method runs.", accepts=_CONFIGS
-    )
     post_merging_methods: Any = setting(None, "Configs with `_target_` by name.", accepts=_CONFIGS)
-    leave_out: Any = setting(
+    default_rows: Any = setting(
         None,
-        "Names that run only if they are chosen, with the reason.",
-        accepts="null or a mapping of names to reasons",
+        "Names that run if none are chosen, and the pool names none. Null: all.",
+        accepts="null or a mapping of upstreams and post_merging to lists of names",
+        check=lambda value: value is None or _are_choices(value),
     )
     reads_test: Any = setting(
         None,

@@ -1,11 +1,9 @@
 """Rows of a comparison: which mergers and methods run, checked before anything is loaded."""
 
 import inspect
-import logging
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_bench.compat.method import AlgorithmFactory
@@ -19,14 +17,12 @@ from fusion_bench_featcal.fusionbench.options import (
     with_preset,
 )
 from fusion_bench_featcal.fusionbench.pool_models import import_target
-from fusion_bench_featcal.lab.rivals import Chain, Method
+from fusion_bench_featcal.lab.rivals import Method
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-
-log = logging.getLogger(__name__)
 
 REFERENCES = (BASE, EXPERTS)
 NONE = "none"  # in method.post_merging: the merger alone, which always runs
-_KEYS = ("upstream_mergers", "mergers_alone", "post_merging_methods")
+CHOICES = ("upstreams", "post_merging")
 _SHARED = ("samples_per_task", "calibration_split", "calibration_corruption", "seed")
 
 
@@ -57,45 +53,58 @@ class Cell:
 def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
     """Return all cells: references, then each merger before the methods on it.
 
+    A method that is also an upstream merger, such as a repair, does not run on its own result.
+
     Args:
         settings: The comparison's settings.
         suite: Key `featcal` of the pool's YAML. Its `presets` of FeatCal become rows
-            `featcal_<name>`. Its `compare` has `leave_out`.
+            `featcal_<name>`. Its `compare` may name the pool's `upstreams` and `post_merging`.
 
     Raises:
         ValueError: If a name is unknown or taken twice, an entry's setting does not fit, or there
             is nothing to run.
         CalibrationError: If a `_target_` cannot be imported.
     """
-    changes = suite.get("compare") or {}
-    refuse_unknown(changes, ("leave_out",), "modelpool.featcal.compare.")
-    left_out = {**(plain(settings.leave_out) or {}), **(changes.get("leave_out") or {})}
-    upstreams, alone, methods = (_configs(settings, key) for key in _KEYS)
+    upstreams = _configs(settings, "upstream_mergers")
+    methods = _configs(settings, "post_merging_methods")
     presets = suite.get("presets") or {} if isinstance(methods.get(FEATCAL), Mapping) else {}
-    methods |= {
+    presets = {
         f"{FEATCAL}_{name}": with_preset(methods[FEATCAL], of) for name, of in presets.items()
     }
-
-    cells = [Cell(row=name) for name in _chosen(settings, "references", REFERENCES, {})]
+    methods |= presets
+    defaults = _defaults(settings, suite, presets)
+    references = _named("method.references", plain(settings.references), REFERENCES)
+    mergers = [
+        _merger(name, upstreams[name], f"method.upstream_mergers.{name}")
+        for name in _chosen(settings, "upstreams", upstreams, defaults)
+    ]
     rows = [
         _row(name, methods[name], settings)
-        for name in _chosen(settings, "post_merging", {NONE: None, **methods}, left_out)
+        for name in _chosen(settings, "post_merging", {NONE: None, **methods}, defaults)
         if name != NONE
     ]
-    for name in _chosen(settings, "upstreams", upstreams, left_out):
-        merger = _merger(name, upstreams[name], f"method.upstream_mergers.{name}")
-        cells.append(Cell(row=name, merger=merger))
-        cells += [Cell(**{**vars(cell), "merger": merger}) for cell in rows]
-    for name in _chosen(settings, "alone", alone, left_out):
-        merger = _merger(name, alone[name], f"method.mergers_alone.{name}")
-        cells.append(Cell(row=name, merger=merger))
-    counts = Counter([*REFERENCES, *(cell.row for cell in rows)])
-    counts.update(cell.row for cell in cells if cell.merger and not cell.method)
-    for name in (name for name, count in counts.items() if count > 1):
-        raise ValueError(f"{name!r} names two rows of the comparison: rename one in YAML")
-    if not any(cell.merger for cell in cells):
-        raise ValueError("there is nothing to run: name a merger in method.upstreams or alone")
+    if not mergers:
+        raise ValueError("there is nothing to run: name a merger in method.upstreams")
+    for name in (*(merger.name for merger in mergers), *(cell.row for cell in rows)):
+        if name in REFERENCES:
+            raise ValueError(f"{name!r} names a reference row of the comparison: rename it in YAML")
+    cells = [Cell(row=name) for name in references]
+    for merger in mergers:
+        cells.append(Cell(row=merger.name, merger=merger))
+        cells += [replace(row, merger=merger) for row in rows if row.row != merger.name]
     return cells
+
+
+def _defaults(
+    settings: Any, suite: Mapping[str, Any], presets: Iterable[str]
+) -> dict[str, list[str]]:
+    """Return the names that run if none are chosen: the pool's, else the comparison's."""
+    changes, own = suite.get("compare") or {}, plain(settings.default_rows) or {}
+    refuse_unknown(changes, CHOICES, "modelpool.featcal.compare.")
+    refuse_unknown(own, CHOICES, "method.default_rows.")
+    if "post_merging" in own:  # each preset of the pool is a row of its own
+        own = own | {"post_merging": [*own["post_merging"], *presets]}
+    return own | changes
 
 
 def _configs(settings: Any, key: str) -> dict[str, Any]:
@@ -107,20 +116,24 @@ def _configs(settings: Any, key: str) -> dict[str, Any]:
 
 
 def _chosen(
-    settings: Any, key: str, available: Iterable[str], left_out: Mapping[str, str]
+    settings: Any, key: str, available: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names that a setting chooses, or without a choice all that are not left out."""
-    names, available = plain(getattr(settings, key)), list(available)
-    if names is None:
-        for name in (name for name in available if name in left_out):
-            log.info("method.%s: %s is left out: %s", key, name, left_out[name])
-        return [name for name in available if name not in left_out]
+    """Return the names that a setting chooses, without a choice the default ones, else all."""
+    names = plain(getattr(settings, key))
+    if names is not None:
+        return _named(f"method.{key}", names, available)
+    return _named(f"the default {key}", defaults.get(key, list(available)), available)
+
+
+def _named(key: str, names: Any, available: Iterable[str]) -> list[str]:
+    """Return a list of available names, each once."""
+    available = list(available)
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ValueError(f"method.{key} must be a list of names, got {names!r}")
+        raise ValueError(f"{key} must be a list of names, got {names!r}")
     for name in names:
         if name not in available:
             raise ValueError(
-                f"method.{key}: {name!r} is unknown{nearest_hint(name, available)}. There are: "
+                f"{key}: {name!r} is unknown{nearest_hint(name, available)}. There are: "
                 f"{', '.join(available) or 'none'}"
             )
     return list(dict.fromkeys(names))
@@ -167,12 +180,7 @@ def _drawing_alike(config: Any, settings: Any, setting: str) -> dict[str, Any]:
     kind = import_target(setting, config["_target_"])
     names = kind.names() if isinstance(kind, type) and issubclass(kind, Method) else ()
     shared = {name: plain(getattr(settings, name)) for name in _SHARED if name in names}
-    config = shared | dict(config)
-    if kind is Chain:
-        config["methods"] = [
-            _drawing_alike(of, settings, setting) for of in config.get("methods") or ()
-        ]
-    return config
+    return shared | dict(config)
 
 
 def _made(config: Mapping[str, Any], setting: str) -> Any:

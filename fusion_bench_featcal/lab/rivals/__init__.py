@@ -3,7 +3,7 @@
 from fusion_bench_featcal.lazy import lazy_names
 
 _MODULES = {
-    "Chain": "chain", "CorrectedModel": "corrected_model", "DCMerge": "dc_merge",
+    "CorrectedModel": "corrected_model", "DCMerge": "dc_merge",
     "Distillation": "distillation", "ESM": "esm", "Lot": "lot", "ProbSurgery": "surgery",
     "RegMean": "regmean", "RegMeanPlusPlus": "regmean", "RidgeSurgery": "ridge_surgery",
     "Surgery": "surgery", "SurgeryV2": "surgery",
