@@ -18,7 +18,7 @@ from fusion_bench_featcal.fusionbench.options import (
     checked_choices,
     read_settings,
 )
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
 
 _BY_TASK = ("calibration_data", "task_weights")
 _DATA = ("train_datasets", "val_datasets", "test_datasets")
@@ -93,6 +93,24 @@ def check_root_keys(names: Iterable[str], config: DictConfig) -> None:
             raise ValueError(f"{name} is a setting of the method: write method.{name}=...")
         known = (*ROOT_KEYS, *(f"method.{key}" for key in method))
         raise ValueError(f"{name} is unknown, and nothing would read it{nearest_hint(name, known)}")
+
+
+def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, Any]) -> None:
+    """Refuse overrides of settings that a method's config leaves out, as its rule has none.
+
+    Args:
+        words: Overrides such as `method.ridge_lambda=0.1`.
+        method: The method's config.
+
+    Raises:
+        ValueError: Naming the override and the rule.
+    """
+    for word in words:
+        name = word.removeprefix("method.").partition("=")[0]
+        if name in OF_RULES and name not in method and "rule" in method:
+            raise ValueError(
+                f"{word} has no part in the rule {method['rule']}: leave it at its default"
+            )
 
 
 def check_tasks_have_data(tasks: Iterable[str], available: Iterable[str], split: str) -> None:

@@ -84,13 +84,18 @@ class FeatCalJob(Callback):
         """Switch FusionBench's prints off in every job of a sweep.
 
         Raises:
-            SystemExit: If a key at the root is unknown.
+            SystemExit: If a key at the root is unknown, or a setting belongs to another rule.
         """
-        from fusion_bench_featcal.fusionbench.config_checks import check_root_keys
+        from fusion_bench_featcal.fusionbench.config_checks import (
+            check_root_keys,
+            refuse_settings_of_other_rules,
+        )
 
-        words = (re.match(r"\W*(\w+)", str(word)) for word in config.hydra.overrides.task)
+        typed = [str(word) for word in config.hydra.overrides.task]
+        words = (re.match(r"\W*(\w+)", word) for word in typed)
         try:
             check_root_keys((word[1] for word in words if word), config)
+            refuse_settings_of_other_rules(typed, config.method)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from error
         make_importable(os.getcwd())
@@ -225,7 +230,10 @@ def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> Non
 
 def explained(error: BaseException) -> ValueError:
     """Return a shorter error of composing a config, with the nearest existing name."""
-    from fusion_bench_featcal.fusionbench.config_checks import check_root_keys
+    from fusion_bench_featcal.fusionbench.config_checks import (
+        check_root_keys,
+        refuse_settings_of_other_rules,
+    )
 
     cause: Any = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
@@ -237,6 +245,11 @@ def explained(error: BaseException) -> ValueError:
         if cause.full_key == cause.key and "method" in (root or ()):
             try:
                 check_root_keys([str(cause.key)], root)
+            except ValueError as named:
+                return named
+        if cause.full_key == f"method.{cause.key}":
+            try:
+                refuse_settings_of_other_rules(str(error).split("+")[-1:], root)
             except ValueError as named:
                 return named
         hint = nearest_hint(cause.key, root or ())
