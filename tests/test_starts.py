@@ -125,6 +125,7 @@ CARELESS = {
     "method.family=lama": "method.family must be auto, clip, llama",
     "+fabric.acelerator=cpu": "fabric cannot be made: .*'acelerator'",
     "+modelpool.default_taskpool.tasks.mini_korean.clasnames=[a]": "clasnames is unknown .nearest",
+    "+modelpool.default_taskpool.tasks.other={}": "'other' has no test data: set taskpool.tasks",
     "modelpool.models.mini_korean=5": "modelpool.models.mini_korean is 5, which is no model",
     "~modelpool.models._pretrained_": "the pool has no base model",
     "method.base_method=null": "method.base_method is null, but the pool has no merged model",

@@ -172,9 +172,14 @@ def _data_sets(
     samples |= method.get("calibration_data") or {}
     if str(taskpool.get("_target_")).endswith(".DummyTaskPool"):
         taskpool = pool.get("default_taskpool") or {}
-    entries = [*samples.values(), *(taskpool.get("test_datasets") or {}).values()]
-    for task in (taskpool.get("tasks") or {}).values():
-        entries.append(task.get("data") if isinstance(task, Mapping) else None)
+    own, tasks = taskpool.get("test_datasets") or {}, taskpool.get("tasks") or {}
+    shared = pool.get("test_datasets") or {}
+    entries = [*samples.values(), *own.values()]
+    for name, task in tasks.items():
+        data = task.get("data") if isinstance(task, Mapping) else None
+        entries.append(shared.get(name) if data is None and name not in own else data)
+    if taskpool and not own and not tasks:
+        entries += shared.values()
     for entry in entries:
         name = entry
         if isinstance(entry, Mapping):

@@ -34,17 +34,24 @@ def take_default_taskpool(program: Any) -> None:
     """Give a program the model pool's default task pool, or None, if none was named.
 
     An explicit `taskpool=dummy` on the command line disables evaluation.
+
+    Raises:
+        ValueError: If a task of a task pool of this package has no test data.
     """
-    if not isinstance(program.taskpool, DummyTaskPool):
-        return
+    if isinstance(program.taskpool, DummyTaskPool):
+        program.taskpool = _default_taskpool(program)
+    _ = getattr(program.taskpool, "test_data", None)  # raises before anything is merged
+
+
+def _default_taskpool(program: Any) -> Any:
     default = program._modelpool.get("default_taskpool")
-    program.taskpool = None
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
     if any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words):
         log.info("taskpool=dummy: nothing is evaluated")
     elif default is not None:
         log.debug("evaluating on the model pool's default_taskpool")
-        program.taskpool = program._instantiate_and_setup(default)
+        return program._instantiate_and_setup(default)
+    return None
 
 
 def prepare_run(program: Any, log_dir: str | None) -> None:

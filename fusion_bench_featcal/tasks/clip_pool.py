@@ -21,7 +21,7 @@ from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
 from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.tasks.definition import TaskDefinition, open_task, parse_tasks
+from fusion_bench_featcal.tasks.definition import OpenTask, TaskDefinition, open_task, parse_tasks
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
     build_part,
@@ -47,6 +47,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
     move_to_device: bool
     _test_datasets: dict[str, Any]
 
+    _setting_of_data = "taskpool.tasks.{}.data"
     _config_mapping = CLIPVisionModelTaskPool._config_mapping | {
         "_tasks": "tasks",
         "base_model": "base_model",
@@ -68,7 +69,9 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
 
         Args:
             test_datasets: Task name -> dataset or its configuration, as in FusionBench.
-            tasks: Task name -> the keys of `TaskDefinition`.
+            tasks: Task name -> the keys of `TaskDefinition`. A task without `data` and
+                `test_datasets` has the model pool's `test_datasets`. Without both keys all of the
+                model pool's are evaluated.
             base_model: Folder or hub id of a CLIP, the default of `processor` and `clip_model`.
             processor: CLIP processor or its configuration, for images and prompts.
             clip_model: CLIP model or its configuration, whose text tower gives the heads.
@@ -103,33 +106,29 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         self._kept: dict[str, list[Batch]] = {}
         self._heads: dict[str, Tensor] = {}
         self._definitions = parse_tasks(tasks)
-        self._check_data()
-        self._open_tasks = {
-            name: open_task(name, definition)
-            for name, definition in self._definitions.items()
-            if definition.data is not None
-        }
-
-    def _check_data(self) -> None:
+        self._open_tasks: dict[str, OpenTask] = {}
         for name, definition in self._definitions.items():
-            if (definition.data is None) == (name not in self._test_datasets):
-                raise ValueError(
-                    f"task {name!r} needs its data once: set either taskpool.tasks.{name}.data or "
-                    f"taskpool.test_datasets.{name}"
-                )
-        if not self.task_names:
-            raise ValueError("taskpool has no tasks: define them under taskpool.tasks")
+            if definition.data is not None:
+                if name in self._test_datasets:
+                    raise ValueError(
+                        f"task {name!r} needs its data once: set either taskpool.tasks.{name}.data "
+                        f"or taskpool.test_datasets.{name}"
+                    )
+                self._open_tasks[name] = open_task(name, definition)
 
     @property
-    def task_names(self) -> list[str]:
-        """Names of all tasks, first from `test_datasets`, then from `tasks`."""
-        return list(dict.fromkeys([*self._test_datasets, *self._definitions]))
+    def test_data(self) -> dict[str, Any]:
+        """Data of tasks without a key `data`, as for all pools of this package."""
+        defined = self._definitions
+        without = [name for name in defined if defined[name].data is None]
+        has_all = bool(defined) and not without and not self._test_datasets
+        return {} if has_all else self._data_of([*self._test_datasets, *without])
 
     def setup(self) -> None:
         """Load processor, CLIP model and datasets. The first `evaluate` call does it.
 
         Raises:
-            ValueError: If a task has no class names, or FusionBench has its own.
+            ValueError: If a task has no data or class names, or FusionBench has its own.
             CalibrationError: If something cannot be loaded.
         """
         self.processor = load_part("taskpool.processor", self._processor, CLIPProcessor)
@@ -143,11 +142,12 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         self.clip_model.eval()
         self.clip_model.vision_model = nn.Identity()  # replaced by evaluated models
         self.clip_model.visual_projection.register_forward_pre_hook(_cast_inputs)
-        for name, configured in self._test_datasets.items():
+        data = self.test_data
+        for name, configured in data.items():
             definition = self._definitions.get(name, TaskDefinition())
-            rows = build_part(f"taskpool.test_datasets.{name}", configured)
+            rows = build_part(f"test_datasets.{name}", configured)
             self._open_tasks[name] = open_task(name, definition, rows)
-        for name in self.task_names:
+        for name in dict.fromkeys([*self._test_datasets, *self._definitions, *data]):
             items = PixelItems(self._open_tasks[name].items, self.data_processor)
             collate = partial(_collate, items.items.name)
             options: Any = self._dataloader_kwargs
@@ -209,7 +209,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         loader: Any = self.test_dataloaders[task]
         if not len(loader.dataset):
             raise CalibrationError(
-                f"task {task!r} has no test items. Check taskpool.tasks.{task}.data"
+                f"task {task!r} has no test items. Check {self._open_tasks[task].items.name}"
             )
         if (
             task not in self._kept

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
@@ -40,7 +41,7 @@ class TaskDefinition:
 
     data: Any | None = setting(
         None,
-        "Folder, table, hub id, or mapping that builds a dataset. null: test_datasets has it.",
+        "Folder, table, hub id, or mapping that builds a dataset. null: that of test_datasets.",
         accepts="a path, a hub id or a mapping with _target_",
         check=_is_data,
     )
@@ -72,10 +73,10 @@ def parse_tasks(tasks: Any, name: str = "taskpool.tasks") -> dict[str, TaskDefin
         raise ValueError(f"{name} must be a mapping from task names to tasks, got {tasks!r}")
     parsed = {}
     for task, keys in (tasks or {}).items():
-        if not isinstance(keys, Mapping):
+        if not isinstance(keys, Mapping | None):
             raise ValueError(f"{name}.{task} must be a mapping with a key data, got {keys!r}")
-        check_values(TaskDefinition, keys, f"{name}.{task}.")
-        parsed[str(task)] = TaskDefinition(**keys)
+        check_values(TaskDefinition, keys or {}, f"{name}.{task}.")
+        parsed[str(task)] = TaskDefinition(**keys or {})
     return parsed
 
 
@@ -96,7 +97,7 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
     Args:
         name: Name of the task.
         task: Its definition.
-        rows: The dataset, if the definition names none.
+        rows: The dataset or its path, if the definition names none.
 
     Raises:
         ValueError: If FusionBench has class names and prompts of its own for the task, or nobody
@@ -104,7 +105,11 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
         CalibrationError: If the data do not exist, cannot be read or are unlabeled, or a label is
             not a class.
     """
-    entry, key = _entry(name), f"taskpool.tasks.{name}"
+    key = f"taskpool.tasks.{name}"
+    if isinstance(task.data, Mapping):  # it may register class names
+        with naming_setting(key):
+            rows = build_part("data", OmegaConf.create(dict(task.data)))
+    entry = _entry(name)
     if entry is not None and (task.classnames or task.templates):
         raise ValueError(
             f"{key}: FusionBench has class names and templates for {name!r}. Leave yours out to "
@@ -132,15 +137,16 @@ def _items(
     """Return a task's items, from `data` or from another dataset with its name."""
     columns: Any = {"image_column": task.image_column, "label_column": task.label_column}
     columns["classnames"] = classnames
-    if isinstance(task.data, str):
-        return load_images(task.data, task.split, **columns)
+    source = task.data if isinstance(task.data, str) else rows
+    if isinstance(source, str):
+        is_of_hub = task.data is None and not Path(source).expanduser().exists()
+        return load_images(source, task.split or ("test" if is_of_hub else None), **columns)
     if task.split is not None:
         raise ValueError(
             f"split {task.split!r} has no effect on what _target_ builds: set it among its keys"
         )
     if task.data is not None:
         name = f"data from {task.data.get('_target_')}"
-        rows = build_part("data", OmegaConf.create(dict(task.data)))
     return ImageItems(rows, name=name, **columns)
 
 

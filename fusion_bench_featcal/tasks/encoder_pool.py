@@ -1,6 +1,6 @@
 """`EncoderTaskPool`: encoders of texts or images, scored by the nearest class of a frozen head."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,7 +110,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
     def __init__(
         self,
-        test_datasets: Mapping[str, Any],
+        test_datasets: Mapping[str, Any] | None = None,
         *,
         base_model: str,
         processor: Any = None,
@@ -123,7 +123,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
         Args:
             test_datasets: Task name -> rows, a path, a hub id or a configuration with `_target_`.
-                Rows have `text` or `image`, and `label`.
+                Rows have `text` or `image`, and `label`. By default the model pool's.
             base_model: Folder or hub id of the encoder that embeds class names.
             processor: Tokenizer or image processor: a folder, a hub id, a configuration or the
                 object. By default the base's.
@@ -137,8 +137,6 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             ValueError: For unknown keys or tasks, and values that are not accepted.
         """
         refuse_unknown_pool_keys(EncoderTaskPool, unknown)
-        if not test_datasets:
-            raise ValueError("taskpool has no tasks: name their data under taskpool.test_datasets")
         if pooling is not None:
             refuse_unknown([pooling], MODES, "taskpool.pooling=")
         if not is_integer(batch_size, 1):
@@ -146,7 +144,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         super().__init__()
         self._test_datasets, self._base_model = test_datasets, base_model
         self._processor, self._pooling, self.batch_size = processor, pooling, batch_size
-        self.heads = _parsed(heads or {}, test_datasets)
+        self.heads = _parsed(heads or {}, test_datasets or heads or ())
         self._vectors: dict[str, Tensor] = {}
 
     @cached_property
@@ -177,7 +175,11 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
         Raises:
             CalibrationError: If something cannot be loaded, or a task has no rows or labels.
+            ValueError: If a task has no data.
         """
+        data = self.test_data
+        refuse_unknown(self.heads, data, "taskpool.heads.")
+        self.heads = {task: self.heads.get(task, Head()) for task in data}
         folder = self.base.folder
         is_image = (folder / "preprocessor_config.json").is_file()
         kind = AutoImageProcessor if is_image else AutoTokenizer
@@ -185,8 +187,8 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         processor = load_part("taskpool.processor", source, kind)
         is_text = hasattr(processor, "model_max_length")
         reader = encoder_of_texts(processor, self.pooling) if is_text else processor
-        for task in self._test_datasets:
-            self.test_dataloaders[task] = self._opened(task, reader)
+        for task, configured in data.items():
+            self.test_dataloaders[task] = self._opened(task, configured, reader)
         if any(head.file is None for head in self.heads.values()):
             if not is_text:
                 raise CalibrationError(
@@ -195,10 +197,10 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             self._embed_names(reader)
         self._is_setup = True
 
-    def _opened(self, task: str, reader: Any) -> OpenTask:
+    def _opened(self, task: str, configured: Any, reader: Any) -> OpenTask:
         """Open a task's items, and read its head if it is a file."""
         setting, head = f"taskpool.test_datasets.{task}", self.heads[task]
-        rows = build_part(setting, self._test_datasets[task])
+        rows = build_part(setting, configured)
         opened = _open_texts if isinstance(reader, TextEncoder) else _open_images
         with naming_setting(setting):
             items = opened(rows, f"task {task!r}", head, reader, self.batch_size)
@@ -242,7 +244,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             return tests.score(model)
 
 
-def _parsed(heads: Any, tasks: Mapping[str, Any]) -> dict[str, Head]:
+def _parsed(heads: Any, tasks: Collection[str]) -> dict[str, Head]:
     """Return the head of every task."""
     keys_of = plain(heads)
     refuse_unknown(keys_of, tasks, "taskpool.heads.")

@@ -1,6 +1,6 @@
 """Base of this package's task pools: keys, loading, and evaluation with flags per item."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.models.hub import fetch, note_data_set
 from fusion_bench_featcal.run.progress import progress_bar
 
@@ -25,6 +25,9 @@ class ItemPool:
     """
 
     _is_setup = False
+    _program: Any  # that made the pool, or None; FusionBench sets it
+    _test_datasets: Mapping[str, Any] | None
+    _setting_of_data = "taskpool.test_datasets.{}"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Pass all arguments to the task pool."""
@@ -63,6 +66,33 @@ class ItemPool:
         measured = {t: {"accuracy": s.accuracy, "loss": s.loss} for t, s in scores.items()}
         average = {k: fmean(m[k] for m in measured.values()) for k in ("accuracy", "loss")}
         return {"model_info": info, **measured, "average": average}
+
+    @property
+    def test_data(self) -> dict[str, Any]:
+        """Data of tasks by name: this pool's `test_datasets`, else the model pool's.
+
+        Raises:
+            ValueError: If a task has no data in either pool, or there are no tasks.
+        """
+        return self._data_of(self._test_datasets)
+
+    def _data_of(self, tasks: Iterable[str] | None) -> dict[str, Any]:
+        """Return the data of some tasks, by default of all in the model pool. Raises as above."""
+        modelpool = getattr(self._program, "modelpool", None)
+        shared = getattr(modelpool, "_test_datasets", None) or {}
+        own = {t: rows for t, rows in (self._test_datasets or {}).items() if rows is not None}
+        data = {task: own.get(task, shared.get(task)) for task in tasks or shared}
+        for task in (task for task, rows in data.items() if rows is None):
+            raise ValueError(
+                f"task {task!r} has no test data: set {self._setting_of_data.format(task)} or "
+                f"modelpool.test_datasets.{task}{nearest_hint(task, shared)}"
+            )
+        if not data:
+            raise ValueError(
+                "taskpool has no tasks: name their data under taskpool.test_datasets or "
+                "modelpool.test_datasets"
+            )
+        return data
 
     @contextmanager
     def _prepared(self, model: nn.Module) -> Iterator[Any]:

@@ -60,7 +60,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
     def __init__(
         self,
-        test_datasets: Mapping[str, Any],
+        test_datasets: Mapping[str, Any] | None = None,
         *,
         tokenizer: Any,
         metrics: Mapping[str, Metric] | None = None,
@@ -73,6 +73,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
         Args:
             test_datasets: Task name -> rows, a path, a hub id or a configuration with `_target_`.
+                By default the model pool's.
             tokenizer: The tokenizer: a folder, a hub id, a configuration or the object.
             metrics: Task name -> `exact_match` (the default) or `spearman`.
             batch_size: Prompts per batch. It changes memory and speed, not answers.
@@ -84,10 +85,9 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             ValueError: For unknown keys, tasks or metrics, and values out of range.
         """
         refuse_unknown_pool_keys(TextTaskPool, unknown)
-        if not test_datasets:
-            raise ValueError("taskpool has no tasks: name their data under taskpool.test_datasets")
         self.metrics: dict[str, Metric] = dict(metrics or {})
-        refuse_unknown(self.metrics, test_datasets, "taskpool.metrics.")
+        if test_datasets:
+            refuse_unknown(self.metrics, test_datasets, "taskpool.metrics.")
         for task, metric in self.metrics.items():
             refuse_unknown([metric], METRICS, f"taskpool.metrics.{task}=")
         lengths = {"max_new_tokens": max_new_tokens, "max_length": max_length}
@@ -108,9 +108,12 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
         Raises:
             CalibrationError: If something cannot be loaded or a task has no rows.
+            ValueError: If a task has no data.
         """
         self.tokenizer = load_part("taskpool.tokenizer", self._tokenizer, AutoTokenizer)
-        for name, configured in self._test_datasets.items():
+        data = self.test_data
+        refuse_unknown(self.metrics, data, "taskpool.metrics.")
+        for name, configured in data.items():
             setting = f"taskpool.test_datasets.{name}"
             rows = build_part(setting, configured)
             if isinstance(rows, str):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
@@ -127,6 +128,23 @@ def test_every_key_of_a_task_is_used(make_pool, folder, model):
 CAT = {"image": picture(0), "label": 0}
 
 
+def test_a_task_without_data_has_the_model_pools(make_pool, folder, model):
+    own, shared = str(folder / "shapes"), str(folder / "larger")
+    program = SimpleNamespace(
+        modelpool=SimpleNamespace(_test_datasets={"own": shared, "shared": shared, "rest": own})
+    )
+    templates = {"templates": ["a {} ."]}
+    pool = make_pool(tasks={"shared": templates, "own": {"data": own, **templates}})
+    pool._program = program
+    report = pool.evaluate(model)
+    tasks = {"shared": {"data": shared, **templates}, "own": {"data": own, **templates}}
+    expected = make_pool(tasks=tasks).evaluate(model)
+    assert report == expected and list(report)[1:] == ["shared", "own", "average"]
+    every = make_pool()
+    every._program = program
+    assert list(every.evaluate(model))[1:] == ["own", "shared", "rest", "average"]
+
+
 def of_items(*items: Any) -> dict[str, Any]:
     """Keys of a pool with items in memory."""
     return {"test_datasets": {"x": [*items]}, "tasks": {"x": {"classnames": ["cat", "dog"]}}}
@@ -136,12 +154,16 @@ def of_items(*items: Any) -> dict[str, Any]:
     ("keys", "message"),
     [
         # refused before anything is loaded
-        ({"tasks": {"task": {}}}, "task 'task' needs its data once: set either"),
+        ({"tasks": {"x": {"data": "FOLDER/shapes"}}, "test_datasets": {"x": [CAT]}},
+         "task 'x' needs its data once: set either"),
         ({"task": {}}, r"taskpool\.task is unknown \(nearest: 'tasks'\)"),
         ({"tasks": {"x": {"data": "./nowhere"}}}, r"x cannot be loaded: data './nowhere' does not"),
         ({"tasks": {"x": {"clasnames": []}}}, r"x\.clasnames is unknown \(nearest: 'classnames'"),
         ({"tasks": {"x": {"templates": ["a photo"]}}}, r"prompts with \{\} for the class name"),
         # refused when they are evaluated
+        ({"tasks": {"one": None}}, r"'one' has no test data: set taskpool\.tasks\.one\.data or "
+         r"modelpool\.test_datasets\.one"),
+        ({}, r"no tasks: name their data under taskpool\.test_datasets or modelpool\.test_d"),
         (of_items(CAT, CAT | {"label": 2}), r"test_datasets\.x, item 1: label 2 is none"),
         (of_items({"image": picture(0)}), r"task 'x'.*item 0 has no label"),
         (of_items(), r"task 'x' has no test items"),

@@ -1,6 +1,7 @@
 """The task pool of encoders: poolings, heads of class names and of files, losses, refusals."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,9 @@ def test_scores_are_cosines_with_the_bases_embeddings_of_class_names(tmp_path, m
     labels = torch.tensor([LABELS.index(row["label"]) for row in ROWS])
     assert pool.item_correct["t"].tolist() == (logits.argmax(1) == labels).tolist()
     assert report["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), abs=1e-5)
+    of_model_pool = EncoderTaskPool(base_model=base, heads=heads, batch_size=3)
+    of_model_pool._program = SimpleNamespace(modelpool=SimpleNamespace(_test_datasets={"t": ROWS}))
+    assert of_model_pool.evaluate(model)["t"] == report
 
 
 def test_images_are_scored_by_a_head_from_a_file(tmp_path):
