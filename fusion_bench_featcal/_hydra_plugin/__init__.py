@@ -46,7 +46,7 @@ def _config_folder(package: str, marker: str, *candidates: str) -> Path | None:
 
 
 class FeatCalSearchPath(SearchPathPlugin):
-    """Appends our config folder, then FusionBench's, after everything already on the path."""
+    """Appends our config folder, then FusionBench's, and lets Hydra expand pools' task lists."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Called by Hydra whenever a search path is built."""
@@ -56,6 +56,9 @@ class FeatCalSearchPath(SearchPathPlugin):
             return
         OmegaConf.register_new_resolver("featcal_suite", _suite_path, replace=True)
         OmegaConf.register_new_resolver("featcal_real", _weights_path, replace=True)
+        from fusion_bench_featcal.fusionbench.task_lists import expand_when_composing
+
+        expand_when_composing()
         # The source tree's folder comes first, because an editable install has a stale copy.
         ours = _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
         # FusionBench's command uses ./config as its only folder if it exists.

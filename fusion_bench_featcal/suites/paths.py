@@ -44,9 +44,10 @@ def suite_path(relative: str) -> str:
     if not resolved.is_relative_to(root):
         raise ValueError(f"suite path {relative!r} leaves the suites' folder {root}")
     if not resolved.exists():
-        existing = ", ".join(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
+        folder = next(parent for parent in resolved.parents if parent.is_dir())
+        existing = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
         raise FileNotFoundError(
-            f"the bundled suites have no {relative!r} below {root}; there are: {existing}"
+            f"the bundled suites have no {relative!r}; in {folder} there are: {existing}"
         )
     return str(resolved)
 

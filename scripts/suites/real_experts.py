@@ -29,6 +29,7 @@ from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.lora import LoraExpert
+from fusion_bench_featcal.fusionbench.task_lists import filled
 from fusion_bench_featcal.suites import image, text
 from fusion_bench_featcal.tasks import EncoderTaskPool, TextTaskPool
 
@@ -38,7 +39,7 @@ HEAD_BATCH = 40
 BATCHES_SORTED_TOGETHER = 8
 ADAPTER, HEAD = "adapter_model.safetensors", "head.safetensors"
 SCALE = 2  # alpha of the adapters, divided by their rank
-TASK_POOLS = Path(__file__).resolve().parents[2] / "config" / "taskpool"
+MODEL_POOLS = Path(__file__).resolve().parents[2] / "config" / "modelpool"
 
 Items = Sequence[Any]
 
@@ -110,8 +111,9 @@ class Encoder:
 
     def task_pool(self, folder: Path) -> Any:
         """Return the suite's task pool, with heads in a folder of experts."""
-        config: Any = OmegaConf.load(TASK_POOLS / f"{self.POOL}.yaml")
-        data = {task: config.test_datasets[task] for task in self.TASKS}
+        config: Any = OmegaConf.load(MODEL_POOLS / f"{self.POOL}.yaml")
+        template = OmegaConf.to_container(config.test_datasets)
+        data = {task: OmegaConf.create(v) for task, v in filled(template, self.TASKS).items()}
         if "tokenizer" in config:
             return TextTaskPool(data, tokenizer=str(self.weights))
         files = {task: folder / task / HEAD for task in self.TASKS}

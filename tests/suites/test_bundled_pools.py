@@ -9,10 +9,11 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 # isort: split
 import pytest
 import torch
-from configs import composed
+from configs import composed, yaml_of_page
 from fusion_bench.method import SimpleAverageAlgorithm
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
+from reports import error_of
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.fusionbench import load_pool_model, run_merger
@@ -52,6 +53,91 @@ def test_each_yaml_names_its_tasks_everywhere(name):
         assert {entry.get("task", entry.get("name")) for entry in sets} == {task}
         split = "calibration" if name in (FLAN, LLAMA) else "train"
         assert [entry.split for entry in sets] == [split, "test"]
+
+
+PARTS = ("models", "train_datasets", "test_datasets", "default_taskpool.test_datasets")
+
+
+def plain(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def tasks_of(config: Any) -> list[list[str]]:
+    """Tasks in each part of a pool."""
+    entries = [plain(OmegaConf.select(config.modelpool, part)) for part in PARTS]
+    return [[name for name in names if name != "_pretrained_"] for names in entries]
+
+
+@pytest.mark.parametrize("name", [f"{CLIP}_TA6", FLAN, OPEN_CLIP, RESNET])
+def test_a_choice_of_tasks_takes_their_models_and_data(name):
+    whole, tasks = config_of(name), list(TASKS[name])[1::-1]
+    some = composed(f"modelpool={name}", f"taskpool={name}", f"modelpool.tasks=[{','.join(tasks)}]")
+    assert tasks_of(some) == [tasks] * 4 and "tasks" not in some.modelpool
+    assert list(some.taskpool.test_datasets) == tasks
+    for part in PARTS:
+        every, chosen = (plain(OmegaConf.select(c.modelpool, part)) for c in (whole, some))
+        assert chosen.items() <= every.items()
+
+
+def test_overrides_of_one_task_leave_the_others():
+    name, (first, second) = f"modelpool={CLIP}_TA6", image.TA6[:2]
+    data = f"modelpool.train_datasets.{first}"
+    words = [f"~modelpool.models.{second}", "+modelpool.models._merged_=mine", f"{data}.split=test"]
+    words += [f"modelpool.default_taskpool.test_datasets.{first}.split=train"]
+    before, after = composed(name).modelpool, composed(name, *words).modelpool
+    expected = plain(before)
+    expected["models"].pop(second)
+    expected["models"]["_merged_"] = "mine"
+    expected["train_datasets"][first]["split"] = "test"
+    expected["default_taskpool"]["test_datasets"][first]["split"] = "train"
+    assert plain(after) == expected
+    follows = composed(
+        name, f"modelpool.test_datasets.{first}=mine", "modelpool.tasks=[mini_mnist]"
+    )
+    assert plain(follows.modelpool.default_taskpool.test_datasets) == {first: "mine"}
+
+
+def test_pools_of_users_add_tasks_to_a_list_and_choose_from_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "config" / "modelpool"
+    folder.mkdir(parents=True)
+    text = f"defaults: [{CLIP}_TA6, _self_]\nmodels: {{mine: my/expert}}\n"
+    (folder / "more.yaml").write_text(text + "train_datasets: {mine: my/images}\n")
+    (folder / "fewer.yaml").write_text(text + "tasks: [mini_mnist, mine]\n")
+    search = f"hydra.searchpath=[file://{tmp_path / 'config'}]"
+    more = composed(search, "modelpool=more")
+    tests = [*image.TA6]
+    assert tasks_of(more) == [[*tests, "mine"], [*tests, "mine"], tests, tests]
+    some = composed(search, "modelpool=more", "modelpool.tasks=[mini_greek]")
+    assert tasks_of(some) == [["mini_greek", "mine"]] * 2 + [["mini_greek"]] * 2
+    fewer = composed(search, "modelpool=fewer").modelpool
+    assert list(fewer.models) == ["_pretrained_", "mini_mnist", "mine"]
+    assert fewer.models.mine == "my/expert"
+
+
+def test_the_list_of_the_documentation_is_the_pool_with_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "config" / "modelpool"
+    folder.mkdir(parents=True)
+    for page, mark in (("own_tasks.md", "task-list"), ("fusionbench.md", "folders")):
+        (folder / f"{mark}.yaml").write_text(yaml_of_page(page, mark))
+    search = f"hydra.searchpath=[file://{tmp_path / 'config'}]"
+    pools = [composed(search, f"modelpool={mark}").modelpool for mark in ("task-list", "folders")]
+    assert pools[0] == pools[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["modelpool.tasks=mini_mnist"], "modelpool.tasks must be a list of different names"),
+        (["modelpool.tasks=[]"], "modelpool.tasks must be a list of different names"),
+        (["modelpool.tasks=[mini_mnits]"], "models.mini_mnits: the bundled suites have no"),
+        (["modelpool=clip-vit-base-patch32_TA8", "+modelpool.tasks=[mnist]"],
+         "modelpool.tasks: this pool has no list of tasks to choose from. Remove a task by ~"),
+    ],
+)  # fmt: skip
+def test_choices_of_tasks_that_cannot_be_made_are_refused(words, message):
+    assert message in error_of("plan", f"modelpool={CLIP}_TA6", *words)
 
 
 @pytest.mark.parametrize(
