@@ -22,10 +22,21 @@ RUN += ["method.compare_with=[experts]", "fast_dev_run=true", "path.log_dir=run"
 
 def test_template_names_every_key_of_a_task():
     template = (REPOSITORY / "config/taskpool/clip-vit-own-tasks.yaml").read_text(encoding="utf-8")
-    lines = re.findall(r"^# ( *(?:tasks:|  [a-z_]+:.*))$", template, re.MULTILINE)
-    tasks = yaml.safe_load("\n".join(lines))["tasks"]
+    lines = re.findall(r"^# ( *[a-z_]+:.*)$", template, re.MULTILINE)
+    tasks = yaml.safe_load("\n".join(lines))
     assert set(tasks["my_task"]) == {field.name for field in fields(TaskDefinition)}
     assert set(parse_tasks(tasks)) == {"my_task"}
+
+
+def test_template_runs_as_it_is(tmp_path):
+    (tmp_path / "config/taskpool").mkdir(parents=True)
+    copied = tmp_path / "config/taskpool/mine.yaml"
+    shutil.copy(REPOSITORY / "config/taskpool/clip-vit-own-tasks.yaml", copied)
+    words = ["modelpool=clip-vit-mini_TA6", "modelpool.tasks=[mini_greek,mini_latin]"]
+    fusion_bench([RUN[0], *words, "taskpool=mine", *RUN[2:4], *RUN[5:]], tmp_path)
+    report = json.loads((tmp_path / "run/report.json").read_text(encoding="utf-8"))
+    for row in report["rows"].values():
+        assert list(row) == ["mini_greek", "mini_latin", "average"]
 
 
 @pytest.mark.slow
