@@ -29,10 +29,13 @@ help: ## show this list
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $*
 
-$(VENV)/.installed: pyproject.toml constraints/default.txt constraints/shared.txt | $(BIN)/python
+# An editable install has a copy of the plugin, too.
+PLUGIN := $(wildcard fusion_bench_featcal/_hydra_plugin/*.py)
+
+$(VENV)/.installed: pyproject.toml $(PLUGIN) constraints/default.txt constraints/shared.txt | $(BIN)/python
 	$(BIN)/python $(install) --constraint constraints/default.txt --editable '.[dev,mergekit]' && touch $@
 
-$(VENV_4.57)/.installed: pyproject.toml constraints/transformers-4.57.txt constraints/shared.txt | $(VENV_4.57)/bin/python
+$(VENV_4.57)/.installed: pyproject.toml $(PLUGIN) constraints/transformers-4.57.txt constraints/shared.txt | $(VENV_4.57)/bin/python
 	$(VENV_4.57)/bin/python $(install) --constraint constraints/transformers-4.57.txt --editable '.[test]' && touch $@
 
 # The site's tools only: pages of the API are made without importing the package.

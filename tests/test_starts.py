@@ -37,13 +37,12 @@ DOWNLOADS = "HF_HUB_OFFLINE is set"  # the first model would be fetched
 # Task pools that cannot start here, with the reason. All others are of the hub, or start.
 REFUSED = {
     "dinov2_small_TA4|minilm_TA6|smollm2_TA4": "no pretrained weights '.*' in the folder",
-    "clip-vit-own-tasks": "the task pool defines no tasks|no task",
     "mergebench_llama": "this task pool needs lm-eval",
     "open-clip-vit-mini_TA6": "needs open_clip, which cannot be imported",
 }
 # Task pools without a model pool of the same name.
 POOL_OF = {
-    "clip-vit-own-tasks": "clip-vit-base-patch32_TA8",
+    "clip-vit-own-tasks": "clip-vit-mini_TA6",
     "flan-t5_glue": "flan-t5-base_glue",
     "mergebench_llama": "mergebench_llama-3.2-3b-instruct",
 }
