@@ -47,15 +47,15 @@ def _copy_references(config: DictConfig, key: str) -> None:
 
     OmegaConf would replace them by empty mappings, and a task would lose its data.
     """
-    parts = key.split(".")
-    if parts[0] not in _POOLS:
-        return
-    for number in range(1, len(parts) - 1):
-        node = OmegaConf.select(config, ".".join(parts[:number]))
-        if isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, parts[number]):
-            target = OmegaConf.select(node, parts[number], throw_on_resolution_failure=False)
-            if isinstance(target, DictConfig):
-                node[parts[number]] = OmegaConf.to_container(target, resolve=False)
+    node: Any = config
+    for part in key.split(".")[:-1] if key.startswith(_POOLS) else ():
+        if not isinstance(node, DictConfig) or part not in node:
+            return
+        target = OmegaConf.select(node, part, throw_on_resolution_failure=False)
+        if OmegaConf.is_interpolation(node, part) and isinstance(target, DictConfig):
+            node[part] = OmegaConf.to_container(target, resolve=False)
+            target = node[part]
+        node = target
 
 
 def expand_task_lists(config: DictConfig) -> bool:

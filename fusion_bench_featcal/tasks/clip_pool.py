@@ -45,7 +45,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
 
     # set by FusionBench's constructor, which declares neither
     move_to_device: bool
-    _test_datasets: dict[str, Any]
+    _test_datasets: dict[str, Any]  # type: ignore[assignment]
 
     _setting_of_data = "taskpool.tasks.{}.data"
     _config_mapping = CLIPVisionModelTaskPool._config_mapping | {

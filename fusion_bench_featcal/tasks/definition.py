@@ -145,7 +145,7 @@ def _items(
         raise ValueError(
             f"split {task.split!r} has no effect on what _target_ builds: set it among its keys"
         )
-    if task.data is not None:
+    if isinstance(task.data, Mapping):
         name = f"data from {task.data.get('_target_')}"
     return ImageItems(rows, name=name, **columns)
 
