@@ -75,10 +75,15 @@ def plan_command(options: argparse.Namespace) -> None:
     """Show the downloads, reads and files of a calibration before anything is loaded."""
     import json
 
+    from fusion_bench_featcal.errors import CalibrationError
     from fusion_bench_featcal.fusionbench.plan_run import plan_run
     from fusion_bench_featcal.models.plan import show_plan
+    from fusion_bench_featcal.settings import with_prefix
 
-    plan = plan_run(options.words)
+    try:
+        plan = plan_run(options.words)
+    except (CalibrationError, ValueError) as error:
+        raise type(error)(with_prefix(str(error), "method.")) from error
     if options.json:
         print(json.dumps(plan.as_dict(), indent=1))
     else:

@@ -115,7 +115,7 @@ CHANGES: dict[str, tuple[Callable[[Suite], Any], dict[str, Any]]] = {
 def test_finished_blocks_of_another_run_are_refused_and_stay(finished: Any, name: str):
     suite, (change, more), folder = small_clip(), CHANGES[name], finished[0]
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(CalibrationError, match=r"checkpoint_dir .*method\.resume=true.*another"):
+    with pytest.raises(CalibrationError, match=r"checkpoint_dir .*resume=true.*another"):
         run(suite, folder)
     change(suite)
     with pytest.raises(CalibrationError, match=r"belongs to another run: .*remove this one"):
@@ -185,7 +185,7 @@ def test_no_damage_of_a_finished_block_is_silent(finished: Any, tmp_path: Path):
     for number, damage in enumerate(DAMAGES):
         folder = shutil.copytree(finished[0], tmp_path / str(number))
         file = damage(folder, Random(number))
-        with pytest.raises(CalibrationError, match=r"method\.checkpoint_dir") as caught:
+        with pytest.raises(CalibrationError, match=r"checkpoint_dir") as caught:
             run(suite, folder, resume=True)
         assert str(file) in str(caught.value), damage
         shutil.rmtree(folder)
@@ -218,7 +218,7 @@ def test_two_runs_at_once_in_one_folder_do_not_mix(tmp_path: Path):
         outcomes = in_forks(2, work)
         (winner,) = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
         refused = r"is in use by process \d+ on .*another folder|holds the finished blocks of a run"
-        assert re.search(rf"method.checkpoint_dir {folder} ({refused})", str(outcomes[1 - winner]))
+        assert re.search(rf"checkpoint_dir {folder} ({refused})", str(outcomes[1 - winner]))
         model = run(small_clip(), folder, resume=True, **settings[winner]).model
         assert_identical(model, expected[winner])
 

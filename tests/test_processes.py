@@ -169,7 +169,7 @@ def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(tmp_
     survivor, dead = in_processes(2, die_after_the_first_block)
     assert dead == -signal.SIGKILL
     assert isinstance(survivor, LostProcessError)
-    assert re.search(r"process 0 of 2 has lost contact .* method\.resume=true", str(survivor))
+    assert re.search(r"process 0 of 2 has lost contact .* resume=true", str(survivor))
     written = 2  # the first process writes, and has not missed the other one yet
     assert finished_blocks(tmp_path) == written
     results = together(suite, 2, checkpoint_dir=str(tmp_path), resume=True)
@@ -188,7 +188,7 @@ def test_the_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
     words = (
         "method=featcal", "modelpool=clip-vit-mini_alphabets2", "fabric.accelerator=cpu",
         "print_config=false", "method.compare_with=[]", "method.presets={}",
-        "method.samples_per_task=8", 'merged_model_save_path="{log_dir}/model"',
+        "samples_per_task=8", 'merged_model_save_path="{log_dir}/model"',
     )  # fmt: skip
     saved: list[CLIPVisionModel] = []
     for devices in (1, 2):

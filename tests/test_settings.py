@@ -55,16 +55,16 @@ PUBLISHED = {  # lambda, rho, alpha, norms
 CLASHES: list[tuple[dict[str, Any], str]] = [
     ({"rule": "plus", "mix_alpha": 0.5}, r"mix_alpha=0\.5 has no part in the rule plus: leave"),
     ({"rule": "plus", "calibrate_norm": True},
-     r"method\.calibrate_norm=True has no part in the rule plus: leave"),
+     r"calibrate_norm=True has no part in the rule plus: leave"),
     ({"rule": Paper(calibrate_norm=False), "calibrate_norm": True},
      r"calibrate_norm=True has no part in the rule Paper: set it there"),
     ({"rule": Paper(), "mix_alpha": 0.5},
      r"mix_alpha=0\.5 has no part in the rule Paper: set it there, Paper\(\.\.\.\)"),
-    ({"resume": True}, r"method\.resume needs method\.checkpoint_dir"),
+    ({"resume": True}, r"resume needs checkpoint_dir"),
     ({"seed": -1, "mix_alpha": 2.0, "ridge_lambda": -1.0},
-     r"method\.ridge_lambda.*; method\.mix_alpha.*; method\.seed"),
-    ({"rule": {"_target_": "no.such.Rule"}}, r"method\.rule: .*'no\.such\.Rule' cannot be impor"),
-    ({"rule": {"_target_": "pathlib.Path"}}, r"method\.rule: pathlib\.Path is no rule: a data"),
+     r"ridge_lambda.*; mix_alpha.*; seed"),
+    ({"rule": {"_target_": "no.such.Rule"}}, r"rule: .*'no\.such\.Rule' cannot be impor"),
+    ({"rule": {"_target_": "pathlib.Path"}}, r"rule: pathlib\.Path is no rule: a data"),
     ({"rule": {"_target_": "plus", "gama": 1.0}}, r"plus: option gama is unknown .*'gamma'"),
     ({"rule": {"_target_": "plus", "gamma": "1"}}, r"plus: option gamma must be float, got '1'"),
 ]  # fmt: skip
@@ -92,7 +92,7 @@ def test_values_are_accepted_or_refused_in_the_words_of_the_list(name: str):
         assert json.loads(json.dumps(settings.as_dict()))[name] == value
         assert FeatCalSettings(**settings.as_dict()) == settings
     for value in refused:
-        message = re.escape(f"method.{name} must be {words}, got {value!r}")
+        message = re.escape(f"{name} must be {words}, got {value!r}")
         with pytest.raises(ValueError, match=f"^{message}"):
             FeatCalSettings(**{name: value})
 

@@ -121,8 +121,8 @@ def test_where_memory_ran_out_is_named_and_finished_blocks_stay(tmp_path: Path):
     with pytest.raises(CalibrationError) as raised:
         run_fast(suite, checkpoint_dir=tmp_path)
     assert raised.value.__cause__ is error
-    for words in (f"out of memory (cpu) at {suite.blocks[1]} · task_0", "method.activations=host",
-                  "method.batch_size", "method.modules"):  # fmt: skip
+    for words in (f"out of memory (cpu) at {suite.blocks[1]} · task_0", "activations=host",
+                  "batch_size", "modules"):  # fmt: skip
         assert words in str(raised.value)
     assert not list(tmp_path.glob("*.part"))
     handle.remove()

@@ -11,7 +11,6 @@ from fusion_bench_featcal.data.generation import greedy_answers, padded_left
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
-from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_token_ids
 
@@ -46,14 +45,10 @@ class TextBatches:
         """The samples' rows.
 
         Raises:
-            CalibrationError: If a row is not a usable text. The first in the dataset is named.
+            CalibrationError: If a row is not a usable text. Of several the first in the dataset is
+                named.
         """
-        try:
-            return self._in_order(self.rows.read, self.indices)
-        except CalibrationError:
-            for index in range(max(self.indices)):
-                self.rows.read(index)
-            raise
+        return self._in_order(self.rows.read, self.indices)
 
     def _in_order(self, make: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
         """Apply a function in the dataset's order, so that the first wrong row raises."""

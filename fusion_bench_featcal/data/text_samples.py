@@ -58,7 +58,7 @@ class TextEncoder:
         limit = tokens_allowed(self.tokenizer)
         if self.max_length is not None and self.max_length > limit:
             raise CalibrationError(
-                f"method.max_length = {self.max_length} is more than the tokenizer's own limit of "
+                f"max_length = {self.max_length} is more than the tokenizer's own limit of "
                 f"{limit} tokens (model_max_length): lower it"
             )
 
@@ -75,12 +75,12 @@ class TextEncoder:
         if self.kind == "seq2seq" and ids.target is None:
             raise CalibrationError(
                 f"{name}: no target, which an encoder-decoder needs. Give the rows labels (or a "
-                "target), or set method.calibration_targets=generated"
+                "target), or set calibration_targets=generated"
             )
         if ids.target is not None and not self._has_words(ids.scored or ids.target):
             raise CalibrationError(
                 f"{name}: the target is empty. Give it a text, choose another "
-                "method.calibration_split, or set method.calibration_targets=generated"
+                "calibration_split, or set calibration_targets=generated"
             )
         return self._cut(ids, name)
 
@@ -195,7 +195,8 @@ class TextEncoder:
         if self.kind == "seq2seq" or not getattr(self.tokenizer, "chat_template", None):
             raise CalibrationError(
                 f"{text.name}: messages need a decoder-only model or classifier and a tokenizer "
-                "with a chat template; give rows with prompt and target, or set modelpool.tokenizer"
+                "with a chat template; give rows with prompt and target, or "
+                "a tokenizer that has one"
             )
         prompt = self._render(text.name, text.prompt, add_generation_prompt=True)
         if text.target is None:
@@ -220,7 +221,7 @@ class TextEncoder:
         except Exception as error:  # a template may raise any error
             raise CalibrationError(
                 f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
-                "Correct the row, or set modelpool.tokenizer"
+                "Correct the row, or give a tokenizer with another template"
             ) from error
 
     def _cut(self, text: _Ids, name: str) -> Sample:
@@ -239,7 +240,7 @@ class TextEncoder:
         if self.max_length is None and length > limit and limit < NO_LIMIT:
             raise CalibrationError(
                 f"{name}: {length} tokens, but the tokenizer's limit (model_max_length) is "
-                f"{self._limit}. Set method.max_length to cut long texts"
+                f"{self._limit}. Set max_length to cut long texts"
             )
         return ids[:limit]
 

@@ -54,7 +54,7 @@ def masked_values(value: Any, name: str = "") -> Any:
 
     Args:
         value: The value. Keys and texts are masked as by `masked`, and texts such as
-            `+modelpool.models.a.token=VALUE` up to their end.
+            `+a.token=VALUE` up to their end.
         name: Its name. Values with the name of a secret are masked whole.
     """
     is_secret = _NAME.search(name) is not None

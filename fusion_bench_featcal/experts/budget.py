@@ -111,7 +111,7 @@ def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
     if limit > upstream and not str(budget).endswith("%"):
         return limit - upstream
     raise CalibrationError(
-        f"method.expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
+        f"expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
         f"({upstream} bytes), before the calibration reads any. Give more bytes than that, or a "
         "model that is merged already"
     )
@@ -147,7 +147,7 @@ def limit_reads(
     grant = granted(budget, {task: of_all[task] for task in tasks})
     if budget is not None and not grant.bytes:
         raise CalibrationError(
-            f"method.expert_read_budget={budget} is less than one module of one expert: give more"
+            f"expert_read_budget={budget} is less than one module of one expert: give more"
         )
     for task, expert in experts.items():
         if grant.omitted[task]:

@@ -62,7 +62,7 @@ class ExpertModel:
         self.source = source
         self.sizes: dict[str, int] = {}
         self._label = f"{role} {name!r}"
-        self._setting = f"modelpool.models.{name}"
+        self._setting = "its files"
         self.keys = pair_names(self._label, self._setting, source, like, spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}

@@ -80,7 +80,7 @@ class LoraExpert(SourceView):
                 raise OtherAdapterError(f"{self._folder}: {name} is stored as [inputs, outputs]")
         raise CalibrationError(
             f"LoRA adapter {self._folder} does not fit the base: {name} is {stored} there, and its "
-            f"matrices A and B are {shapes}. Check modelpool.models and --base"
+            f"matrices A and B are {shapes}. Check the adapter and its base"
         )
 
     def nbytes(self, name: str) -> int:

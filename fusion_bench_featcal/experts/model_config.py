@@ -136,13 +136,13 @@ def check_same_function(
         kind, expected = differing["model_type"]
         raise CalibrationError(
             f"{role} {name!r} is a {kind!r} model, {other} a {expected!r} one: experts must share "
-            f"its architecture. Check modelpool.models.{name}"
+            "its architecture. Check its folder"
         )
     if differing:
         first = [f"{k}={value!r} (there {ref!r})" for k, (value, ref) in differing.items()][:_SHOWN]
         raise CalibrationError(
             f"{role} {name!r} is another function than {other}, in whose modules its weights run: "
-            f"its config has {', '.join(first)}. Check modelpool.models.{name}. To calibrate all "
+            f"its config has {', '.join(first)}. Check its folder. To calibrate all "
             "the same, write the other values into its config.json"
         )
 

@@ -43,7 +43,7 @@ class WorkingModel(ExpertModel):
         self.home = next(structure.parameters()).device
         source = InMemoryExpert(structure) if source is None else source
         super().__init__("merged", source, structure, role="model", device=device)
-        self._label, self._setting = "the merged model", "method.base_method"
+        self._label, self._setting = "the merged model", "how it was merged"
         self._finished: dict[str, tuple[Mapping[str, Tensor], str]] = {}
         self.merged = Tensors(self.source.tensor, self.keys)
 

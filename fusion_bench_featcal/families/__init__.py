@@ -75,8 +75,8 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     if find_stack(model):
         return STACK
     raise ValueError(
-        f"method.family=auto does not know {type(model).__name__} (model type {model_type!r}), "
-        "and no list of modules of one class clearly holds its blocks. Set method.family to a "
+        f"family=auto does not know {type(model).__name__} (model type {model_type!r}), "
+        "and no list of modules of one class clearly holds its blocks. Set family to a "
         "family of your own, {_target_: my_module.MyFamily} (docs/own_tasks.md)"
     )
 
@@ -89,16 +89,16 @@ def _family(family: Any) -> Family:
         return _family_of_target(**family)
     if isinstance(family, str) and family in _BY_NAME:
         return _BY_NAME[family]
-    raise ValueError(f"method.family must be {_KNOWN}, or an object of a Family, got {family!r}")
+    raise ValueError(f"family must be {_KNOWN}, or an object of a Family, got {family!r}")
 
 
 def _family_of_target(_target_: Any, **options: Any) -> Family:
     """Return a family of the class with a dotted name, built with the other options."""
-    kind = named_class(_target_, "method.family", "MyFamily")
+    kind = named_class(_target_, "family", "MyFamily")
     try:
         family = kind(**options)
     except Exception as error:  # a user's class may raise anything
-        raise ValueError(f"method.family: {_target_}: {error}") from error
+        raise ValueError(f"family: {_target_}: {error}") from error
     if not isinstance(family, Family):
-        raise ValueError(f"method.family: {_target_} made {family!r}, which is no Family")
+        raise ValueError(f"family: {_target_} made {family!r}, which is no Family")
     return family

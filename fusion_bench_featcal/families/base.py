@@ -110,14 +110,14 @@ def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
     stages = family.stages(model)
     if not stages or not all(isinstance(stage, list | tuple) and stage for stage in stages):
         raise CalibrationError(
-            f"method.family={family.name}: stages gives {stages!r}, but must give one list of "
+            f"family={family.name}: stages gives {stages!r}, but must give one list of "
             "names for each stage, [[block, ...], ...]"
         )
     modules = dict(model.named_modules())
     for block in (block for stage in stages for block in stage):
         if block not in modules:
             raise CalibrationError(
-                f"method.family={family.name}: {type(model).__name__} has no block {block!r}"
+                f"family={family.name}: {type(model).__name__} has no block {block!r}"
             )
     return stages
 
@@ -251,8 +251,8 @@ def labelled_rows(inputs: Any, *, needed: bool) -> Tensor | None:
     labels = mask_named(inputs, "labels")
     if labels is None and needed:
         raise CalibrationError(
-            "method.decoder_rows=targets needs labels, but the inputs are "
-            f"{names_of(inputs)}. Give labels, or set method.decoder_rows=all"
+            "decoder_rows=targets needs labels, but the inputs are "
+            f"{names_of(inputs)}. Give labels, or set decoder_rows=all"
         )
     return None if labels is None else (labels != NO_TARGET).long()
 

@@ -42,7 +42,7 @@ def compare_with_model(
     try:
         if family.compared and (reason := _difference(family, model, inputs)):
             raise CalibrationError(
-                f"method.family={family.name}: the blocks of {type(model).__name__} cannot be run "
+                f"family={family.name}: the blocks of {type(model).__name__} cannot be run "
                 f"one by one: {reason}. Write or correct a family (docs/own_tasks.md)"
             )
         return needs_first and family.reads_first(model, inputs)

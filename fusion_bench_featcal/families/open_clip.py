@@ -42,7 +42,7 @@ class OpenClip(ImageTower):
         if not blocks:
             raise CalibrationError(
                 f"{type(model).__name__} has no open_clip vision transformer "
-                "(visual.transformer.resblocks.*); choose another method.family than open_clip"
+                "(visual.transformer.resblocks.*); choose another family than open_clip"
             )
         return [blocks]
 

@@ -79,8 +79,8 @@ class Stack(Family):
             blocks = [n for n, _ in model.named_modules() if re.fullmatch(self.pattern, n)]
         if not blocks:
             raise CalibrationError(
-                f"method.family={self.name} finds no blocks in {type(model).__name__}: it has no "
-                f"{lacks}. Choose another method.family, or write one (docs/own_tasks.md)"
+                f"family={self.name} finds no blocks in {type(model).__name__}: it has no "
+                f"{lacks}. Choose another family, or write one (docs/own_tasks.md)"
             )
         return [blocks]
 
@@ -101,7 +101,7 @@ class Stack(Family):
         if list(calls) != blocks:
             raise CalibrationError(
                 f"{type(model).__name__} runs the blocks {list(calls)}, but has {blocks}; each "
-                "must run once, in this order: choose another method.family"
+                "must run once, in this order: choose another family"
             )
         hidden, mask = calls[block].hidden, mask_named(inputs, "attention_mask")
         if mask is not None and hidden.shape[:-1] != mask.shape:

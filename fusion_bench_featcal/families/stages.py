@@ -31,7 +31,7 @@ class Stages(Family):
             if names := [f"{prefix}{name}" for name in _blocks(tower)]:
                 return [names]
         raise CalibrationError(
-            f"method.family=stages does not fit {type(model).__name__}, which is not built like a "
+            f"family=stages does not fit {type(model).__name__}, which is not built like a "
             "ResNet, ConvNeXt or SegFormer. Write a family (docs/own_tasks.md)"
         )
 

@@ -75,8 +75,8 @@ class EncoderDecoder(Family):
         stages = [[name for name in names if f"{part}." in name] for part in ("encoder", "decoder")]
         if not all(stages):
             raise CalibrationError(
-                f"method.family={self.name} finds no blocks in {type(model).__name__}: it has no "
-                f"modules of encoder and decoder named {self.block}. Choose another method.family"
+                f"family={self.name} finds no blocks in {type(model).__name__}: it has no "
+                f"modules of encoder and decoder named {self.block}. Choose another family"
             )
         return stages
 

@@ -46,7 +46,7 @@ def locked_folder(folder: Path, option: str, files: str) -> Iterator[None]:
 
     Args:
         folder: The folder.
-        option: The option that names it, such as `method.checkpoint_dir`.
+        option: The option that names it, such as `checkpoint_dir`.
         files: Pattern of the files that are written in it.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.files.untrusted import parse_yaml
+from fusion_bench_featcal.settings import with_prefix
 from fusion_bench_featcal.settings.fields import setting, settings_of
 
 RECIPE = "recipe.yaml"
@@ -162,25 +162,17 @@ def _existing(value: str) -> str | None:
 
 
 _WORDS = (
-    (r"or set modelpool\.tokenizer", "or name a template by --chat-template FILE"),
-    (r"modelpool\.(tokenizer|processor)", "--tokenizer"),
-    (r"modelpool\.models\._pretrained_", "--base"),
-    (r"modelpool\.models", "--expert"),
-    (r"modelpool\.\w+_datasets", "--data"),
-    (r"(--expert|--data)\.(?=\w)", r"\1 "),
-    (r"method\.resume=true", "--resume"),
-    (r"method\.checkpoint_dir", "--out"),
-    (r"(?<!@)\bmethod\.base_method", "MERGED or --merge"),
-    (r"method=featcal/plus", "--preset plus"),
-    (r"\bset method\.", "give --set "),
-    (r"(?<!@)\bmethod\.(?=\w)", "--set "),
+    ("a tokenizer that has one", "name a template by --chat-template FILE"),
+    ("resume=true", "--resume"),
+    ("checkpoint_dir", "--out"),
+    ("method=featcal/plus", "--preset plus"),
 )
-"""Pattern of a setting in YAML -> the command's option."""
+"""Words of other doors -> the command's option."""
 
 
 def in_words_of_the_command(error: Exception | str) -> str:
-    """Return a message with the command's options in place of YAML settings."""
+    """Return a message with the command's options in place of settings."""
     text = str(error)
-    for pattern, option in _WORDS:
-        text = re.sub(pattern, option, text)
-    return text
+    for words, option in _WORDS:
+        text = text.replace(words, option)
+    return with_prefix(text, "--set ")

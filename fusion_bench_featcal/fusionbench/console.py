@@ -26,6 +26,7 @@ from fusion_bench_featcal.errors.masking import masked, masked_values
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.signals import Interruption, exit_code, raise_interruptions
 from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.settings import with_prefix
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -126,7 +127,7 @@ class FeatCalJob(Callback):
         error = job_return._return_value
         if not isinstance(error, Exception) or os.environ.get(FULL_ERROR) == "1":
             return
-        text = error_block(error)
+        text = with_prefix(error_block(error), "method.")
         if is_helper(os.environ):
             job_return.return_value = SystemExit(1)
         elif not text.startswith("error: unexpected"):

@@ -15,7 +15,7 @@ from fusion_bench_featcal.errors.nearest_names import (
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.results.run import FEATCAL_PLUS, row_of_rule
 from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings
-from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
+from fusion_bench_featcal.settings.fields import Settings, check_values, is_text_list, setting
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys in FusionBench's configs that are not settings of the method."""
@@ -101,10 +101,10 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) ->
     refuse_unknown(values, [name for kind in kinds for name in kind.names()], "method.")
     # FusionBench instantiates a merger from OmegaConf's config.
     plain_values = {key: v if key == "base_method" else plain(v) for key, v in values.items()}
-    return [
-        kind(**{key: plain_values[key] for key in kind.names() if key in plain_values})
-        for kind in kinds
-    ]
+    of_kinds = [{k: plain_values[k] for k in kind.names() if k in plain_values} for kind in kinds]
+    for kind, own in zip(kinds, of_kinds, strict=True):
+        check_values(kind, own, "method.")
+    return [kind(**own) for kind, own in zip(kinds, of_kinds, strict=True)]
 
 
 def suite_of(program: Any) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _checked_presets(
         try:
             checked[str(name)] = FeatCalSettings(**with_preset(vars(settings), changes))
         except ValueError as error:
-            raise ValueError(str(error).replace("method.", f"{key}.{name}.")) from None
+            raise ValueError(f"{key}.{name}: {error}") from None
         refuse_other_rule(f"{FEATCAL}_{name}", checked[str(name)].rule, f"{key}.{name}")
     return checked
 

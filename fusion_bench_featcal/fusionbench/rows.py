@@ -70,7 +70,7 @@ class Method(Settings):
 
     def __new__(cls, **keys: Any) -> Self:
         """Refuse unknown settings by a ValueError that names the nearest one."""
-        refuse_unknown(keys, cls.names(), "method.")
+        refuse_unknown(keys, cls.names(), "")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

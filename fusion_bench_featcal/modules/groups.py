@@ -125,7 +125,7 @@ def find_groups(
     for name in by_name:
         if name not in recorded.inputs:
             raise CalibrationError(
-                f"block {block}: module {name} does not run. Exclude it: method.modules=['!{name}']"
+                f"block {block}: module {name} does not run. Exclude it: modules=['!{name}']"
             )
     members: dict[Any, list[Site]] = {}
     for name, x in recorded.inputs.items():

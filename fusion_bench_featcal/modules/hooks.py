@@ -45,7 +45,7 @@ def record(
         if name in recorded.inputs:
             raise CalibrationError(
                 f"module {name} runs twice in its block, and its inputs are not summed. Exclude "
-                f"it: method.modules=['!{name}']"
+                f"it: modules=['!{name}']"
             )
         recorded.inputs[name] = x
         versions.append((name, x, x._version))
@@ -63,6 +63,6 @@ def record(
             raise CalibrationError(
                 f"module {name}: the block overwrites its input afterwards (an in-place "
                 "operation), so that it cannot be summed. Write the block's forward without "
-                f"it, or exclude the module: method.modules=['!{name}']"
+                f"it, or exclude the module: modules=['!{name}']"
             )
     return recorded

@@ -117,11 +117,11 @@ def find_all_modules(
     for pattern in settings.modules or ():
         if not any(matches(name, pattern.removeprefix("!")) for name in names):
             raise CalibrationError(
-                f"method.modules: {pattern!r} matches no module of the blocks; there are "
+                f"modules={pattern!r} matches no module of the blocks; there are "
                 f"{names[:6]} and {max(len(names) - 6, 0)} more"
             )
     if not any(modules.sites for modules in blocks.values()):
-        raise CalibrationError("method.modules leaves no module to calibrate")
+        raise CalibrationError("modules leaves no module to calibrate")
     return blocks
 
 
@@ -232,11 +232,11 @@ def _refuse_unusable(
         if not parameter.is_floating_point():
             raise CalibrationError(
                 f"block {block}: {name}.{leaf} is quantised ({parameter.dtype}); load the merged "
-                "model in a floating dtype, or exclude the module by method.modules"
+                "model in a floating dtype, or exclude the module (modules)"
             )
         names = shared[id(parameter)]
         if len(names) > 1:
             raise CalibrationError(
                 f"block {block}: {name}.{leaf} is one parameter under the names {names}; it has no "
-                f"update of its own. Exclude it: method.modules=['!{name}']"
+                f"update of its own. Exclude it: modules=['!{name}']"
             )

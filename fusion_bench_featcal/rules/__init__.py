@@ -18,7 +18,7 @@ BY_NAME: Mapping[str, str] = {
     "paper": "fusion_bench_featcal.rules.paper.Paper",
     "plus": "fusion_bench_featcal.rules.plus.Plus",
 }
-"""`method.rule` -> its class, imported when it is needed."""
+"""`rule` -> its class, imported when it is needed."""
 
 
 def rule_of(settings: FeatCalSettings) -> Rule:
@@ -37,22 +37,22 @@ def rule_of(settings: FeatCalSettings) -> Rule:
         return settings.rule
     options = {} if isinstance(settings.rule, str) else dict(settings.rule)
     target = options.pop("_target_", settings.rule)
-    kind = named_class(BY_NAME.get(target, target), "method.rule", "MyRule")
+    kind = named_class(BY_NAME.get(target, target), "rule", "MyRule")
     if not is_dataclass(kind) or not hasattr(kind, "turns"):
-        raise ValueError(f"method.rule: {target} is no rule: a dataclass with turns and sums")
+        raise ValueError(f"rule: {target} is no rule: a dataclass with turns and sums")
     shared = {field.name for field in fields(kind)} & {f.name for f in fields(FeatCalSettings)}
     _refuse_changes(settings, kind, target, "leave it at its default", shared)
     given = {name: getattr(settings, name) for name in shared}
     values = {name: value for name, value in given.items() if value is not None}
     names = [field.name for field in fields(kind) if field.init]
     if options:
-        refuse_unknown(options, names, f"method.rule: {target}: option ")
+        refuse_unknown(options, names, f"rule: {target}: option ")
         _check_types(options, kind, target)
     try:
         return cast(Any, kind)(**values | options)
     except Exception as error:  # a user's class may raise anything
         typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise ValueError(f"method.rule: {target}({typed}): {error}") from error
+        raise ValueError(f"rule: {target}({typed}): {error}") from error
 
 
 def value_of(settings: FeatCalSettings, name: str) -> Any:
@@ -80,7 +80,7 @@ def _check_types(options: Mapping[str, Any], kind: Any, target: str) -> None:
         accepted = {*kinds, int} if float in kinds else {*kinds}
         if accepted <= {bool, int, float, str, NoneType} and type(value) not in accepted:
             words = " or ".join(part.__name__ for part in kinds)
-            raise ValueError(f"method.rule: {target}: option {name} must be {words}, got {value!r}")
+            raise ValueError(f"rule: {target}: option {name} must be {words}, got {value!r}")
 
 
 def _refuse_changes(
@@ -90,4 +90,4 @@ def _refuse_changes(
     for setting in (name for name in OF_RULES if name not in shared):
         value = getattr(settings, setting)
         if value not in (getattr(FeatCalSettings, setting), getattr(rule, setting, None)):
-            raise ValueError(f"method.{setting}={value} has no part in the rule {name}: {remedy}")
+            raise ValueError(f"{setting}={value} has no part in the rule {name}: {remedy}")

@@ -51,19 +51,16 @@ class Paper(Rule):
     @property
     def remedy(self) -> str:
         """Return advice for a system without a solution."""
-        return (
-            f"Raise method.ridge_lambda (now {self.ridge_lambda}) or use more samples "
-            "(method.samples_per_task)"
-        )
+        return f"Raise ridge_lambda (now {self.ridge_lambda}) or samples_per_task"
 
     def doubt(self, features: torch.dtype) -> str:
         """Return a warning if a small lambda amplifies the rounding of bfloat16 features."""
         if self.ridge_lambda >= SINGLE_RIDGE or features != torch.bfloat16:
             return ""
         return (
-            f"method.ridge_lambda = {self.ridge_lambda:g} with bfloat16 features, whose rounding "
+            f"ridge_lambda = {self.ridge_lambda:g} with bfloat16 features, whose rounding "
             "moves updates by 1 to 7 % at 1e-5, and by more with few samples. Raise "
-            f"method.ridge_lambda to {SINGLE_RIDGE:g} or more, or use float32: models that are "
+            f"ridge_lambda to {SINGLE_RIDGE:g} or more, or use float32: models that are "
             "stored or loaded in it, and fabric.precision=32-true"
         )
 

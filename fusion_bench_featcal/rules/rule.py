@@ -100,7 +100,7 @@ class Rule(ABC):
     @property
     def remedy(self) -> str:
         """Return advice for a system without a solution."""
-        return "Use more samples (method.samples_per_task)"
+        return "Raise samples_per_task"
 
     def doubt(self, features: torch.dtype) -> str:
         """Return a warning about features of a dtype, or nothing."""

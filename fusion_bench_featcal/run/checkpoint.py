@@ -92,8 +92,8 @@ class CheckpointFolder(Checkpoint):
         self.folder, self._processes = folder, processes
         if not resume and any(folder.glob("block-*.safetensors")):
             raise CalibrationError(
-                f"method.checkpoint_dir {folder} holds the finished blocks of a run. Set "
-                "method.resume=true to go on with it, or choose another folder, or remove this one"
+                f"checkpoint_dir {folder} holds the finished blocks of a run. Set "
+                "resume=true to go on with it, or choose another folder, or remove this one"
             )
         self._finished: list[str] = []
         self._logged = 0
@@ -124,7 +124,7 @@ class CheckpointFolder(Checkpoint):
                 self._finished.append(block)
         if len(set(map(tuple, self._processes.gather(self._finished)))) > 1:
             raise CalibrationError(
-                f"processes see different files in method.checkpoint_dir {self.folder}. Choose a "
+                f"processes see different files in checkpoint_dir {self.folder}. Choose a "
                 "folder that all machines share"
             )
         self.is_complete = len(self._finished) == len(self._files)
@@ -231,7 +231,7 @@ def open_checkpoint(settings: FeatCalSettings, processes: Any) -> Iterator[Check
     with ExitStack() as stack:
         if processes.rank == 0:
             try:
-                stack.enter_context(locked_folder(folder, "method.checkpoint_dir", WRITTEN))
+                stack.enter_context(locked_folder(folder, "checkpoint_dir", WRITTEN))
             except (CalibrationError, ReportError) as error:
                 refusal = str(error)
         if refusal := processes.gather(refusal)[0]:

@@ -77,7 +77,7 @@ class FinishedBlocks(SafetensorsExpert):
                 raise CalibrationError("it has other tensors than were written")
         if metadata["run"] != self._run:
             raise CalibrationError(
-                f"method.checkpoint_dir {self._folder} belongs to another run: it had other "
+                f"checkpoint_dir {self._folder} belongs to another run: it had other "
                 "settings, models, samples, versions or processes. Choose another folder, or "
                 "remove this one. Nothing in it was changed"
             )
@@ -124,8 +124,8 @@ class FinishedBlocks(SafetensorsExpert):
             yield
         except (OSError, SafetensorError, CalibrationError, ValueError, KeyError) as error:
             raise CalibrationError(
-                f"{self._folder / file} (method.checkpoint_dir) cannot be used: {error}. Remove it "
-                "to calibrate its block and later ones again (method.resume=true)"
+                f"{self._folder / file} (checkpoint_dir) cannot be used: {error}. Remove it "
+                "to calibrate its block and later ones again (resume=true)"
             ) from error
 
 
@@ -148,6 +148,6 @@ def naming_room(path: Path, size: int) -> Iterator[None]:
         raise CalibrationError(
             f"cannot write {path}: {error.strerror or error}. It needs {bytes_text(size)}, and "
             f"{bytes_text(free_space(path.parent))} are free. Make room or change "
-            "method.checkpoint_dir; with method.resume=true a run goes on after its last whole "
+            "checkpoint_dir; with resume=true a run goes on after its last whole "
             "block"
         ) from error

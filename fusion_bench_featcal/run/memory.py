@@ -18,8 +18,8 @@ _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAIL
 """Phrases in out-of-memory errors of torch, its libraries, and the system for mapped files."""
 
 ADVICE = (
-    "What lowers it: method.activations=host beside a GPU, a lower method.batch_size or "
-    "method.samples_per_task, method.modules without the widest modules"
+    "What lowers it: activations=host beside a GPU, a lower batch_size or "
+    "samples_per_task, modules without the widest modules"
 )
 
 

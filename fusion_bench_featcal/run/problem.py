@@ -301,4 +301,4 @@ def check_merged(problem: Problem) -> None:
         return lambda name: source.stored(name) if name in source.keys else None
 
     readers = map(reader, problem.models.values())
-    refuse_not_finite(problem.merged, "the merged model", "Check method.base_method", readers)
+    refuse_not_finite(problem.merged, "the merged model", "Check how it was merged", readers)

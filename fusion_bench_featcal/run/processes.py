@@ -120,6 +120,6 @@ class TorchProcesses(Processes):
             raise LostProcessError(
                 f"process {self.rank} of {self.size} has lost contact with another one, which "
                 f"failed (see its message), was ended, or has lost its machine ({error}). Start "
-                "all of them again: with method.checkpoint_dir and method.resume=true a run goes "
+                "all of them again: with checkpoint_dir and resume=true a run goes "
                 "on after its last whole block"
             ) from error

@@ -52,8 +52,7 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
     for task, value in trust.items():
         problem.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
     for task, doubt in exchanged_samples(problem.log.of_kind("trust")).items():
-        advice = "Check modelpool.train_datasets and method.calibration_data"
-        logger.warning("task %s: %s %s", task, doubt, advice)
+        logger.warning("task %s: %s Check the data of both", task, doubt)
     rule: Any = problem.rule
     gammas = dict[str, float]()
     for task in streams.tasks:

@@ -1,6 +1,7 @@
 """Every setting of a calibration, declared once: default, accepted values and help text."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +65,7 @@ def _is_corruption(value: Any) -> bool:
 class FeatCalSettings(Settings):
     """Settings of one calibration. The defaults are the paper's for CLIP (arXiv 2605.13030, 5.1).
 
-    The same names are used in YAML (`method.<name>`), in Python and in error messages.
+    The same names are used in YAML, in Python and in messages.
 
     Raises:
         ValueError: If a value is not accepted, or two settings contradict each other.
@@ -204,7 +205,7 @@ class FeatCalSettings(Settings):
     def clashes(self) -> Iterator[str]:
         """Yield a phrase for each setting that contradicts another one. `rule_of` checks rules."""
         if self.resume and self.checkpoint_dir is None:
-            yield "resume needs method.checkpoint_dir, the folder that keeps the blocks"
+            yield "resume needs checkpoint_dir, the folder that keeps the blocks"
 
     @property
     def strengths(self) -> dict[str, float]:
@@ -229,6 +230,22 @@ class FeatCalSettings(Settings):
     def as_dict(self) -> dict[str, Any]:
         """Return plain values by name, fit for JSON and YAML."""
         return {name: _plain(getattr(self, name)) for name in FeatCalSettings.names()}
+
+
+def with_prefix(message: str, prefix: str) -> str:
+    """Return a message that says how settings are set at one door of the package.
+
+    Messages have bare names of settings. A name counts if it has an underscore or is followed by a
+    value, as `seed=3`, or "must be", and does not follow a prefix or a key.
+
+    Args:
+        message: The message.
+        prefix: What stands before a name there, such as `method.` for FusionBench.
+    """
+    names = "|".join(FeatCalSettings.names())
+    return re.sub(
+        rf"(?<![\w.@/'-])(?<!--set )(?=\w+(?:_|=| must be ))({names})\b", rf"{prefix}\1", message
+    )
 
 
 def _plain(value: Any) -> Any:

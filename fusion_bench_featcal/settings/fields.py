@@ -88,9 +88,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in settings_of(type(self))}
-        check_values(type(self), values, "method.")
+        check_values(type(self), values)
         if clashes := list(self.clashes()):
-            raise ValueError("; ".join(f"method.{clash}" for clash in clashes))
+            raise ValueError("; ".join(clashes))
 
     def clashes(self) -> Iterable[str]:
         """Return a phrase for each setting that contradicts another one."""
@@ -102,13 +102,13 @@ class Settings:
         return tuple(field.name for field in settings_of(cls))
 
 
-def check_values(kind: type, values: Mapping[str, Any], prefix: str) -> None:
+def check_values(kind: type, values: Mapping[str, Any], prefix: str = "") -> None:
     """Refuse unknown names, and values that a dataclass of settings does not accept.
 
     Args:
         kind: The dataclass that declares the settings.
         values: Values by name.
-        prefix: Text before a name in messages, such as `method.`.
+        prefix: Text before a name in messages, such as `taskpool.heads.a.`.
 
     Raises:
         ValueError: Naming each setting with its value and the accepted ones.

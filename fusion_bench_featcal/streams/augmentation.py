@@ -32,8 +32,8 @@ def number_of_copies(samples: int, augment: str, inputs: Any) -> int:
         return 0
     if images_of(inputs) is None:
         raise CalibrationError(
-            "method.augment=jitter needs images [batch, channels, height, width], and the inputs "
-            "hold none. Set method.augment to none, or to auto (which changes images only)"
+            "augment=jitter needs images [batch, channels, height, width], and the inputs "
+            "hold none. Set augment to none, or to auto (which changes images only)"
         )
     return max(1, min(ceil(ENOUGH / samples) - 1, MOST))
 

@@ -40,8 +40,8 @@ class CountedRows:
             raise CalibrationError(
                 f"no position of {len(empty)} of {counted_as(len(mask), 'sample')} of a batch "
                 f"counts (rows {empty[:5]}): they are all padding, or have no target (labels all "
-                "-100). Check the data (modelpool.train_datasets, method.max_length), or set "
-                "method.decoder_rows=all where targets are missing"
+                "-100). Check the data and max_length, or set "
+                "decoder_rows=all where targets are missing"
             )
         flat = mask.reshape(-1)
         index = (flat > 0).nonzero().flatten()

@@ -57,16 +57,15 @@ class Checks:
             if count == 0:
                 raise CalibrationError(
                     f"{place}: no position counts in module {module}: all is padding. Check the "
-                    f"masks of its data (modelpool.train_datasets.{task}), or exclude the module: "
-                    f"method.modules=['!{module}']"
+                    "masks of its data, or exclude the module: "
+                    f"modules=['!{module}']"
                 )
             if broken:
                 raise CalibrationError(
                     f"{place}, module {module}: inputs are NaN or infinite, or their sums "
                     "overflow, while weights and samples are finite: a forward pass overflows. "
-                    "Compute in a wider precision (fabric.precision=32-true, or wider "
-                    f"modelpool.models), or check modelpool.models.{task} and "
-                    f"modelpool.train_datasets.{task} for extreme values"
+                    "Compute in a wider precision (fabric.precision=32-true, or models in a wider "
+                    "dtype), or check the task's expert and data for extreme values"
                 )
             norms[module][task] = norm
         for module, by_task in norms.items():
@@ -76,6 +75,6 @@ class Checks:
                     raise CalibrationError(
                         f"task {task}, block {self._block}, module {module}: its inputs are "
                         f"almost zero (gram norm {norm:.1e}, median task {median:.1e}), so its "
-                        f"weight would swamp the bias. Check modelpool.models.{task} and its "
+                        f"weight would swamp the bias. Check its expert and its "
                         "calibration data, or drop the task"
                     )

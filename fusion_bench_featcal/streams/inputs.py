@@ -78,7 +78,7 @@ def check_finite_inputs(inputs: Any, task: str, number: int) -> None:
         if value.is_floating_point() and not all_finite(value):
             raise CalibrationError(
                 f"calibration batch {number}, input {name!r}, has NaN or infinite values. Check "
-                f"modelpool.train_datasets.{task}"
+                f"the data of task {task}"
             )
 
 

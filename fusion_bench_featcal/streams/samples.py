@@ -49,20 +49,20 @@ def check_inputs(
     """
     if base is None and rule_of(settings).needs_base:
         raise ValueError(
-            f"method.anchor_rho = {settings.anchor_rho} needs the base model "
-            "(modelpool.models._pretrained_); without one set method.anchor_rho to 1"
+            f"anchor_rho = {settings.anchor_rho} needs the base model "
+            "(_pretrained_, or --base); without one set anchor_rho to 1"
         )
     if not experts:
-        raise CalibrationError("there is no expert to calibrate towards. Check modelpool.models")
+        raise CalibrationError("there is no expert to calibrate towards. Name the experts")
     if without_expert := sorted(set(batches) - set(experts)):
         raise CalibrationError(
             f"tasks {without_expert} have calibration data but no expert; experts are "
-            f"{sorted(experts)}. Check modelpool.models"
+            f"{sorted(experts)}. Use one name for a task and its expert"
         )
     if without_data := sorted(set(experts) - set(batches)):
         raise CalibrationError(
             f"tasks {without_data} have an expert but no calibration data; there is data for "
-            f"{sorted(batches)}. Check modelpool.train_datasets"
+            f"{sorted(batches)}. Give every expert data"
         )
     for task, values in batches.items():
         if isinstance(values, Tensor | Mapping | str):
@@ -73,8 +73,7 @@ def check_inputs(
             )
     if unknown := sorted(set(settings.task_weights or ()) - set(experts)):
         raise CalibrationError(
-            f"method.task_weights names tasks {unknown} that have no expert; experts are "
-            f"{sorted(experts)}"
+            f"task_weights names tasks {unknown} that have no expert; experts are {sorted(experts)}"
         )
 
 
@@ -137,9 +136,7 @@ def take_samples(
         if taken == limit:
             return
     if taken == 0:
-        raise CalibrationError(
-            f"task {task} has 0 calibration samples. Give it data (modelpool.train_datasets.{task})"
-        )
+        raise CalibrationError(f"task {task} has 0 calibration samples. Give it data")
     if getattr(batches, "samples", None) is None:
         warn_of_few_samples(task, taken, limit)
 
@@ -147,7 +144,7 @@ def take_samples(
 def warn_of_few_samples(task: str, available: int, limit: int) -> None:
     """Warn that a task has fewer samples than the settings require."""
     log.warning(
-        "task %s has %s, fewer than method.samples_per_task = %d: all of them are used",
+        "task %s has %s, fewer than samples_per_task = %d: all of them are used",
         task,
         counted(available, "sample"),
         limit,
@@ -231,5 +228,5 @@ def naming_module(task: str, block: str, name: str) -> Iterator[None]:
     except CalibrationError as error:
         raise CalibrationError(
             f"task {task}, block {block}: module {name} {error}. Exclude it: "
-            f"method.modules=['!{name.removeprefix(f'{block}.')}']"
+            f"modules=['!{name.removeprefix(f'{block}.')}']"
         ) from error

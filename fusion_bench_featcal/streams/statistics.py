@@ -69,7 +69,7 @@ def estimated(
             if batch.rows.of(name) is not None:
                 raise CalibrationError(
                     f"task {task}, block {block}: module {name} is BatchNorm, and some positions "
-                    f"are padding. Exclude it: method.modules=['!{name}']"
+                    f"are padding. Exclude it: modules=['!{name}']"
                 )
             step = partial(streams.step, streams.model, block, batch.cal)
             x = record(streams.model, [name], step, to_end=False).inputs[name]

@@ -120,7 +120,7 @@ class HostStorage(DeviceStorage):
 
 
 def storage_for(settings: FeatCalSettings, device: torch.device) -> DeviceStorage:
-    """Return the storage that `method.activations` names."""
+    """Return the storage that `activations` names."""
     if settings.activations == "host" and device.type != "cpu":
         return HostStorage(device)
     return DeviceStorage()

@@ -118,7 +118,7 @@ class Streams:
             if not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
                 raise
             raise CalibrationError(
-                f"method.family={self.family.name}: the step of {block} needs weights that are not "
+                f"family={self.family.name}: the step of {block} needs weights that are not "
                 f"in memory ({error}). It has those of its block: compute everything else in begin "
                 "and hand it on in the call (docs/own_tasks.md)"
             ) from error
@@ -226,7 +226,7 @@ class Streams:
                 names = ", ".join(site.name for site in group.sites)
                 raise CalibrationError(
                     f"task {task}, block {block}: modules {names} share their input in some "
-                    f"batches only. Exclude them: method.modules=['!{group.name}', ...]"
+                    f"batches only. Exclude them: modules=['!{group.name}', ...]"
                 )
         return recorded.inputs
 

@@ -191,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({UPSTREAM: {"x": ARITHMETIC | {"scaling_facter": 1}}}, r"method\.upstream_mergers.*_factor'"),
     ({METHODS: {"x": OURS["FeatCal"] | {"ridge_lamda": 1}}},
      r"ing_methods\.x.*ridge_lamda.*'ridge_lambda'"),
-    ({METHODS: {"x": OURS["Surgery"] | {"rank": 0}}}, r"methods\.x\.rank must be an integer"),
+    ({METHODS: {"x": OURS["Surgery"] | {"rank": 0}}}, r"methods\.x: rank must be an integer"),
     ({METHODS: {"featcal_plus": OURS["FeatCal"]}},
      r"methods\.featcal_plus: the row featcal_plus is FeatCal\+: set .*\.rule=plus, or rename"),
     ({METHODS: {"x": AVERAGE}}, r"is no post-merging method: derive it"),

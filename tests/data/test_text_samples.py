@@ -8,8 +8,10 @@ from sample_pools import text_batch, text_sample, words
 from tiny_texts import word_tokenizer
 from tiny_tokenizers import KINDS, trained_tokenizer
 
-from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import read_row
+from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
 
 A, B, C, D, END = 3, 4, 5, 6, 1
@@ -61,7 +63,7 @@ MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
     ({"prompt": "a", "target": " "}, {}, "the target is empty"),
     ({"input_ids": [A, B], "labels": [A]}, {}, "2 input_ids, but .* 1 labels"),
     ({"messages": ASKED}, {}, "chat template"),
-    (LONG, {"model_max_length": 8}, r"9 tokens.*limit.*is 8.*method\.max_length"),
+    (LONG, {"model_max_length": 8}, r"9 tokens.*limit.*is 8.*max_length"),
 ]
 
 
@@ -69,7 +71,7 @@ MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
 def test_rows_without_a_usable_sample_are_named(row: Any, options: dict[str, Any], message: str):
     with pytest.raises(CalibrationError, match=rf"task 'a', .*train.*, item 0.*{message}"):
         sample(row, **options)
-    with pytest.raises(CalibrationError, match=r"method\.max_length = 9.*limit of 8"):
+    with pytest.raises(CalibrationError, match=r"max_length = 9.*limit of 8"):
         sample(PAIR, max_length=9, model_max_length=8)
 
 
@@ -129,3 +131,11 @@ def test_prompt_and_target_are_tokenised_as_one_text(kind: str):
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
     assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert "blue" in tokenizer.decode(targets) and "river" not in tokenizer.decode(targets)
+
+
+def test_of_the_drawn_rows_the_first_wrong_one_is_named() -> None:
+    rows = TextRows([{"id": n} if n in (0, 2, 3) else PAIR for n in range(5)], "data")
+    encoder = TextEncoder(word_tokenizer(), "causal")
+    batches = TextBatches(rows, [3, 4, 2], FeatCalSettings(), encoder, torch.nn.Identity)
+    with pytest.raises(CalibrationError, match=r"^data, item 2: "):
+        _ = batches.texts

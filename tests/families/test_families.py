@@ -52,7 +52,7 @@ def changing_between() -> None:
         (lambda: LLAMA.stages(tiny.clip_model()), r"no blocks in CLIPVision.*layers.*family"),
         (lambda: STAGES.stages(nn.Linear(2, 2)), r"stages does not fit Linear.*a family"),
         (lambda: LLAMA.masks(nn.Module(), tiny.without_labels(sentences([3], 6)), 0, "targets"),
-         r"method\.decoder_rows=targets.*labels.*input_ids"),
+         r"decoder_rows=targets.*labels.*input_ids"),
     ],
 )  # fmt: skip
 def test_models_and_inputs_that_do_not_fit_are_refused(call: Any, message: str):

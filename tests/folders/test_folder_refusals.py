@@ -83,7 +83,8 @@ OPTIONS: list[Case] = [
 ]
 MODELS: list[Case] = [
     ("llama", {"two": None}, {}, ["--expert two=", "/two: there is no such file or folder here"]),
-    ("llama", {"two": wider_llama}, {}, ["expert 'two'", "--expert two"]),
+    ("llama", {"two": wider_llama}, {},
+     ["expert 'two'", "num_attention_heads=4 (there 2)", "Check its folder"]),
     ("llama", {"two": other_words}, {}, ["has another tokenizer", "2 of 23 tokens differ"]),
     ("llama", {"two": adapter_beside}, {}, ["--expert two=", "two has two models"]),
     ("llama", {"two/config.json": {"quantization_config": {"quant_method": "gptq"}}}, {},
@@ -126,7 +127,7 @@ DATA: list[Case] = [
     ("llama", {"one.jsonl": '{"prompt": "a"\nnonsense'}, {},
      ["--data one=", "one.jsonl' is not readable as jsonl: line 1: "]),
     ("llama", {"one.jsonl": [{"prompt": None, "id": 1}]}, {},
-     ["one.jsonl, line 1: a text is a row with prompt (and target), with messages"]),
+     [*ROW, ": a text is a row with prompt (and target), with messages"]),
     ("llama", {"one.jsonl": [*sentences("one", 11), {"prompt": "a b"}]}, {"more": "--no-eval"},
      [*ROW, "no target, as in 1 of 12 rows"]),
     ("llama", {"one.jsonl": [{"q": "a b", "a": "c"}]}, {"more": "--columns prompt=Q"},
@@ -175,6 +176,6 @@ def test_keys_of_recipes_and_of_python(made, tmp_path, refusal):
     options: Any = {"expert": {task: folder / task for task in ("one", "two")}, "out": out}
     options["data"] = {task: folder / f"{task}.jsonl" for task in ("one", "two")}
     options |= {"base": folder / "base", "set": {"modules": ["nothing"]}}
-    with pytest.raises(CalibrationError, match=r"^--set modules: 'nothing' matches no module"):
+    with pytest.raises(CalibrationError, match=r"^--set modules='nothing' matches no module"):
         calibrate_folder(folder / "merged", **options)
     assert not (tmp_path / "out").exists()

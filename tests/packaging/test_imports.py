@@ -1,6 +1,7 @@
 """Imports go one way, and importing the package loads next to nothing."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -61,6 +62,20 @@ def test_imports_go_one_way():
     assert [part for part in OURS if part in reachable(part, OURS)] == []
     assert not OURS["fusionbench"] & {"folders"} and not OURS["folders"] & {"fusionbench"}
     assert {part for part in GRAPH if "lab" in OURS[part]} == {"cli"}
+
+
+def test_shared_rooms_name_settings_as_python_does():
+    """How a setting is set in YAML or on the command line is added by the doors."""
+    doors = {"_hydra_plugin", "algorithm", "cli", "folders", "fusionbench", "lab", "pools", "tasks"}
+    prefixed, texts = re.compile(r"(?<!docs/)\b(method|modelpool)\.[a-z_{]"), 0
+    for file in ROOT.rglob("*.py"):
+        if file.relative_to(ROOT).with_suffix("").parts[0] in doors:
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts += 1
+                assert not prefixed.search(node.value) or file.name == "remarks.py", node.value
+    assert texts > 1000
 
 
 def test_core_is_tensors_only_and_the_python_api_needs_no_framework():

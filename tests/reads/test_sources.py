@@ -127,7 +127,7 @@ def test_a_budget_that_merging_exceeds_is_refused_before_anything_is_loaded(monk
     pool = suite_pool()
     monkeypatch.setattr(type(pool), "load_model", lambda *_: pytest.fail("a model was loaded"))
     message = (
-        rf"method\.expert_read_budget=1MB cannot be kept: \w+ reads every expert whole "
+        rf"expert_read_budget=1MB cannot be kept: \w+ reads every expert whole "
         rf"\({bytes_of_experts(pool)} bytes\).*Give more bytes than that"
     )
     with pytest.raises(CalibrationError, match=message):

@@ -187,9 +187,7 @@ def _made(config: Mapping[str, Any], setting: str) -> Any:
     try:
         return instantiate(config, _recursive_=False, _convert_="all")
     except Exception as error:  # Hydra wraps the constructor's error, which is about a setting
-        reason = str(error.__cause__ or error).replace("method.", f"{setting}.")
-        prefix = "" if reason.startswith(setting) else f"{setting}: "
-        raise ValueError(f"{prefix}{reason}") from error
+        raise ValueError(f"{setting}: {error.__cause__ or error}") from error
 
 
 def _check_keys(config: Mapping[str, Any], setting: str) -> None:
