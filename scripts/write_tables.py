@@ -23,12 +23,12 @@ from fusion_bench_featcal.lab.diagnosis.views import (
     diagnosis_figures,
     diagnosis_tables,
 )
-from fusion_bench_featcal.results import Results, summary
-from fusion_bench_featcal.results.figures import Value, curves, dots, svg
+from fusion_bench_featcal.results import Results, frame_of, summary
+from fusion_bench_featcal.results.figures import Value, curves, dots, svg, value_of
 from fusion_bench_featcal.results.joining import find, join
 from fusion_bench_featcal.results.lines import read_run
 from fusion_bench_featcal.results.run import ROWS_ERROR, ROWS_SHARE
-from fusion_bench_featcal.results.show import row_tables
+from fusion_bench_featcal.results.show import tables_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -119,10 +119,9 @@ def results_part(suite: str) -> str:
     Costs are left out where runs shared a GPU.
     """
     results = results_of(suite)
-    frame = summary(results)
-    if suite in REAL:
-        frame = frame.drop(columns=[f"cost.{name}" for name in MEASURED_COSTS])
-    (accuracies,) = row_tables(frame)
+    for row in results.rows if suite in REAL else ():
+        row.cost = {key: value for key, value in row.cost.items() if key not in MEASURED_COSTS}
+    (accuracies,) = tables_of(frame_of(results))
     return f"{accuracies.markdown()}\n\n{measured(results)}"
 
 
@@ -216,12 +215,10 @@ def accuracies_figure() -> str:
     rows: dict[str, dict[str, Value]] = {name: {} for name in DRAWN_ROWS.values()}
     for suite, label in (SUITES | REAL).items():
         category = label.replace("real pretrained weights", "pretrained")
-        for row, record in averages(suite).items():
-            if row in DRAWN_ROWS:
-                half = record["half"] if record["half"] == record["half"] else 0.0
-                value = Value(100 * record[AVERAGE], 100 * half)
-                rows[DRAWN_ROWS[row]][category] = value
-    return svg(dots({"": rows}, "average accuracy, %"))
+        for line in frame_of(results_of(suite)).lines:
+            if line.first.name in DRAWN_ROWS:
+                rows[DRAWN_ROWS[line.first.name]][category] = value_of(line)
+    return svg(dots({"": rows}, "average accuracy, % (bars: 95 % interval)"))
 
 
 def diagnosis_part() -> str:

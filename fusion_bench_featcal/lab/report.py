@@ -7,7 +7,7 @@ from pathlib import Path
 def report(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs and comparisons from their files."""
     from fusion_bench_featcal.lab.diagnosis.views import diagnosis_figures, show_diagnosis
-    from fusion_bench_featcal.results import join_folders, summary
+    from fusion_bench_featcal.results import frame_of, join_folders
     from fusion_bench_featcal.results.figures import figures_of, save_figures
     from fusion_bench_featcal.results.page import write_page
     from fusion_bench_featcal.results.show import markdown, show, show_against, write
@@ -16,7 +16,7 @@ def report(options: argparse.Namespace) -> None:
     if options.against:
         show_against(results, options.against, metric)
         return
-    frame = summary(results, metric)
+    frame = frame_of(results, metric)
     written = [write(frame, results, options.out)] if options.out else []
     if options.figures:
         figures = figures_of(frame)

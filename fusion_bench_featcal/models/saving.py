@@ -22,12 +22,11 @@ from fusion_bench_featcal.files import free_space, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.files.untrusted import MAX_YAML, parse_yaml, read_bytes
 from fusion_bench_featcal.models.hub import commits
-from fusion_bench_featcal.results import Run, versions
+from fusion_bench_featcal.results import Run, frame_of, versions
 from fusion_bench_featcal.results.joining import join
-from fusion_bench_featcal.results.notes import GAIN, VERDICT
+from fusion_bench_featcal.results.notes import VERDICT
 from fusion_bench_featcal.results.run import GIVEN
 from fusion_bench_featcal.results.show import tables_of
-from fusion_bench_featcal.results.summaries import summary
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.rules import BY_NAME, completed
 from fusion_bench_featcal.run.finished import FinishedBlocks
@@ -244,14 +243,14 @@ def _accuracies(report: Run | None) -> str:
     """Return the table of a report, with gain and worst task of every row."""
     if report is None or not report.tasks:
         return ""
-    tables = tables_of(summary(join({Path(): report})))
+    tables = tables_of(frame_of(join({Path(): report})))
     return page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip()
 
 
 def _verdict(report: Run | None) -> str:
     """Return the gains by task, with their losses, and the verdict of `featcal calibrate`."""
     notes = [] if report is None else report.notes
-    return page([note.text for note in notes if note.kind in (GAIN, VERDICT)]).strip()
+    return page([note.text for note in notes if note.kind == VERDICT]).strip()
 
 
 def _command() -> str:

@@ -1,26 +1,27 @@
 """Figures in matplotlib: values by category, and curves along an axis.
 
-A row has the same colour and mark in every figure. Text and axes have the colour of the surrounding
-text, so that figures are readable in dark mode. matplotlib comes with the extra `lab` and is only
-imported for drawing.
+References and FeatCal's rows have fixed looks, FeatCal's the strongest, and other rows the next of
+a list. Figures have a white background. matplotlib comes with the extra `lab` and is only imported
+for drawing.
 """
 
 import io
 import math
 import re
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import prepare_directory, write_atomic
 
-from .run import AVERAGE, BASE
-from .show import Unit, is_at, is_missing, points_of, short_names, tasks_of
+from .columns import AVERAGE
+from .frame import Frame, FrameLine
+from .run import BASE
+from .show import Unit
 from .tables import without_codes
 
 if TYPE_CHECKING:
@@ -30,20 +31,19 @@ if TYPE_CHECKING:
 MERGED = "merged"
 """Name of the merged model's row in figures with a panel for each merger."""
 
-# Text and axes of a figure are drawn in _INK, which `svg` replaces by the surrounding colour.
 _INK, _GREY = "#222222", "#8c8c8c"
-_INK_RULES = "svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}"
-# Okabe and Ito's colours, distinguishable with common colour blindness. Marks differ, too.
 _LOOKS = {
-    "base": (_GREY, "x"), "experts": (_INK, "*"), MERGED: ("#d55e00", "s"),
-    "featcal": ("#0072b2", "o"), "featcal_plus": ("#56b4e9", ">"),
+    "base": ("#a6a6a6", "x", 5), "experts": ("#595959", "*", 9), MERGED: (_GREY, "s", 5),
+    "featcal": ("#0072b2", "o", 8), "featcal_plus": ("#d01c1f", "D", 8),
 }  # fmt: skip
-_FREE_LOOKS = list(product(("#009e73", "#cc79a7", "#e69f00", "#7a5195", "#8c6d31"), "<hpdv^DP"))
+"""Colour, mark and size of rows. Marks differ, too, for readers with colour blindness."""
+_OTHER_COLOURS = ("#66b399", "#d9a5c3", "#e3b45c", "#a48dc2", "#b8a07e")
+_OTHER_MARKS = ("<", "h", "p", "v", "^", "P")
 _STYLE: dict[Any, Any] = {
     "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": _GREY,
     "grid.alpha": 0.35, "grid.linewidth": 0.5, "legend.frameon": False,
-    "figure.constrained_layout.use": True, "axes.facecolor": "none", "savefig.facecolor": "none",
+    "figure.constrained_layout.use": True, "savefig.facecolor": "white",
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor",
                      "xtick.color", "ytick.color"), _INK),
     "text.parse_math": False,  # dollar signs in names are characters
@@ -63,73 +63,70 @@ Panels = Mapping[str, Mapping[str, Mapping[Any, Value]]]
 """Panel -> row -> category or position -> value."""
 
 
-def figures_of(frame: Any) -> "dict[str, Figure]":
-    """Draw a frame of `summary`: its metric by task, or the average along labels with numbers.
+def figures_of(frame: Frame) -> "dict[str, Figure]":
+    """Draw a frame: its metric by task, or the average along settings with numbers.
 
-    Bars are half of the 95 % interval of the gain over the merged model.
+    Bars are 95 % intervals of the values, over test items and from three seeds on over seeds.
     """
-    metric, labels = frame.attrs["metric"], frame.attrs["labels"]
+    metric, suites = frame.metric, frame.by_suite()
     unit = f"{metric}, %" if Unit.of(metric).factor == 100 else metric
-    if not tasks_of(frame):
-        return {}
-    if not labels:
-        return {
-            f"{metric}-{suite}" if frame.suite.nunique() > 1 else metric: dots(
-                _by_task(frame[frame.suite == suite]), unit
-            )
-            for suite in frame.suite.unique()
-        }
-    return {
-        f"{metric}-{key}": curves(panels, key, f"average {unit}")
-        for key in labels
-        if (panels := _along(frame, key))
-    }
+    bars = " (bars: 95 % interval)" * any(line.halves for line in frame.lines)
+    figures: dict[str, Figure] = {}
+    for suite, part in suites.items() if frame.tasks else ():
+        ending = f"-{suite}" if len(suites) > 1 else ""
+        if not part.labels:
+            figures[f"{metric}{ending}"] = dots(_by_task(part), unit + bars)
+        for key in part.labels:
+            if panels := _along(part, key):
+                name = f"{metric}-{key}{ending}"
+                figures[name] = curves(panels, key + bars, f"average {unit}")
+    return figures
 
 
-def _by_task(frame: Any) -> Panels:
+def _by_task(frame: Frame) -> Panels:
     """Return the values of a suite's rows, a panel for each merger."""
-    metric, panels = frame.attrs["metric"], dict[str, Any]()
-    unit, names = Unit.of(metric).factor, short_names(tasks_of(frame)) | {AVERAGE: AVERAGE}
-    for merger in [name for name in frame.merger.unique() if name] or [""]:
-        for row in frame[frame.merger.isin([merger, ""])].to_dict("records"):
-            values = {
-                name: Value(unit * row[f"{metric}.{task}"],
-                            _half(row, unit) if task == AVERAGE else 0.0)
-                for task, name in names.items()
-                if not is_missing(row[f"{metric}.{task}"])
-            }  # fmt: skip
-            panels.setdefault(merger, {})[_name(row)] = values
+    panels, mergers = dict[str, Any](), dict.fromkeys(of.first.merger for of in frame.lines)
+    for merger in [name for name in mergers if name] or [""]:
+        for line in (of for of in frame.lines if of.first.merger in (merger, "")):
+            tasks = (task for task in (AVERAGE, *frame.tasks) if task in line.values)
+            values = {task: value_of(line, task) for task in tasks}
+            panels.setdefault(merger, {})[name_of(line)] = values
     return panels
 
 
-def _along(frame: Any, key: str) -> Panels:
-    """Return averages along a label, at the first values of the other labels."""
-    metric, panels = frame.attrs["metric"], dict[str, Any]()
-    unit, records = Unit.of(metric).factor, frame.to_dict("records")
-    point = points_of(records, frame.attrs["labels"])[0]
-    first = {label: value for label, value in point.items() if label != key}
-    at_first = [row for row in records if is_at(row, first)]
-    positions = sorted({row[key] for row in at_first if not is_missing(row[key])}, key=str)
-    if len(positions) < 2 or not all(isinstance(at, int | float) for at in positions):
+def value_of(line: FrameLine, task: str = AVERAGE) -> Value:
+    """Return a line's value with its interval, in the unit of its metric."""
+    unit = Unit.of(line.metric).factor
+    return Value(unit * line.values[task], unit * line.halves.get(task, 0.0))
+
+
+def name_of(line: FrameLine) -> str:
+    """Return a row's name in figures."""
+    return MERGED if line.is_merged else line.first.name
+
+
+def _along(frame: Frame, key: str) -> Panels:
+    """Return averages along a setting, at the first values of the other settings."""
+    panels = dict[str, Any]()
+    lines = [line for line in frame.lines if AVERAGE in line.values and line.first.name != BASE]
+    first: dict[str, Any] = {}
+    for line in lines:
+        first = {k: v for k, v in line.first.labels.items() if k != key} | first
+    lines = [
+        line
+        for line in lines
+        if all(first[k] == value for k, value in line.first.labels.items() if k != key)
+    ]
+    labels = {line.first.labels[key] for line in lines if key in line.first.labels}
+    if len(labels) < 2 or not all(isinstance(at, int | float) for at in labels):
         return {}
-    for merger in frame.merger[frame.merger != ""].unique():
-        for row in (row for row in at_first if row["merger"] in ("", merger)):
-            value = Value(unit * row[f"{metric}.{AVERAGE}"], _half(row, unit))
-            # A row without the label has the same value everywhere.
-            xs = sorted(positions) if is_missing(row[key]) else [row[key]]
-            if row["row"] != BASE:
-                panels.setdefault(merger, {}).setdefault(_name(row), {}).update(
-                    dict.fromkeys(xs, value)
-                )
+    for merger in dict.fromkeys(line.first.merger for line in lines if line.first.merger):
+        for line in (of for of in lines if of.first.merger in ("", merger)):
+            # A row without the setting has the same value everywhere.
+            xs = [line.first.labels[key]] if key in line.first.labels else sorted(labels)
+            of_row = panels.setdefault(merger, {}).setdefault(name_of(line), {})
+            of_row |= dict.fromkeys(xs, value_of(line))
     return {m: {n: dict(sorted(v.items())) for n, v in rows.items()} for m, rows in panels.items()}
-
-
-def _half(row: Mapping[str, Any], unit: float) -> float:
-    return 0.0 if is_missing(row["half"]) else unit * row["half"]
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    return MERGED if row["merger"] and row["row"] == row["merger"] else row["row"]
 
 
 # ---- charts
@@ -158,7 +155,7 @@ def dots(panels: Panels, label: str) -> "Figure":
     """
     categories = _names(values for rows in panels.values() for values in rows.values())
     styles = marks(_names(panels.values()))
-    height = 0.5 + len(categories) * (0.18 + 0.07 * max(map(len, panels.values())))
+    height = 0.5 + len(categories) * (0.2 + 0.11 * max(map(len, panels.values())))
     figure, grid = _frame(panels, (2.8, height), label)
     for axes, rows in zip(grid, panels.values(), strict=True):
         for number, (row, values) in enumerate(rows.items()):
@@ -214,20 +211,14 @@ def _scale(axes: "Axes", positions: Sequence[Any]) -> None:
 
 
 def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the colour and mark of each row, as keywords of `Axes.plot`.
-
-    A name without a fixed style gets one from its letters, or the next that is free.
-    """
+    """Return the look of each row, as keywords of `Axes.plot`."""
+    others = zip(cycle(_OTHER_COLOURS), cycle(_OTHER_MARKS), cycle([5]), strict=False)
     styles: dict[str, dict[str, Any]] = {}
-    taken: list[tuple[str, str]] = []
     for name in names:
-        start = zlib.crc32(name.encode()) % len(_FREE_LOOKS)
-        free = [look for look in _FREE_LOOKS[start:] + _FREE_LOOKS[:start] if look not in taken]
-        look = _LOOKS.get(name, (free or _FREE_LOOKS)[0])
-        taken.append(look)
-        size, edge = (9 if look[1] == "*" else 6), (1.6 if look[1] == "x" else 0.0)
-        styles[name] = {"color": look[0], "marker": look[1], "markersize": size,
-                        "markeredgewidth": edge}  # fmt: skip
+        colour, mark, size = _LOOKS[name] if name in _LOOKS else next(others)
+        styles[name] = {"color": colour, "marker": mark, "markersize": size,
+                        "markeredgewidth": 1.6 if mark == "x" else 0.0,
+                        "zorder": 3 if size == 8 else 2}  # fmt: skip
     return styles
 
 
@@ -275,8 +266,7 @@ def svg(figure: "Figure") -> str:
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=nothing)
     text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    return without_codes(text.replace("</style>", f"{_INK_RULES}</style>", 1))
+    return without_codes(text[text.index("<svg") :])
 
 
 def save_figures(figures: "Mapping[str, Figure]", folder: str | Path, setting: str) -> list[Path]:

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
@@ -13,14 +12,18 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN
 
-from .lines import REPORT_FILE, RUN_FILE, SCHEMA, VALUE, read_run
-from .notes import RECORD, Note
-from .run import DIMENSIONS, Line, Row, Run, label_texts, with_average
+from .columns import DIMENSIONS, VALUE, of_setting
+from .cost import PACKAGES
+from .lines import REPORT_FILE, RUN_FILE, SCHEMA, read_run
+from .notes import NOTE, Note
+from .run import INPUTS, OF_TESTS, Line, Row, Run, label_texts
 
 log = logging.getLogger(__name__)
 
 UNSET = "unset"
 """Label of a setting that a row lacks and another row of its name has."""
+SAMPLES = "samples used"
+"""Label of samples per task and split, where rows of equal settings used different ones."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Results:
         """Return all numbers as lines, with a column for each label."""
         lines = [line for row in self.rows for line in row.lines()]
         lines += [line for run in self.runs.values() for line in run.more_lines()]
-        empty = dict.fromkeys([*self.labels, *DIMENSIONS, VALUE], "")
+        empty = dict.fromkeys([*map(of_setting, self.labels), *DIMENSIONS, VALUE], "")
         return [{key: line.get(key, "") for key in empty} for line in lines]
 
     def frame(self) -> Any:
@@ -68,8 +71,8 @@ def load(*folders: str | Path) -> Any:
         *folders: Folders of runs, comparisons, finished cells or diagnoses, or their parents.
 
     Returns:
-        A pandas DataFrame: suite, merger, row, task, block, class, seed, metric, the settings that
-        differ between runs, and `value`.
+        A pandas DataFrame: suite, merger, row, task, block, seed, metric, the settings that differ
+        between runs, and `value`.
 
     Raises:
         ReportError: If there are no results, a file is damaged, or runs of a suite have different
@@ -129,7 +132,7 @@ def join(runs: Mapping[Path, Run]) -> Results:
     """Join runs, given the oldest first.
 
     Of rows with equal settings and seeds the newest counts, with a warning if their accuracies
-    differ: they differ in versions, in pools or in code.
+    differ: they differ in versions or in code.
 
     Raises:
         ReportError: If runs of a suite have different tasks or test items.
@@ -137,9 +140,13 @@ def join(runs: Mapping[Path, Run]) -> Results:
     rows: dict[str, Row] = {}
     origins: dict[str, Path] = {}
     older: list[str] = []
+    keys: dict[Path, list[str]] = {}
+    commits = _differing_commits(runs.values())
     for folder, run in runs.items():
-        for row in run.rows:
-            key = _key(row)
+        of_run = {f"commit of {name}": run.versions.get(name) for name in commits}
+        for row in (replace(row, point=_point(row, of_run)) for row in run.rows):
+            key = _text([row.suite, row.merger, row.name, row.seed, row.point])
+            keys.setdefault(folder, []).append(key)
             before = rows.pop(key, None)
             rows[key] = row
             if before and before.tasks and before.accuracy != row.accuracy:
@@ -147,66 +154,143 @@ def join(runs: Mapping[Path, Run]) -> Results:
             origins[key] = folder
     if older:
         log.warning(
-            "%s left out: newer rows with the same settings and seeds differ in models, versions, "
-            "pools or code: %s. Report such folders one by one",
+            "%s left out: newer rows with the same settings and seeds differ in versions or code: "
+            "%s. Report such folders one by one",
             counted(len(older), "row"), ", ".join(dict.fromkeys(older)),
         )  # fmt: skip
     joined = _labelled(list(rows.values()))
     _check_tests(joined)
     labels = dict(zip(rows, (row.labels for row in joined), strict=True))
-    notes = dict.fromkeys(note for run in runs.values() for note in _notes(run, labels))
-    return Results(joined, runs, [*notes, *_versions(runs.values())])
+    notes = dict.fromkeys(
+        note
+        for folder, run in runs.items()
+        for note in _notes(run, [labels[key] for key in keys.get(folder, ())])
+    )
+    return Results(_without_copies(joined), runs, [*notes, *_versions(runs.values())])
 
 
-def _key(row: Row) -> str:
-    values = [row.suite, row.merger, row.name, row.seed, _settings(row)]
-    return json.dumps(values, sort_keys=True, default=str)
+def _differing_commits(runs: Iterable[Run]) -> list[str]:
+    """Return the hub models and data of which the runs used several commits."""
+    return [name for name in _several(runs) if name not in ("python", *PACKAGES)]
 
 
-def _settings(row: Row) -> dict[str, Any]:
-    """Return the settings that make a row another one. A seed has a column of its own."""
-    of_row = row.conditions | row.settings
-    return {key: of_row[key] for key in of_row if key not in ("seed", *SETTINGS_OF_THE_RUN)}
+def _several(runs: Iterable[Run]) -> dict[str, list[str]]:
+    """Return what the runs used in several versions -> its versions."""
+    numbers: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for name, number in run.versions.items():
+            numbers.setdefault(name, {})[number] = None
+    return {name: sorted(several) for name, several in numbers.items() if len(several) > 1}
+
+
+def _point(row: Row, of_run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that make a row another one: settings, conditions, samples, commits."""
+    conditions = {f"run.{k}" if k in row.settings else k: v for k, v in row.conditions.items()}
+    settings = {k: v for k, v in row.settings.items() if k not in SETTINGS_OF_THE_RUN}
+    used = sorted([task, *entry.values()] for task, entry in row.samples.items())
+    return dict(_flat(conditions | settings | of_run | ({SAMPLES: used} if used else {})))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested mappings by dotted names, with 1.0 as 1."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            is_whole = isinstance(value, float) and value.is_integer()
+            yield f"{prefix}{key}", int(value) if is_whole else value
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _labelled(rows: Sequence[Row]) -> list[Row]:
     """Return rows with the settings in which rows of one name differ as labels.
 
-    A setting that only some of these rows have is a difference.
+    A setting that only some of these rows have is a difference. A seed that is that of the row has
+    a column of its own.
     """
-    by_name: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    by_name: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        by_name.setdefault(_position(row), []).append(_settings(row))
-    keys = {name: dict.fromkeys(k for one in of for k in one) for name, of in by_name.items()}
-    differing = dict.fromkeys(
-        key
-        for name, of in by_name.items()
-        for key in keys[name]
-        if len({json.dumps(one.get(key, UNSET), sort_keys=True, default=str) for one in of}) > 1
-    )
-    return [
-        replace(row, labels={k: _label(of.get(k, UNSET)) for k in differing if k in keys[name]})
-        for row in rows
-        for name, of in [(_position(row), _settings(row))]
-    ]
+        by_name.setdefault((row.suite, row.merger, row.name), []).append(row)
+    differing: dict[str, None] = {}
+    for of_name in by_name.values():
+        for key in _seed_keys(of_name):
+            for row in of_name:
+                row.point.pop(key, None)
+        differing |= dict.fromkeys(_differing(of_name))
+    labelled = {
+        id(row): replace(row, labels={k: label(row.point[k]) if k in row.point else UNSET
+                                      for k in differing if any(k in of.point for of in of_name)})
+        for of_name in by_name.values() for row in of_name
+    }  # fmt: skip
+    return [labelled[id(row)] for row in rows]
 
 
-def _position(row: Row) -> tuple[str, ...]:
-    return row.suite, row.merger, row.name
+def _seed_keys(rows: Sequence[Row]) -> list[str]:
+    """Return the settings that are the row's seed wherever rows of one name have them."""
+    keys = {key for row in rows for key in row.point if key.rpartition(".")[2] == "seed"}
+    return [key for key in keys if all(row.point.get(key, row.seed) == row.seed for row in rows)]
 
 
-def _label(value: Any) -> Any:
-    """Return a setting's value as a number or text."""
-    if isinstance(value, Mapping):
-        return " ".join(str(_label(part)) for part in value.values())
-    is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
-    return value if is_plain else json.dumps(value, default=str)
+def _differing(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the keys in which rows of one name differ.
+
+    Digests of inputs, and used samples, only if they divide rows that the others do not: other
+    tasks and numbers of samples bring them along.
+    """
+    of_keys = {
+        key: [_text(row.point[key]) if key in row.point else "" for row in rows]
+        for key in dict.fromkeys(key for row in rows for key in row.point)
+    }
+    derived = {key: of_keys.pop(key) for key in (INPUTS, SAMPLES) if key in of_keys}
+    yield from (key for key, column in of_keys.items() if len({*column}) > 1)
+    seen: list[Sequence[str]] = [[""] * len(rows), *of_keys.values()]
+    for key, column in derived.items():
+        if len({*zip(*seen, column, strict=True)}) > len({*zip(*seen, strict=True)}):
+            yield key
+        seen.append(column)
+
+
+def label(value: Any) -> int | float | str:
+    """Return a setting's value as a number or text, different ones for different values."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value == UNSET:
+        return _text(value)
+    try:
+        json.loads(value)
+    except ValueError:
+        return value
+    return _text(value)  # the text "true" is not the value true
+
+
+def _without_copies(rows: Sequence[Row]) -> list[Row]:
+    """Settle rows of equal settings of which some have a seed and some have none.
+
+    If all are equal, the model has no randomness, and one without a seed stands for all. If not,
+    those without a seed are rows of their own.
+    """
+    alike: dict[str, list[Row]] = {}
+    for row in rows:
+        alike.setdefault(_text([row.suite, row.merger, row.name, row.point]), []).append(row)
+    dropped = set[int]()
+    for of in alike.values():
+        seedless = [row for row in of if row.seed is None]
+        if 0 < len(seedless) < len(of):
+            if all(row.tasks and row.scores == of[0].scores for row in of):
+                dropped |= {id(row) for row in of if row.seed is not None}
+            else:
+                seedless[0].labels["seed"] = UNSET
+    return [row for row in rows if id(row) not in dropped]
 
 
 def _check_tests(rows: Iterable[Row]) -> None:
-    first: dict[tuple[str, Any], Row] = {}
+    first: dict[str, Row] = {}
     for row in (row for row in rows if row.tasks):
-        other = first.setdefault((row.suite, row.labels.get("tasks")), row)
+        tests = {key: row.point.get(key) for key in OF_TESTS if key != "precision"}
+        other = first.setdefault(_text([row.suite, tests]), row)
         one, two = ({task: len((of.correct or {}).get(task, ())) for task in of.tasks}
                     for of in (other, row))  # fmt: skip
         if one.keys() != two.keys() or any(
@@ -218,75 +302,22 @@ def _check_tests(rows: Iterable[Row]) -> None:
             )
 
 
-def _notes(run: Run, labels: Mapping[str, Mapping[str, Any]]) -> Iterator[Note]:
-    """Yield a run's notes with the labels that their rows share. `labels` are by key of a row."""
+def _notes(run: Run, labels: Sequence[Mapping[str, Any]]) -> Iterator[Note]:
+    """Yield a run's notes with the labels that their rows share. `labels` are those of its rows."""
     for note in run.notes:
-        rows = [row for row in run.rows if note.merger in ("", row.merger)]
-        named = [row for row in rows if row.name == note.row]
-        subjects = named or [row for row in rows if row.is_repair]
-        first, *others = [labels[_key(row)] for row in subjects] or [{}]
+        rows = [pair for pair in zip(run.rows, labels, strict=True)
+                if note.merger in ("", pair[0].merger)]  # fmt: skip
+        named = [of for row, of in rows if row.name == note.row]
+        first, *others = named or [of for row, of in rows if row.is_repair] or [{}]
         shared = {k: v for k, v in first.items() if all(of.get(k) == v for of in others)}
         yield replace(note, point=", ".join(label_texts(shared)))
 
 
 def _versions(runs: Iterable[Run]) -> Iterator[Note]:
-    """Yield a note on each package of which the runs used several versions."""
-    numbers: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for package, number in run.versions.items():
-            numbers.setdefault(package, {})[number] = None
-    for package, several in numbers.items():
-        if len(several) > 1:
-            text = f"runs used different versions of {package}: {', '.join(sorted(several))}"
-            yield Note(RECORD, text)
-
-
-# ---- rows over their seeds
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows that differ in their seed alone."""
-
-    rows: Sequence[Row]
-
-    @property
-    def first(self) -> Row:
-        """One of the rows, for what they share."""
-        return self.rows[0]
-
-    def means(self, metric: str) -> dict[str, float]:
-        """Return task (and `average`) -> mean over the seeds, for tasks that all of them have."""
-        return with_average(_means([row.scores.get(metric, {}) for row in self.rows]))
-
-    def cost(self) -> dict[str, float]:
-        """Return means over the seeds of what all of them measured."""
-        return _means([row.cost for row in self.rows])
-
-    def fits(self, other: "Group") -> bool:
-        """Return whether labels that both have are equal."""
-        one, two = self.first.labels, other.first.labels
-        return all(two.get(key, value) == value for key, value in one.items())
-
-
-def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each value that all rows have."""
-    shared = (key for key in rows[0] if all(key in row for row in rows))
-    return {key: fmean(row[key] for row in rows) for key in shared}
-
-
-def groups_of(results: Results) -> list[Group]:
-    """Return rows over their seeds: base, experts, then each merger before its repairs."""
-    groups: dict[str, list[Row]] = {}
-    for row in results.rows:
-        key = json.dumps([row.suite, row.merger, row.name, row.labels])
-        groups.setdefault(key, []).append(row)
-    mergers = list(dict.fromkeys((row.suite, row.merger) for row in results.rows))
-    suites = list(dict.fromkeys(row.suite for row in results.rows))
-
-    def order(group: Group) -> tuple[Any, ...]:
-        row = group.first
-        references = (suites.index(row.suite), bool(row.merger), row.name != "base")
-        return *references, mergers.index((row.suite, row.merger)), row.is_repair
-
-    return sorted(map(Group, groups.values()), key=order)
+    """Yield a note on each package of which the runs used several versions, and on devices."""
+    for name, versions in _several(runs).items():
+        yield Note(NOTE, f"runs used different versions of {name}: {', '.join(versions)}")
+    devices = {run.device.get("accelerator") or run.device.get("cpu") for run in runs} - {None}
+    if len(devices) > 1:
+        text = f"runs used different devices: {', '.join(sorted(map(str, devices)))}"
+        yield Note(NOTE, f"{text}. Their times are not comparable")

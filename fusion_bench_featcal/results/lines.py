@@ -22,15 +22,15 @@ from fusion_bench_featcal.files import (
 from fusion_bench_featcal.files.json_files import json_text, plain
 from fusion_bench_featcal.files.untrusted import read_bytes, read_json
 
+from .columns import AVERAGE, COST, DIMENSIONS, VALUE
 from .notes import Note
-from .run import AVERAGE, COST, DIMENSIONS, Line, Row, Run, check_row
+from .run import Line, Row, Run, check_row
 
 LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
     "lines.csv", "items.npz", "run.json", "report.json",
 )  # fmt: skip
 SCHEMA = 3
 """Number of this layout of files. Earlier ones are refused."""
-VALUE = "value"
 _OF_ROWS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
 _MASKED = ("settings", "conditions")
 _OF_RUNS = ("suite", "merger", "versions", "device")
@@ -114,7 +114,7 @@ def _fill(run: Run, lines: Iterable[Line]) -> None:
     for line in lines:
         row = rows.get((line["suite"], line["merger"], line["row"]))
         task, metric, value = line["task"], line["metric"], line[VALUE]
-        if row is None or line["block"] or line["class"]:
+        if row is None or line["block"] or line.keys() - {*DIMENSIONS, VALUE}:
             run.lines.append(line)
         elif metric.startswith(COST):
             row.cost[metric.removeprefix(COST)] = value
@@ -166,6 +166,8 @@ def csv_text(lines: Iterable[Line]) -> str:
 def read_lines(path: Path) -> list[Line]:
     """Read a file of `csv_text`. Seeds and labels that look like numbers become numbers.
 
+    A line has no label whose cell is empty.
+
     Raises:
         ReportError: If the file cannot be read, lacks a column, or has a value that is no number.
     """
@@ -187,7 +189,8 @@ def _checked(line: dict[str, Any], label: str) -> Line:
     if isinstance(value, str) or not math.isfinite(value):
         raise ReportError(f"{label}: {line[VALUE]!r} is no number")
     names = {*DIMENSIONS} - {"seed"}
-    texts = {k: text if k in names else _number(text) for k, text in line.items()}
+    filled = {k: text for k, text in line.items() if text or k in DIMENSIONS}
+    texts = {k: text if k in names else _number(text) for k, text in filled.items()}
     return {k: _unquoted(v) if isinstance(v, str) else v for k, v in texts.items()} | {VALUE: value}
 
 

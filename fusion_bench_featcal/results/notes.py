@@ -3,20 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+VERDICT = "verdict"  # the conclusion, and the gain of each task on held-out rows
 FAILED = "failed"  # a cell of a comparison gave no result
-SAMPLES = "samples"  # calibration samples of the test split, or unlike the expert's data
-LOSS = "loss"  # a value that is not finite
-UPDATE = "update"  # a module with a large update
+WARNING = "warning"  # samples, values or updates to look at, and tasks below the merged model
 NOTE = "note"  # anything else
-DIAGNOSIS = "diagnosis"  # items of a diagnosis
-BELOW = "below"  # a task that ends below the merged model
-RECORD = "record"  # differences between runs
-GAIN = "gain"  # scores before and after, on held-out rows
-VERDICT = "verdict"  # the conclusion from the gains
-KINDS = (
-    FAILED, SAMPLES, LOSS, UPDATE, NOTE, DIAGNOSIS, BELOW, RECORD, GAIN, VERDICT,
-)  # fmt: skip
-"""All kinds, in display order."""
+KINDS = (VERDICT, FAILED, WARNING, NOTE)
+"""All kinds, in display order. Another kind in a file counts as a note."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +32,18 @@ class Note:
     point: str = ""
 
     @property
-    def sentence(self) -> str:
-        """The text with the row's name, for output about one merger."""
-        return self._after(self.row)
+    def is_conclusion(self) -> bool:
+        """True for the verdict itself, which is on no single task."""
+        return self.kind == VERDICT and not self.task
 
     @property
-    def sentence_of_several(self) -> str:
-        """The text with the names of merger and row, for output about several mergers."""
-        return self._after(*dict.fromkeys((self.merger, self.row)))
+    def sentence(self) -> str:
+        """The text with the row's name, for output about one merger."""
+        return self.after(self.row)
 
-    def _after(self, *names: str) -> str:
-        texts = [name for name in names if name]
+    def after(self, *names: str) -> str:
+        """Return the text behind names, such as those of its merger and row."""
+        texts = [name for name in dict.fromkeys(names) if name]
         if self.point:
             texts = [*texts[:-1], f"{texts[-1]} ({self.point})"] if texts else [self.point]
         if self.kind == FAILED:
@@ -58,16 +51,10 @@ class Note:
         return ": ".join([*texts, self.text])
 
 
-def sentences_of(notes: Iterable[Note], *without: str) -> list[str]:
-    """Return notes as sentences in the order of their kinds, each with its mergers.
-
-    Args:
-        notes: The notes.
-        *without: Kinds that are left out.
-    """
-    chosen = sorted(
-        (note for note in notes if note.kind not in without), key=lambda n: KINDS.index(n.kind)
-    )
+def sentences_of(notes: Iterable[Note]) -> list[str]:
+    """Return notes as sentences in the order of their kinds, each with its mergers."""
+    order = {kind: number for number, kind in enumerate(KINDS)}
+    chosen = sorted(notes, key=lambda note: order.get(note.kind, len(order)))
     several = len({note.merger for note in chosen if note.merger}) > 1
-    texts = (note.sentence_of_several if several else note.sentence for note in chosen)
+    texts = (note.after(note.merger, note.row) if several else note.sentence for note in chosen)
     return list(dict.fromkeys(texts))

@@ -12,19 +12,20 @@ from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .figures import figures_of, svg
+from .frame import Frame
 from .joining import Results
-from .show import sentences, tables_of
+from .show import sentences, tables_of, verdicts
 from .tables import Table, without_codes
 
 _SUFFIXES = (".html", ".htm")
 
 
-def write_page(path: Path, frame: Any, results: Results, setting: str = "--html") -> Path:
+def write_page(path: Path, frame: Frame, results: Results, setting: str = "--html") -> Path:
     """Write the page of results atomically and return its path.
 
     Args:
         path: The file. Links to the runs' files are relative to its folder.
-        frame: A frame of `summary`.
+        frame: The frame.
         results: The results that it is of.
         setting: The setting that chose `path`, for messages.
 
@@ -38,7 +39,7 @@ def write_page(path: Path, frame: Any, results: Results, setting: str = "--html"
     return write_atomic(path, page_text(frame, results, path.parent.resolve()), setting)
 
 
-def page_text(frame: Any, results: Results, folder: Path) -> str:
+def page_text(frame: Frame, results: Results, folder: Path) -> str:
     """Return the page for a folder as one document. Values from users appear as plain text."""
     from jinja2 import Environment, StrictUndefined
 
@@ -51,6 +52,7 @@ def page_text(frame: Any, results: Results, folder: Path) -> str:
         title=", ".join(dict.fromkeys(run.suite for run in results.runs.values())),
         tables=[_with_mergers(table) for table in tables_of(frame)],
         figures=figures_of(frame),
+        verdicts=verdicts(frame, results.notes),
         lines=sentences(frame, results.notes),
         machines=list(dict.fromkeys(_machine(run) for run in results.runs.values())),
         links=_links(results.runs, folder),

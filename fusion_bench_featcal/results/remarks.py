@@ -12,7 +12,7 @@ from fusion_bench_featcal.rules import BY_NAME, completed, rule_of
 from fusion_bench_featcal.run.log import exchanged_samples
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
-from .notes import BELOW, NOTE, SAMPLES, UPDATE, Note
+from .notes import NOTE, WARNING, Note
 from .run import ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Facts, Line, Row
 
 LARGE_UPDATE = 10.0
@@ -45,7 +45,7 @@ def tasks_below_merged(rows: Sequence[Row]) -> list[Note]:
                 losses.setdefault((row.merger, task), []).append(f"{row.name} {100 * drop:+z.1f}")
     return [
         Note(
-            BELOW,
+            WARNING,
             f"{task} ends below the merged model: {', '.join(texts)} points",
             task=task,
             merger=merger,
@@ -138,14 +138,14 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
         f"module {worst['module']}: the update is {worst['relative_update']:.3g} times as large as "
         "the merged weights. Check the scale of weights and calibration samples"
     )
-    return [Note(UPDATE, text, name)]
+    return [Note(WARNING, text, name)]
 
 
 def doubted_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
     """Return notes on tasks whose samples were exchanged, from the calibration log of a row."""
     trust = [record for record in records if record["kind"] == "trust"]
     return [
-        Note(SAMPLES, f"{task}: {doubt}", name, task)
+        Note(WARNING, f"{task}: {doubt}", name, task)
         for task, doubt in exchanged_samples(trust).items()
     ]
 

@@ -12,7 +12,8 @@ from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.files.json_files import plain
 
-from .notes import LOSS, SAMPLES, Note
+from .columns import AVERAGE, COST, DIMENSIONS, VALUE, of_setting
+from .notes import WARNING, Note
 
 BASE = "base"
 EXPERTS = "experts"
@@ -20,17 +21,15 @@ REFERENCES = (BASE, EXPERTS)
 FEATCAL, FEATCAL_PLUS = "featcal", "featcal_plus"
 GIVEN = "merged"
 """Row of a merged model with an unknown merger."""
-AVERAGE = "average"
 ACCURACY = "accuracy"
 DRIFT = "relative_drift"
 """Metric of calibrated models, measured on samples: see `Facts.drift`."""
 ROWS_SHARE, ROWS_ENERGY, ROWS_ERROR = "rows_share", "rows_energy", "rows_error"
 """Figures of FeatCal+: see `remarks.facts_of_log` and `remarks.share_lines`."""
-COST = "cost."
-"""Metrics that begin like this are costs of a row, without a task."""
-
-DIMENSIONS = ("suite", "merger", "row", "task", "block", "class", "seed", "metric")
-"""Columns of the long table in addition to `value`. A dimension that does not apply is empty."""
+INPUTS = "inputs"
+"""Condition of rows: digest of the models and data of their run."""
+OF_TESTS = ("precision", "tasks", INPUTS)
+"""Conditions of evaluation. Rows that differ in them are never compared."""
 Line = dict[str, Any]
 """Dimension -> name, and `value` -> number."""
 Scores = Mapping[str, Mapping[str, float]]
@@ -56,7 +55,9 @@ class Row:
         cost: Seconds, bytes and others, as numbers. What was not measured is missing.
         facts: Further numbers of the method, such as the median of `rows_share`.
         samples: Task -> {"samples", "split"} used, empty for methods without data.
-        labels: Settings that differ between joined runs, set by `join`.
+        point: All values that make the row another one, flat, but for seeds. Set by `join`.
+        labels: Those that differ between joined rows of its name, as numbers or texts. Set by
+            `join`.
     """
 
     suite: str
@@ -70,6 +71,7 @@ class Row:
     cost: dict[str, float] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    point: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -100,8 +102,9 @@ class Row:
         of_all = {m: v if set(v) < set(self.tasks) else with_average(v)
                   for m, v in self.scores.items()}  # fmt: skip
         of_all |= {f"{COST}{what}": {"": value} for what, value in self.cost.items()}
+        labels = {of_setting(key): value for key, value in self.labels.items()}
         return [
-            {**self.labels, **position, "task": task, "metric": metric, "value": value}
+            {**labels, **position, "task": task, "metric": metric, VALUE: value}
             for metric, values in of_all.items()
             for task, value in values.items()
         ]
@@ -196,7 +199,7 @@ class Run:
         for metric, values in scores.items():
             for task, value in values.items():
                 if not math.isfinite(value):
-                    self.note(Note(LOSS, f"the {metric} of {task} is {value}", name, task))
+                    self.note(Note(WARNING, f"the {metric} of {task} is {value}", name, task))
         merger = "" if name in REFERENCES else self.merger
         scores = {metric: values for metric, values in finite.items() if values}
         row = Row(suite=self.suite, merger=merger, name=name, scores=scores, **details)
@@ -217,7 +220,7 @@ class Run:
     ) -> Row:
         """Add the results of a method's model, with its lines and notes. Raises as `add_row`."""
         if any(entry["split"] == "test" for entry in facts.samples.values()):
-            self.note(Note(SAMPLES, f"{name} was made with samples of the test split"))
+            self.note(Note(WARNING, f"{name} was made with samples of the test split"))
         self.note(*facts.notes)
         self.lines += facts.lines
         return self.add_row(
@@ -266,8 +269,12 @@ class Run:
 
 def label_texts(labels: Mapping[str, Any]) -> list[str]:
     """Return labels as texts, such as `n = 8`."""
-    names = {"samples_per_task": "n"}
-    return [f"{names.get(key, key)} = {value}" for key, value in labels.items()]
+    return [f"{short_label(key)} = {value}" for key, value in labels.items()]
+
+
+def short_label(key: str) -> str:
+    """Return the name of a setting in tables."""
+    return "n" if key == "samples_per_task" else key
 
 
 def row_of_rule(rule: Any) -> str:
@@ -331,6 +338,8 @@ def check_row(row: Row, tasks: Sequence[str], label: str) -> None:
     accuracy = row.scores.get(ACCURACY, {})
     if any(AVERAGE in values for values in row.scores.values()):
         raise ReportError(f"{label}: '{AVERAGE}' is the mean over tasks. Rename the task")
+    if taken := [metric for metric in row.scores if f"{metric}.".startswith(COST)]:
+        raise ReportError(f"{label}: metric {taken[0]!r} is taken by costs. Rename the metric")
     if tasks and accuracy and set(accuracy) != set(tasks):
         missing, extra = sorted(set(tasks) - set(accuracy)), sorted(set(accuracy) - set(tasks))
         raise ReportError(

@@ -1,23 +1,36 @@
-"""Views of results as text: the table, the table of points, and differences from one row."""
+"""The frame of results as text: tables, sentences on them, and the files of a report."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.files import prepare_directory, write_atomic
 
+from .against import against
+from .columns import AVERAGE
+from .frame import Frame, FrameLine, frame_of
 from .joining import Results, join
 from .lines import LINES_FILE, RUN_FILE, csv_of, csv_text
-from .notes import BELOW, Note, sentences_of
-from .run import ACCURACY, AVERAGE, DRIFT, EXPERTS, REFERENCES, Run, label_texts
-from .summaries import against, summary
+from .notes import Note, sentences_of
+from .run import (
+    ACCURACY,
+    DRIFT,
+    FEATCAL,
+    FEATCAL_PLUS,
+    INPUTS,
+    REFERENCES,
+    Run,
+    label_texts,
+    short_label,
+)
+from .statistics import Difference
 from .tables import ABSENT, Table, console, page, print_lines
 
 TASK_ID = "task_id_at_inference"
 _MIB = 2**20
-_MOST_POINTS = 9  # points that are columns
-_SHORTEST = 4  # letters of an abbreviated task
+_LETTERS = 14  # of a task where the table is wider than the terminal
 
 
 # ---- numbers
@@ -34,259 +47,220 @@ class Unit(NamedTuple):
         """Return the unit: per cent for accuracies, plain for others, which have no bounds."""
         return cls(100, 1) if metric == ACCURACY else cls(1, 3)
 
-    def value(self, number: float) -> str:
+    def value(self, number: float | None) -> str:
         """Write a value."""
-        return ABSENT if is_missing(number) else f"{self.factor * number:.{self.digits}f}"
+        return ABSENT if number is None else f"{self.factor * number:.{self.digits}f}"
 
-    def gain(self, number: float, half: float, seeds: int) -> str:
-        """Write a difference ± half of its interval, or with the number of seeds without one."""
-        if is_missing(number):
+    def difference(self, gain: Difference) -> str:
+        """Write a difference ± half of its interval, if it has one."""
+        half = "" if gain.half is None else f" ± {self.value(gain.half)}"
+        return f"{self.factor * gain.value:+z.{self.digits}f}{half}"
+
+    def gain(self, gain: Difference | None, seeds: int = 1) -> str:
+        """Write a difference ± half of its interval, or with the number of seeds without one.
+
+        `seeds` is the number of the row's seeds, which is named where the difference has fewer.
+        """
+        if gain is None:
             return ABSENT
-        text = f"{self.factor * number:+z.{self.digits}f}"
-        if is_missing(half):
-            return text + (f", {seeds} seeds" if seeds > 1 else "")
-        return f"{text} ± {self.value(half)}"
+        text = self.difference(gain)
+        is_plain = gain.seeds >= seeds and (gain.half is not None or gain.seeds == 1)
+        return text if is_plain else f"{text}, {gain.seeds} seeds"
 
 
-def is_missing(value: Any) -> bool:
-    """Return whether a cell of a frame is empty: None or NaN."""
-    return value is None or value != value
-
-
-def share_text(share: Any) -> str:
+def share_text(share: float | None) -> str:
     """Write a share as whole per cent, and nothing as a dash."""
-    return ABSENT if is_missing(share) else f"{100 * share:.0f} %"
+    return ABSENT if share is None or share != share else f"{100 * share:.0f} %"
 
 
-def short_names(tasks: Sequence[str]) -> dict[str, str]:
-    """Drop the prefix (up to an underscore) that all tasks share, to save space."""
-    prefix = tasks[0].partition("_")[0] + "_" if tasks else ""
-    shared = len(tasks) > 1 and all(
-        task.startswith(prefix) and task[len(prefix) :] not in ("", AVERAGE) for task in tasks
-    )
-    return {task: task.removeprefix(prefix) if shared else task for task in tasks}
-
-
-def abbreviated(names: Iterable[str], letters: int) -> dict[str, str]:
+def cut(names: Iterable[str], letters: int) -> dict[str, str]:
     """Cut names to some letters, the last of them an ellipsis, unless two would be equal."""
-    cut = {
+    short = {
         name: name if len(name) <= letters else f"{name[: letters - 1].rstrip('_- ')}…"
         for name in names
     }
-    return {n: c if [*cut.values()].count(c) == 1 else n for n, c in cut.items()}
+    return {n: c if [*short.values()].count(c) == 1 else n for n, c in short.items()}
 
 
-# ---- the table of rows
+# ---- the table
 
 
-def row_tables(frame: Any, width: int | None = None) -> list[Table]:
-    """Return a table for each suite: rows by tasks, average, gain, share, worst task and costs.
+def tables_of(frame: Frame, width: int | None = None) -> list[Table]:
+    """Return a table for each suite.
+
+    Its columns are the settings that differ, average, gain, share, worst task, costs, and tasks.
 
     Args:
-        frame: A frame of `summary` without labels.
-        width: Width in which task names are abbreviated, or None to leave them.
+        frame: The frame.
+        width: Width in which names of tasks are cut, or None to leave them.
     """
-    return [_row_table(suite, frame[frame.suite == suite], width) for suite in frame.suite.unique()]
+    return [_table(suite, part, width) for suite, part in frame.by_suite().items()]
 
 
-def _row_table(suite: str, frame: Any, width: int | None) -> Table:
-    names = short_names(tasks_of(frame))
-    table = _with_names(suite, frame, names)
+def _table(suite: str, frame: Frame, width: int | None) -> Table:
+    table = _with_names(suite, frame, {task: task for task in frame.tasks})
     if width is None or table.width() <= width:
         return table
-    longest, forms = max(map(len, names.values()), default=0), []
-    for letters in range(longest, min(longest, _SHORTEST) - 1, -1):
-        short = abbreviated(names.values(), letters)
-        forms.append(_with_names(suite, frame, {task: short[names[task]] for task in names}))
-    # The longest names with which the table has as few parts as with the shortest.
-    return min(forms, key=lambda form: len(form.fitting(width)))
+    return _with_names(suite, frame, cut(frame.tasks, _LETTERS))
 
 
-def _with_names(suite: str, frame: Any, names: Mapping[str, str]) -> Table:
-    metric, rows = frame.attrs["metric"], frame.to_dict("records")
-    unit = Unit.of(metric)
-    # No mapping by head: a task may be called gain or seconds.
-    columns: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        (name, lambda row, task=task: unit.value(row[f"{metric}.{task}"]))
-        for task, name in names.items()
+def _with_names(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
+    unit = Unit.of(frame.metric)
+    columns: list[tuple[str, Callable[[FrameLine], str]]] = [
+        (AVERAGE, lambda of: unit.value(of.values.get(AVERAGE))),
+        ("gain", lambda of: unit.gain(of.gain, len(of.rows))),
+        ("share", lambda of: share_text(of.share)),
+        ("worst task", lambda of: worst_text(of, names, unit)),
+        ("seconds", lambda of: _cost(of, "seconds", 1, ".1f")),
+        ("MiB", lambda of: _cost(of, "peak_rss_bytes", _MIB, ".0f")),
+        ("GPU\nMiB", lambda of: _cost(of, "peak_accelerator_bytes", _MIB, ".0f")),
+        ("GPU\nWh", lambda of: _cost(of, "gpu_energy_wh", 1, ".3g")),
+        ("task\nid", lambda of: _yes(of.cost.get(TASK_ID))),
     ]
-    columns += [
-        (AVERAGE, lambda row: unit.value(row[f"{metric}.{AVERAGE}"])),
-        ("gain", lambda row: unit.gain(row["gain"], row["half"], row["seeds"])),
-        ("share", lambda row: share_text(row["share"])),
-        ("worst task", lambda row: worst_text(row, names, unit)),
-        ("seconds", lambda row: _cost(row, "seconds", 1, ".1f")),
-        ("MiB", lambda row: _cost(row, "peak_rss_bytes", _MIB, ".0f")),
-        ("GPU\nMiB", lambda row: _cost(row, "peak_accelerator_bytes", _MIB, ".0f")),
-        ("GPU\nWh", lambda row: _cost(row, "gpu_energy_wh", 1, ".3g")),
-        ("task\nid", lambda row: _yes(row.get(f"cost.{TASK_ID}"))),
-    ]
-    cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
-    cells = [(head, texts) for head, texts in cells if {*texts} - {ABSENT, _yes(0)}]
-    unit_text = ", %" if unit.factor == 100 else ""
-    title = f"{suite}: {metric}{unit_text}" if names else suite
-    lines = [
-        (head_of(row), [texts[number] for _, texts in cells]) for number, row in enumerate(rows)
-    ]
-    return Table(title, [head for head, _ in cells], lines)
+    columns += [(names[t], lambda of, t=t: unit.value(of.values.get(t))) for t in frame.tasks]
+    cells = [(head, [cell(line) for line in frame.lines]) for head, cell in columns]
+    settings = [
+        (short_label(key).replace(".", ".\n"),
+         [str(line.first.labels.get(key, ABSENT)) for line in frame.lines])
+        for key in frame.labels
+    ]  # fmt: skip
+    cells = [*settings, *((head, of) for head, of in cells if {*of} - {ABSENT, _yes(0)})]
+    title = f"{suite}: {frame.metric}{', %' if unit.factor == 100 else ''}"
+    lines = [(head_of(of), [texts[n] for _, texts in cells]) for n, of in enumerate(frame.lines)]
+    heads = [head for head, _ in cells]
+    return Table(title if frame.tasks else suite, heads, lines, fixed=len(settings))
 
 
-def tasks_of(frame: Any) -> list[str]:
-    """Return the tasks of a frame of `summary` that some row has."""
-    start = f"{frame.attrs['metric']}."
-    columns = frame.columns[frame.notna().any()]
-    heads = (head.removeprefix(start) for head in columns if head.startswith(start))
-    return [task for task in heads if task != AVERAGE]
-
-
-def head_of(row: Mapping[str, Any]) -> str:
+def head_of(line: FrameLine) -> str:
     """Return a row's name, below its merger as `+ name`."""
-    alone = row["row"] in (*REFERENCES, row["merger"]) or not row["merger"]
-    return row["row"] if alone else f"+ {row['row']}"
+    row = line.first
+    return f"+ {row.name}" if row.is_repair and row.merger else row.name
 
 
-def worst_text(row: Mapping[str, Any], names: Mapping[str, str], unit: Unit) -> str:
+def worst_text(line: FrameLine, names: Mapping[str, str], unit: Unit) -> str:
     """Write the worst task with its share of the gap and its value, such as `dtd 45 % 61.2`."""
-    task = row["worst_task"]
-    if not isinstance(task, str):
+    if line.worst is None:
         return ABSENT
-    texts = [names.get(task, task), share_text(row["worst_share"]), unit.value(row["worst_value"])]
+    task, share, value = line.worst
+    texts = [names.get(task, task), share_text(share), unit.value(value)]
     return " ".join(text for text in texts if text != ABSENT)
 
 
-def _yes(value: Any) -> str:
-    return ABSENT if is_missing(value) else "yes" if value else "no"
+def _yes(value: float | None) -> str:
+    return ABSENT if value is None else "yes" if value else "no"
 
 
-def _cost(row: Mapping[str, Any], what: str, unit: float, form: str) -> str:
-    value: Any = row.get(f"cost.{what}")
-    return ABSENT if is_missing(value) else format(value / unit, form)
+def _cost(line: FrameLine, what: str, unit: float, form: str) -> str:
+    value = line.cost.get(what)
+    return ABSENT if value is None else format(value / unit, form)
 
 
-def legend(frame: Any) -> list[str]:
-    """Return at most five lines on the meaning of the table."""
-    lines = []
-    if frame.attrs["metric"] == DRIFT:
-        lines.append(
-            f"{DRIFT}: distance behind the last block from the expert's features, relative to them"
-        )
-    if frame.gain.notna().any():
-        lines.append(
-            "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)"
-        )
-    if frame.share.notna().any():
-        lines.append("share: of the gap from merged to experts; worst task: least share, its value")
-    elif frame.worst_task.notna().any():
-        lines.append("worst task: least gain, its value")
-    if f"cost.{TASK_ID}" in frame and frame[f"cost.{TASK_ID}"].any():
-        lines.append("task id: inference needs the task of each input")
-    used = frame[frame.samples != ""].groupby("samples", sort=False).row.unique()
-    texts = [f"{', '.join(rows)} {samples}" for samples, rows in used.items()]
-    if texts:
-        lines.append(f"samples per task: {'; '.join(texts)}")
-    return lines
+# ---- sentences
 
 
-# ---- the table of points
+def verdicts(frame: Frame, notes: Iterable[Note]) -> list[str]:
+    """Return the verdicts of the runs, or else a sentence on each FeatCal row and merger.
 
-
-def point_legend(frame: Any, notes: Iterable[Note]) -> list[str]:
-    """Return lines on the meaning of the table of points."""
-    lines = ["n: samples per task"] if "samples_per_task" in frame.attrs["labels"] else []
-    if any(note.kind == BELOW for note in notes):
-        lines.append("tasks end below the merged model: --out DIR names each row's worst task")
-    return lines
-
-
-def point_tables(frame: Any) -> list[Table]:
-    """Return a table for each merger: rows by points, each an average and the worst task's share.
-
-    Args:
-        frame: A frame of `summary` with labels.
+    Without such a row, it is on every row made from a merged model.
     """
-    metric, labels, tables = frame.attrs["metric"], frame.attrs["labels"], []
-    unit = Unit.of(metric)
-    for suite, merger in frame[frame.merger != ""].groupby(["suite", "merger"], sort=False).groups:
-        part = frame[(frame.suite == suite) & frame.merger.isin([merger, ""])]
-        records = [row for row in part.to_dict("records") if row["row"] != "base"]
-        records.sort(key=lambda row: row["row"] == EXPERTS)
-        points = points_of(records, labels)
-        lines = {
-            head_of(row): [_at(records, row["row"], point, unit, metric) for point in points]
-            for row in records
-        }
-        heads = [point_text(point) for point in points]
-        title = f"{suite}, {merger}: average {metric} (share of the worst task's gap)"
-        table = Table(title, heads, list(lines.items()))
-        tables.append(table if len(points) <= _MOST_POINTS else _transposed(table))
-    return tables
+    of_runs = [note for note in notes if note.is_conclusion]
+    if of_runs:
+        return sentences_of(of_runs)
+    compared = [line for line in frame.lines if line.gain]
+    product = [line for line in compared if line.first.name in (FEATCAL, FEATCAL_PLUS)]
+    alike: dict[tuple[str, ...], list[FrameLine]] = {}
+    for line in product or compared:
+        row = line.first
+        alike.setdefault((row.suite, row.merger, row.name), []).append(line)
+    several = len(frame.by_suite()) > 1
+    return [
+        f"verdict{f' on {suite}' * several}: {_verdict(lines, frame)}"
+        for (suite, *_), lines in alike.items()
+    ]
 
 
-def points_of(records: Iterable[Mapping[str, Any]], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the values of labels at each point. A row without a label belongs to all points."""
-    points = [{k: row[k] for k in labels if not is_missing(row[k])} for row in records]
-    distinct = [point for n, point in enumerate(points) if point not in points[:n]]
-    largest = [one for one in distinct if not any(one.items() < two.items() for two in distinct)]
-    return sorted(largest, key=lambda point: [(isinstance(v, str), v) for v in point.values()])
+def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
+    """Write how a row compares with its merged model, at one point or over all."""
+    unit, row, sign = Unit.of(frame.metric), lines[0].first, -1 if frame.lower_is_better else 1
+    points = "points" if frame.metric == ACCURACY else f"in {frame.metric}"
+    ordered = sorted(
+        (sign * of.gain.value, n, of.gain, of) for n, of in enumerate(lines) if of.gain
+    )
+    ends = [(unit.difference(gain), of) for *_, gain, of in (ordered[0], ordered[-1])]
+    if len(lines) > 1:
+        texts = [f"{text} ({', '.join(label_texts(of.first.labels))})" for text, of in ends]
+        return f"{row.name} differs from {row.merger} by {' to '.join(texts)} {points}"
+    value, _, gain, line = ordered[0]
+    if gain.half is None:
+        kind = f"differs, without an interval ({counted(gain.seeds, 'seed')}), from"
+    elif abs(value) <= gain.half:
+        kind = "is within the interval of"
+    else:
+        kind = f"is {'better' if value > 0 else 'worse'} than"
+    text = f"{row.name} {kind} {row.merger}: {unit.difference(gain)} {points}"
+    if line.share is not None:
+        text += f", {share_text(line.share)} of the gap to the experts"
+    if line.worst and len(frame.tasks) > 1:
+        texts = [line.worst.task, share_text(line.worst.share)]
+        text += f"; worst task {', '.join(text for text in texts if text != ABSENT)}"
+    return text
 
 
-def is_at(row: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
-    """Return whether a row belongs to a point: its labels have the point's values."""
-    return all(is_missing(row[key]) or row[key] == value for key, value in point.items())
+def legend(frame: Frame) -> list[str]:
+    """Return a few lines on the meaning of the table."""
+    of_lines, used = frame.lines, dict[str, dict[str, None]]()
+    for line in of_lines if "samples_per_task" not in frame.labels else ():
+        used.setdefault(line.samples, {})[line.first.name] = None
+    samples = "; ".join(f"{', '.join(rows)} {text}" for text, rows in used.items() if text)
+    has_shares = any(line.share is not None for line in of_lines)
+    has_worst = any(line.worst for line in of_lines) and not has_shares
+    meanings = {
+        "n: samples per task": "samples_per_task" in frame.labels,
+        "inputs: digest of models and data": INPUTS in frame.labels,
+        f"{DRIFT}: distance behind the last block from the expert's features, relative to them":
+            frame.metric == DRIFT,
+        "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)":
+            any(line.gain for line in of_lines),
+        "share: of the gap from merged to experts; worst task: least share, its value": has_shares,
+        "worst task: least gain, its value": has_worst,
+        "task id: inference needs the task of each input":
+            any(line.cost.get(TASK_ID) for line in of_lines),
+        f"samples per task: {samples}": samples,
+    }  # fmt: skip
+    return [text for text, applies in meanings.items() if applies]
 
 
-def point_text(point: Mapping[str, Any]) -> str:
-    """Return a point as text, a label a line."""
-    return "\n".join(label_texts(point))
+def sentences(frame: Frame, notes: Iterable[Note]) -> list[str]:
+    """Return the legend of a frame, and the notes but for verdicts.
+
+    Where settings differ, notes on a task of all rows are left out: the table has the worst task of
+    each row.
+    """
+    chosen = [
+        note
+        for note in notes
+        if not note.is_conclusion and not (frame.labels and note.task and not note.row)
+    ]
+    texts = [f"note: {text}" for text in sentences_of(chosen)]
+    return [*means_text(frame), *legend(frame), *texts]
 
 
-def _at(
-    records: Iterable[Mapping[str, Any]], name: str, point: Mapping[str, Any], unit: Unit,
-    metric: str,
-) -> str:  # fmt: skip
-    row = next((row for row in records if row["row"] == name and is_at(row, point)), None)
-    if row is None:
-        return ABSENT
-    share = share_text(row["worst_share"])
-    return unit.value(row[f"{metric}.{AVERAGE}"]) + (f" ({share})" if share != ABSENT else "")
-
-
-def _transposed(table: Table) -> Table:
-    heads = [head.replace("\n", ", ") for head in table.heads]
-    lines = [(head, [cells[n] for _, cells in table.lines]) for n, head in enumerate(heads)]
-    return Table(table.title, [head for head, _ in table.lines], lines)
+def means_text(frame: Frame) -> list[str]:
+    """Return a sentence on the number of seeds of repairs, or of mergers alone, if several."""
+    lines = [line for line in frame.lines if line.first.name not in REFERENCES]
+    repairs = [line for line in lines if not line.is_merged] or lines or frame.lines
+    counts = sorted({len(line.rows) for line in repairs})
+    ends = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:]))
+    return [f"means over {ends} seeds"] if counts[-1:] > [1] else []
 
 
 # ---- all of it
 
 
-def tables_of(frame: Any, width: int | None = None) -> list[Table]:
-    """Return the tables of a frame of `summary`: rows, or rows by points where settings differ."""
-    return point_tables(frame) if frame.attrs["labels"] else row_tables(frame, width)
-
-
-def sentences(frame: Any, notes: Iterable[Note]) -> list[str]:
-    """Return the legend of a frame of `summary`, and the notes."""
-    notes, has_points = list(notes), bool(frame.attrs["labels"])
-    legends = point_legend(frame, notes) if has_points else legend(frame)
-    texts = sentences_of(notes, *[BELOW] * has_points)
-    return [*means_text(frame), *legends, *(f"note: {text}" for text in texts)]
-
-
-def means_text(frame: Any) -> list[str]:
-    """Return a sentence on the number of seeds of repairs, or of mergers alone, if several."""
-    of_repairs = frame.seeds[~frame.row.isin(REFERENCES) & (frame.row != frame.merger)]
-    seeds = of_repairs if len(of_repairs) else frame.seeds
-    if not len(seeds):
-        return []
-    least, most = int(seeds.min()), int(seeds.max())
-    if most == 1:
-        return []
-    return [f"means over {most} seeds" if least == most else f"means over {least} to {most} seeds"]
-
-
-def show(frame: Any, notes: Iterable[Note]) -> None:
-    """Print the tables of a frame of `summary`, their legend and the notes."""
+def show(frame: Frame, notes: Iterable[Note]) -> None:
+    """Print the verdicts, the tables of a frame, their legend and the notes."""
+    notes = list(notes)
+    print_lines(verdicts(frame, notes))
     for number, table in enumerate(tables_of(frame, console().width)):
         print("\n" * bool(number), end="")
         table.show()
@@ -297,18 +271,19 @@ def show_run(run: Run) -> None:
     """Print the table of one run, if its models were evaluated."""
     if run.tasks:
         results = join({Path(): run})
-        show(summary(results), results.notes)
+        show(frame_of(results), results.notes)
 
 
 def show_against(results: Results, name: str, metric: str | None = None) -> None:
     """Print every row's difference from one row."""
     frame = against(results, name, metric)
     unit = Unit.of(metric := frame.attrs["metric"])
-    for suite, part in frame.groupby("suite", sort=False):
+    records = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    for suite in frame.suite.unique():
         lines = [
-            (row["row"], [unit.gain(row["difference"], row["half"], row["seeds"]), _p(row)])
-            for row in part.to_dict("records")
-        ]
+            (of["row"], [unit.gain(_difference(of)), _p(of)])
+            for of in records if of["suite"] == suite
+        ]  # fmt: skip
         Table(f"{suite}: average {metric} minus that of {name}", ["points", "p"], lines).show()
     print_lines(
         ["± half of the 95 % interval over test items and, from three seeds on, over seeds; "
@@ -316,19 +291,24 @@ def show_against(results: Results, name: str, metric: str | None = None) -> None
     )  # fmt: skip
 
 
+def _difference(row: Mapping[str, Any]) -> Difference:
+    return Difference(row["difference"], row["half"], row["seeds"], row["p"])
+
+
 def _p(row: Mapping[str, Any]) -> str:
-    return ABSENT if is_missing(row["adjusted"]) else f"{row['adjusted']:.2g}"
+    return ABSENT if row["adjusted"] is None else f"{row['adjusted']:.2g}"
 
 
-def markdown(frame: Any, notes: Iterable[Note]) -> str:
-    """Return the tables, legend and notes as a Markdown page."""
-    paragraphs: list[Any] = ["# Report"]
+def markdown(frame: Frame, notes: Iterable[Note]) -> str:
+    """Return verdicts, tables, legend and notes as a Markdown page."""
+    notes = list(notes)
+    paragraphs: list[Any] = ["# Report", verdicts(frame, notes)]
     for table in tables_of(frame):
         paragraphs += [f"## {table.title}", table.markdown()]
     return page(*paragraphs, "## Notes", sentences(frame, notes))
 
 
-def write(frame: Any, results: Results, folder: str | Path, setting: str = "--out") -> Path:
+def write(frame: Frame, results: Results, folder: str | Path, setting: str = "--out") -> Path:
     """Write `report.csv`, `report.md` and the joined `lines.csv`. Return the folder.
 
     Raises:
@@ -340,8 +320,7 @@ def write(frame: Any, results: Results, folder: str | Path, setting: str = "--ou
             "another folder."
         )
     folder = prepare_directory(folder, setting)
-    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    write_atomic(folder / "report.csv", csv_of([*frame.columns], rows), setting)
+    write_atomic(folder / "report.csv", csv_of(frame.columns, frame.records()), setting)
     write_atomic(folder / "report.md", markdown(frame, results.notes), setting)
     write_atomic(folder / LINES_FILE, csv_text(results.lines()), setting)
     return folder

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from fusion_bench_featcal.errors import ReportError
 
+from .columns import AVERAGE
+
 LEVEL = 0.95
 NORMAL = 1.959964  # quantile of the normal distribution for 95 %
 LEAST_SEEDS = 3
@@ -56,22 +58,48 @@ def difference(row: BySeed, other: BySeed) -> Difference | None:
     if not seeds:
         return None
     gains = _paired([_of_seed(row, s) for s in seeds], [_of_seed(other, s) for s in seeds])
-    by_seed = np.mean([gain.mean(axis=1) for gain in gains], axis=0)
-    value, count = float(by_seed.mean()), len(seeds)
-    items = [gain.mean(axis=0) for gain in gains]
-    has_items = all(item.size > 1 for item in items)
-    if count == 2 or (count < LEAST_SEEDS and not has_items):
+    value, count = float(np.mean([gain.mean() for gain in gains])), len(seeds)
+    half, p_seeds = _interval(gains)
+    if count == 2 or half is None:
         return Difference(value, None, count, None)
-    variance = sum(item.var(ddof=1) / item.size for item in items) if has_items else 0.0
-    half = NORMAL * math.sqrt(variance) / len(items)
-    p_seeds = 0.0
-    if count >= LEAST_SEEDS:
-        half_seeds, p_seeds = student(by_seed)
-        half = math.hypot(half, half_seeds)
+    items = [gain.mean(axis=0) for gain in gains]
     differing = sum(int((abs(item) > 1e-12).sum()) for item in items)
-    p_sign = min(1.0, 2.0 ** (1 - differing)) if has_items else 0.0
+    p_sign = min(1.0, 2.0 ** (1 - differing)) if items[0].size > 1 else 0.0
     p = math.erfc(abs(value) / (half / NORMAL) / math.sqrt(2)) if half else float(value == 0)
     return Difference(value, half, count, max(p, p_seeds, p_sign))
+
+
+def _interval(values: Sequence[NDArray[Any]]) -> tuple[float | None, float]:
+    """Return half of the 95 % interval of the average over tasks, and the p-value over seeds.
+
+    Args:
+        values: For each task `[seeds, items]`, or `[seeds, 1]` of a whole test set.
+    """
+    seeds, has_items = len(values[0]), all(value.shape[1] > 1 for value in values)
+    if not has_items and seeds < LEAST_SEEDS:
+        return None, 0.0
+    items = [value.mean(axis=0) for value in values] if has_items else []
+    variance = sum(item.var(ddof=1) / item.size for item in items)
+    half, p_seeds = NORMAL * math.sqrt(variance) / len(values), 0.0
+    if seeds >= LEAST_SEEDS:
+        of_seeds, p_seeds = student(np.mean([value.mean(axis=1) for value in values], axis=0))
+        half = math.hypot(half, of_seeds)
+    return half, p_seeds
+
+
+def halves(row: BySeed) -> dict[str, float]:
+    """Return task (and `average`) -> half of the 95 % interval of its value.
+
+    It is over test items, where there are flags, and from three seeds on over seeds. What has
+    neither is missing.
+    """
+    draws = list(row.values())
+    shared = [task for task in draws[0] if len({len(of.get(task, ())) for of in draws}) == 1]
+    values = {task: np.stack([of[task] for of in draws]).astype(float) for task in shared}
+    parts = {task: [value] for task, value in values.items()}
+    parts |= {AVERAGE: [*values.values()]} if values else {}
+    intervals = {name: _interval(part)[0] for name, part in parts.items()}
+    return {name: half for name, half in intervals.items() if half is not None}
 
 
 def common_seeds(row: BySeed, other: BySeed) -> list[Any]:

@@ -20,16 +20,19 @@ class Table:
     """A table of text: a title, heads of columns, and lines of (head, cells).
 
     Lines whose head begins with `+ ` belong to the line before; others start a part of the table.
+    The first `fixed` columns are repeated in each part of a table that is too wide.
     """
 
     title: str
     heads: Sequence[str]
     lines: Sequence[tuple[str, Sequence[str]]]
+    fixed: int = 0
 
     def columns(self, first: int, last: int) -> "Table":
-        """Return the columns from `first` to before `last`."""
-        lines = [(head, cells[first:last]) for head, cells in self.lines]
-        return replace(self, heads=self.heads[first:last], lines=lines)
+        """Return the fixed columns, and those from `first` to before `last`."""
+        chosen = [*range(self.fixed), *range(max(first, self.fixed), last)]
+        lines = [(head, [cells[n] for n in chosen]) for head, cells in self.lines]
+        return replace(self, heads=[self.heads[n] for n in chosen], lines=lines)
 
     def width(self) -> int:
         """Width on the terminal."""
@@ -41,8 +44,8 @@ class Table:
 
     def fitting(self, width: int) -> "list[Table]":
         """Divide the columns among tables of a width, with at least one column each."""
-        tables, first = [], 0
-        for last in range(1, len(self.heads)):
+        tables, first = [], self.fixed
+        for last in range(first + 1, len(self.heads)):
             if self.columns(first, last + 1).width() > width:
                 tables.append(self.columns(first, last))
                 first = last

@@ -72,12 +72,12 @@ def test_rows_that_cannot_be_right_are_refused(
         make_run().add_row(name, {"accuracy": accuracy}, correct=correct)
 
 
-HEAD = "suite,merger,row,task,block,class,seed,metric,value\n"
+HEAD = "suite,merger,row,task,block,seed,metric,value\n"
 DAMAGED: list[tuple[str, str, str]] = [
     ("run.json", '{"schema": 99}', "has schema 99, and this version reads 3"),
     ("run.json", '{"schema": 3}', "is damaged: KeyError"),
     ("run.json", '{"schema": ', "is damaged: Expecting"),
-    ("lines.csv", f"{HEAD}toy,ties,featcal,a,b,,42,relative,nan\n", ", line 2: 'nan' is no number"),
+    ("lines.csv", f"{HEAD}toy,ties,featcal,a,b,42,relative,nan\n", ", line 2: 'nan' is no number"),
     ("lines.csv", "suite,merger\n", "its first line has no row, task"),
     ("items.npz", "half an arch", "is damaged"),
 ]

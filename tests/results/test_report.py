@@ -27,6 +27,7 @@ from fusion_bench_featcal.results import (
     Note,
     ReportError,
     Run,
+    frame_of,
     join_folders,
     read_run,
     summary,
@@ -38,26 +39,28 @@ EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
 
 # Featcal's seeds have 70, 75 and 80 %: half of Student's interval is 12.4, that of items 3.1.
 TABLE = """\
+verdict: featcal is better than task_arithmetic: +15.0 ± 12.8 points, 50 % of 
+the gap to the experts; worst task cars, 50 %
 toy: accuracy, %
-                 cars   dtd  average          gain  share      worst task
-─────────────────────────────────────────────────────────────────────────
-base             30.0  30.0     30.0             -      -               -
-experts          90.0  90.0     90.0             -      -               -
-task_arithmetic  60.0  60.0     60.0             -      -               -
-+ featcal        75.0  75.0     75.0  +15.0 ± 12.8   50 %  cars 50 % 75.0
+                 average          gain  share      worst task  seconds   MiB
+────────────────────────────────────────────────────────────────────────────
+base                30.0             -      -               -        -     -
+experts             90.0             -      -               -        -     -
+task_arithmetic     60.0             -      -               -        -     -
++ featcal           75.0  +15.0 ± 12.8   50 %  cars 50 % 75.0     10.0  1024
 toy: accuracy, % (continued)
-                 seconds   MiB
-──────────────────────────────
-base                   -     -
-experts                -     -
-task_arithmetic        -     -
-+ featcal           10.0  1024
+                 cars   dtd
+───────────────────────────
+base             30.0  30.0
+experts          90.0  90.0
+task_arithmetic  60.0  60.0
++ featcal        75.0  75.0
 means over 3 seeds
 gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)
 share: of the gap from merged to experts; worst task: least share, its value
 samples per task: featcal 256 train
 """
-LINE = "| + featcal | 75.0 | 75.0 | 75.0 | +15.0 ± 12.8 | 50 % | cars 50 % 75.0 | 10.0 | 1024 |"
+LINE = "| + featcal | 75.0 | +15.0 ± 12.8 | 50 % | cars 50 % 75.0 | 10.0 | 1024 | 75.0 | 75.0 |"
 
 
 @pytest.fixture(scope="module")
@@ -84,23 +87,24 @@ def test_the_table_as_markdown_and_csv(written: Any) -> None:
     expected = {"accuracy.dtd": 0.75, "gain": 0.15, "share": 0.5, "seeds": 3}
     assert numbers == pytest.approx(expected)
     head = (folder / "out" / "lines.csv").read_text().splitlines()[0]
-    assert head == "suite,merger,row,task,block,class,seed,metric,value"
+    assert head == "suite,merger,row,task,block,seed,metric,value"
 
 
 def test_the_page_has_the_table_a_figure_and_links(written: Any) -> None:
     text = (written[0] / "a.html").read_text()
     cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text)
     start = cells.index("task_arithmetic + featcal")
-    assert cells[start + 1 : start + 6] == ["75.0", "75.0", "75.0", "+15.0 ± 12.8", "50 %"]
+    assert cells[start + 1 : start + 5] == ["75.0", "+15.0 ± 12.8", "50 %", "cars 50 % 75.0"]
+    assert text.index("featcal is better than task_arithmetic") < text.index("<table")
     assert text.count("<svg") == 1 and 'href="runs/seed1/run.json"' in text
 
 
 def test_figures_have_the_tables_numbers(written: Any, tmp_path: Path) -> None:
-    figures = figures_of(summary(join_folders([written[0] / "runs"])))
+    figures = figures_of(frame_of(join_folders([written[0] / "runs"])))
     points = drawn_points(figures["accuracy"])
     assert list(points) == ["base", "experts", "merged", "featcal"]
     assert points["featcal"][:, 0] == pytest.approx([75.0] * 3)  # cars, dtd and their average
-    figures = figures_of(summary(join_folders([leave_cells(tmp_path)])))
+    figures = figures_of(frame_of(join_folders([leave_cells(tmp_path)])))
     points = drawn_points(figures["accuracy-samples_per_task"])
     assert points["featcal"].ravel() == pytest.approx([8, 62.8, 64, 68.4])
     assert points["experts"].ravel() == pytest.approx([8, 90, 64, 90])
@@ -119,9 +123,12 @@ def test_names_of_users_are_text(tmp_path: Path) -> None:
 def test_rows_of_other_settings_are_points_of_one_table(tmp_path: Path) -> None:
     done = featcal("report", leave_cells(tmp_path / "cells"), "--out", tmp_path / "out")
     lines = [line.split() for line in done.out.splitlines()]
-    assert ["n", "=", "8", "n", "=", "64"] in lines
-    assert ["+", "featcal", "62.8", "(32", "%)", "68.4", "(46", "%)"] in lines
-    assert ["ties", "50.0", "50.0"] in lines and ["experts", "90.0", "90.0"] in lines
+    assert ["n", "average", "gain", "share", "worst", "task", "cars", "dtd"] in lines
+    of_8, of_64 = (line for line in lines if line[:2] == ["+", "featcal"])
+    assert of_8[2:4] == ["8", "62.8"] and of_8[7:9] == ["32", "%"]
+    assert of_64[2:4] == ["64", "68.4"] and of_64[7:9] == ["46", "%"]
+    assert sum(line[:1] in (["ties"], ["experts"]) for line in lines) == 2
+    assert "means over 1 to 3 seeds" not in done.out
     assert "means over 3 seeds\nn: samples per task\n" in done.out
     assert (tmp_path / "out" / "lines.csv").read_text().startswith("samples_per_task,")
     shutil.rmtree(tmp_path / "cells" / "featcal-64-3")
@@ -160,7 +167,7 @@ def test_any_metric_has_a_table_and_lower_losses_recover_the_gap(tmp_path: Path)
     row = rows_of(write_run(tmp_path, run), metric="loss")["ties/featcal"]
     assert (row["gain"], row["share"], row["worst_share"]) == pytest.approx((-0.75, 0.75, 0.75))
     out = featcal("report", tmp_path, "--metric", "f1", "--markdown").out
-    assert "| + featcal | 0.625 | 0.625 | +0.375 |" in out
+    assert "| + featcal | 0.625 | +0.375 | 75 % | a 75 % 0.625 | 0.625 |" in out
 
 
 def test_of_equal_rows_the_newest_counts_with_a_warning(tmp_path: Path, caplog: Any) -> None:
@@ -223,7 +230,9 @@ def test_a_setting_that_only_one_row_has_is_a_difference(tmp_path: Path) -> None
         assert found["featcal", tasks, precision] == pytest.approx(expected[tasks], abs=0.01)
     assert [r["gain"] != r["gain"] for r in rows if r["row"] == "other"] == [True]  # of either
     out = featcal("report", tmp_path).out
-    assert "tasks = 2" in out and "tasks = unset" in out and "resume" not in out
+    lines = [line.split()[:5] for line in out.splitlines()]
+    assert ["+", "featcal", "bf16-true", "2", "75.0"] in lines and "resume" not in out
+    assert ["+", "featcal", "unset", "unset", "67.0"] in lines
 
 
 def test_notes_keep_the_point_of_their_rows(tmp_path: Path) -> None:
@@ -233,7 +242,7 @@ def test_notes_keep_the_point_of_their_rows(tmp_path: Path) -> None:
         for name in ("ties", "featcal", "other"):
             of_row = settings if name != "ties" else {}
             run.add_row(name, {"accuracy": {"cars": samples / 100}}, settings=of_row)
-        run.note(Note("update", "is large", "featcal"), Note("note", "is slow"))
+        run.note(Note("warning", "is large", "featcal"), Note("note", "is slow"))
         run.note(Note("failed", "is broken", "surgery"))
         write_run(tmp_path / str(samples), run)
     out = featcal("report", tmp_path).out
@@ -255,11 +264,11 @@ def test_tasks_called_like_columns_keep_their_accuracies(tmp_path: Path) -> None
     done = featcal("report", run, "--markdown", "--out", tmp_path / "out", "--html",
                    tmp_path / "a.html")  # fmt: skip
     values = [f"{100 * value:.1f}" for value in accuracies.values()]
-    cells = [*values, "50.0", "+30.0", "gain 30.0", "10.0", "1024"]
+    cells = ["50.0", "+30.0", "gain 30.0", "10.0", "1024", *values]
     assert f"| + featcal | {' | '.join(cells)} |" in done.out
     card = card_text(CardFacts("featcal"), None, {}, read_run(run))
     assert f"| + featcal | {' | '.join(cells)} |" in card
-    page = re.findall(r"<td>([^<]*)</td>", (tmp_path / "a.html").read_text())
+    page = re.findall(r"<td[^>]*>([^<]*)</td>", (tmp_path / "a.html").read_text())
     assert page[-len(cells) :] == cells
     with (tmp_path / "out" / "report.csv").open() as file:
         row = [*csv.DictReader(file)][-1]
@@ -270,6 +279,23 @@ def test_tasks_called_like_columns_keep_their_accuracies(tmp_path: Path) -> None
         refuse_unusable_names(["average"], "--expert")
     with pytest.raises(ReportError, match="'featcal': 'average' is the mean over tasks"):
         leave_rows(tmp_path / "other", {"featcal": {"average": 0.5}})
+    with pytest.raises(ReportError, match="metric 'cost' is taken by costs"):
+        Run().add_row("featcal", {"cost": {"seconds": 0.5}})
+
+
+def test_settings_called_like_columns_have_a_column_of_their_own(tmp_path: Path) -> None:
+    names = ("gain", "row", "task", "value", "seed.x", "cost.seconds", "accuracy.cars", "setting.a")
+    for number in (1, 2):
+        settings = dict.fromkeys(names, number)
+        leave_rows(tmp_path / str(number), {"featcal": number / 4}, settings=settings)
+    done = featcal("report", tmp_path, "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    for file, key, tasks in (("report.csv", "accuracy.cars", 1), ("lines.csv", "value", 3)):
+        with (tmp_path / "out" / file).open() as opened:
+            rows = [row for row in csv.DictReader(opened)]
+        assert len(rows) == 2 * tasks and {row["row"] for row in rows} == {"featcal"}
+        assert all(float(row[key]) == int(row["setting.gain"]) / 4 for row in rows)
+        assert all(row["setting.row"] == row["seed.x"] == row["setting.setting.a"] for row in rows)
 
 
 TERMS = ("drift", "mismatch", "propagation")
@@ -298,7 +324,7 @@ def test_a_run_without_scores_is_reported(drift: Any, row: bool, tmp_path: Path)
     assert done.code == 0 and "relative drift by block" in done.out, done.err
     assert ("samples per task: featcal 8 data" in done.out) == row
     table = featcal("report", run, "--markdown").out
-    assert ("| + featcal | 0.100 | 0.300 | 0.200 | 10.0 |" in table) == bool(drift and row)
+    assert ("| + featcal | 0.200 | 10.0 | 0.100 | 0.300 |" in table) == bool(drift and row)
     assert ("toy: relative_drift" in table) == bool(drift and row) and "accuracy" not in table
     assert "--metric: no row has 'loss'" in error_of("report", run, "--metric", "loss")
     if not (drift and row):
@@ -310,4 +336,4 @@ def test_a_metric_of_some_rows_has_a_table_of_them(tmp_path: Path) -> None:
     run.row("featcal").scores["relative_drift"] = {"cars": 0.1, "dtd": 0.3}
     out = featcal("report", write_run(tmp_path, run), "--metric", "relative_drift").out
     assert "0.200" in out and "experts" not in out
-    assert TABLE.splitlines()[0] in featcal("report", tmp_path).out
+    assert "toy: accuracy, %" in featcal("report", tmp_path).out

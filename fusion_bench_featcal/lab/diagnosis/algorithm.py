@@ -24,7 +24,7 @@ from fusion_bench_featcal.lab.diagnosis.measure import measure
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
 from fusion_bench_featcal.lab.rivals.features import load_projection
 from fusion_bench_featcal.modules.models import head_of
-from fusion_bench_featcal.results.notes import DIAGNOSIS, Note
+from fusion_bench_featcal.results.notes import NOTE, Note
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 
@@ -103,7 +103,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         """Show also the tables of the diagnosis."""
         chosen = self.diagnosis
         text = f"diagnosis: at most {chosen.items} items per task of the {chosen.split} split"
-        report.run.note(Note(DIAGNOSIS, text))
+        report.run.note(Note(NOTE, text))
         model = super().finish(report)
         show_diagnosis(report.run)
         return model

@@ -8,7 +8,7 @@ import pandas as pd
 from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Run
 from fusion_bench_featcal.results.figures import MERGED, Value, curves, dots
 from fusion_bench_featcal.results.run import ROWS_SHARE
-from fusion_bench_featcal.results.show import share_text, short_names
+from fusion_bench_featcal.results.show import share_text
 from fusion_bench_featcal.results.tables import Table, print_lines
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def by_task(run: Run, metric: str) -> Any:
 
 
 def _lines_of(run: Run, metric: str) -> Any:
-    lines = [line for line in run.all_lines() if line["metric"] == metric and not line["class"]]
+    lines = [line for line in run.all_lines() if line["metric"] == metric]
     return pd.DataFrame(lines, columns=["row", "task", "block", "value"])
 
 
@@ -64,7 +64,7 @@ def diagnosis_tables(run: Run) -> list[Table]:
         for block in drift.index
     ]  # fmt: skip
     cosines = by_task(run, "final_cosine")
-    names = [*short_names([str(task) for task in cosines.index]).values(), AVERAGE]
+    names = [*map(str, cosines.index), AVERAGE]
     finals = [
         (row, [f"{value:.3f}" for value in (*cosines[row], cosines[row].mean())]) for row in rows
     ]
@@ -94,7 +94,7 @@ def diagnosis_sentences(run: Run) -> list[str]:
         sentences.append(
             f"{row}: relative drift changes by {change.min():+.0f} % at block {change.idxmin()} "
             f"(best) to {change.max():+.0f} % at block {change.idxmax()}; farthest from its expert "
-            f"is {short_names(list(after.index))[farthest]}, with a cosine of {after.min():.3f}"
+            f"is {farthest}, with a cosine of {after.min():.3f}"
         )
     return sentences
 
@@ -149,11 +149,10 @@ def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[
     """Return task -> row -> first coordinate -> second coordinate of its items' final features."""
     first, second = _lines_of(run, "pca_1"), _lines_of(run, "pca_2")
     pairs: Any = first.merge(second, on=["row", "task", "block"])
-    titles = short_names(list(dict.fromkeys(pairs["task"])))
-    points: dict[str, dict[str, dict[Any, Value]]] = {title: {} for title in titles.values()}
+    points: dict[str, dict[str, dict[Any, Value]]] = {task: {} for task in pairs["task"].unique()}
     for row, name in names.items():
         for pair in pairs[pairs["row"] == row].itertuples() if row != BASE else ():
-            panel = points[titles[pair.task]].setdefault(name, {})
+            panel = points[pair.task].setdefault(name, {})
             panel[pair.value_x] = Value(pair.value_y)
     return points
 
@@ -172,8 +171,7 @@ def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[Any, Value]]:
 
 
 def _values(series: Any) -> dict[str, Value]:
-    names = short_names([str(name) for name in series.index])
-    return {names[name]: Value(value) for name, value in series.items()}
+    return {str(name): Value(value) for name, value in series.items()}
 
 
 def _short_blocks(blocks: Sequence[str]) -> list[str]:

@@ -1,0 +1,33 @@
+"""Names of the columns of `lines.csv` and `report.csv`.
+
+Tasks and costs have a prefix, and so has a setting with the name of a column. No name of a user can
+thus hide a column, or be hidden by one.
+"""
+
+from collections.abc import Iterable
+
+AVERAGE = "average"
+"""The mean over tasks, which no task may be called."""
+COST = "cost."
+"""Metrics that begin like this are costs of a row, without a task."""
+
+DIMENSIONS = ("suite", "merger", "row", "task", "block", "seed", "metric")
+"""Columns of the long table in addition to `VALUE`. One that does not apply is empty."""
+VALUE = "value"
+OF_ROWS = (
+    "suite", "merger", "row", "gain", "half", "share", "worst_task", "worst_share", "worst_value",
+    "seeds", "samples",
+)  # fmt: skip
+"""Columns of the table of rows, in addition to settings that differ, values and costs."""
+_TAKEN = {*DIMENSIONS, VALUE, *OF_ROWS}
+
+
+def of_value(metric: str, task: str) -> str:
+    """Return the column of a metric of a task."""
+    return f"{metric}.{task}"
+
+
+def of_setting(key: str, metrics: Iterable[str] = ()) -> str:
+    """Return the column of a setting that differs between rows."""
+    starts = ("setting.", COST, *(of_value(metric, "") for metric in metrics))
+    return f"setting.{key}" if key in _TAKEN or key.startswith(starts) else key

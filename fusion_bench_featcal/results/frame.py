@@ -1,0 +1,304 @@
+"""The frame of results: a line for each model over its seeds, from which every view is made."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fusion_bench_featcal.errors import ReportError
+
+from .columns import AVERAGE, COST, OF_ROWS, of_setting, of_value
+from .joining import SAMPLES, Results, label
+from .run import ACCURACY, BASE, EXPERTS, OF_TESTS, Row, with_average
+from .statistics import BySeed, Difference, common_seeds, difference, halves
+
+LEAST_GAP = 0.01
+"""Smallest merged-to-expert gap in accuracy of a task for a share of it: one point."""
+_LOWER = ("loss", "perplexity", "error", "drift")
+"""Words in the names of metrics of which lower values are better."""
+
+
+class Worst(NamedTuple):
+    """The task with the smallest share of its gap, or without shares the smallest gain."""
+
+    task: str
+    share: float | None
+    value: float
+
+
+@dataclass(frozen=True)
+class FrameLine:
+    """One model: rows that differ in their seed alone.
+
+    Attributes:
+        rows: The rows.
+        metric: The metric of its values.
+        gain: Average minus that of the merged model, over the seeds that both have.
+        share: Part of the gap from merged model to experts that is recovered, on the average.
+        worst: The task that gains least.
+    """
+
+    rows: Sequence[Row]
+    metric: str
+    gain: Difference | None = None
+    share: float | None = None
+    worst: Worst | None = None
+
+    @property
+    def first(self) -> Row:
+        """One of the rows, for what they share."""
+        return self.rows[0]
+
+    @property
+    def is_merged(self) -> bool:
+        """True for the row of a merger itself."""
+        return bool(self.first.merger) and self.first.name == self.first.merger
+
+    @cached_property
+    def values(self) -> dict[str, float]:
+        """Task (and `average`) -> mean over the seeds, for tasks that all rows have."""
+        return with_average(_means([row.scores.get(self.metric, {}) for row in self.rows]))
+
+    @cached_property
+    def halves(self) -> dict[str, float]:
+        """Task (and `average`) -> half of the 95 % interval of its value, where there is one."""
+        return halves(self.by_seed) if self.values else {}
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """Means over the seeds of what all rows measured."""
+        return _means([row.cost for row in self.rows])
+
+    @property
+    def samples(self) -> str:
+        """The samples per task and their split, such as `256 train`, or nothing."""
+        used = [entry for row in self.rows for entry in row.samples.values()]
+        counts = sorted({int(entry["samples"]) for entry in used})
+        if not counts:
+            return ""
+        number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        return " ".join([number, *sorted({str(entry["split"]) for entry in used})])
+
+    @property
+    def by_seed(self) -> BySeed:
+        """Seed -> task -> flags per item, or a value of the whole test set."""
+        has_flags = self.metric == ACCURACY and all(row.correct for row in self.rows)
+        return {
+            row.seed: {
+                task: (row.correct or {})[task] if has_flags else np.array([value])
+                for task, value in row.scores[self.metric].items()
+            }
+            for row in self.rows
+        }
+
+    def of_seeds(self, seeds: Sequence[Any]) -> "FrameLine":
+        """Return the line with the rows of some seeds. A row without randomness has all."""
+        return replace(self, rows=[row for row in self.rows if row.seed in (None, *seeds)])
+
+    def is_partner(self, other: "FrameLine") -> bool:
+        """Return whether this line's model may be the merged model or the experts of another line.
+
+        What both have must be equal: labels, and settings of this line with the other's conditions,
+        where the merger's name stands before a setting that both methods have.
+        """
+        row, merger = other.first, self.first.merger
+        theirs: dict[str, Any] = {
+            key: label(value)
+            for key, value in row.point.items()
+            if key.partition(".")[0] not in row.settings
+        } | row.labels
+        ours = {key: label(v) for key, v in self.first.point.items() if key != SAMPLES}
+        ours |= self.first.labels
+        ours.pop(SAMPLES, None)
+        return all(
+            theirs.get(f"{merger}.{key}", theirs.get(key, value)) == value
+            for key, value in ours.items()
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the line by the names of its columns."""
+        row, gain, worst = self.first, self.gain, self.worst
+        values = {of_value(self.metric, task): value for task, value in self.values.items()}
+        of_gain = {"gain": gain.value, "half": gain.half} if gain else {}
+        of_worst = dict(zip(OF_ROWS[6:9], worst, strict=True)) if worst else {}
+        return {
+            "suite": row.suite, "merger": row.merger, "row": row.name,
+            **{of_setting(key, [self.metric]): value for key, value in row.labels.items()},
+            **of_gain, "share": self.share, **of_worst,
+            "seeds": len(self.rows), "samples": self.samples,
+            **{f"{COST}{what}": value for what, value in self.cost.items()}, **values,
+        }  # fmt: skip
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each value that all rows have."""
+    shared = (key for key in rows[0] if all(key in row for row in rows))
+    return {key: fmean(row[key] for row in rows) for key in shared}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """All lines of joined runs for one metric.
+
+    Attributes:
+        metric: The metric.
+        lines: Base, experts, then each merger before the rows on it, suite by suite.
+        labels: Names of the settings that differ between rows of one name.
+    """
+
+    metric: str
+    lines: Sequence[FrameLine]
+    labels: Sequence[str] = field(default=())
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks that some line has."""
+        tasks = dict.fromkeys(task for line in self.lines for task in line.values)
+        return [task for task in tasks if task != AVERAGE]
+
+    @property
+    def lower_is_better(self) -> bool:
+        """True for losses and the like."""
+        return any(word in self.metric for word in _LOWER)
+
+    def by_suite(self) -> dict[str, "Frame"]:
+        """Return suite -> the part of the frame, with the settings that differ in it."""
+        parts: dict[str, list[FrameLine]] = {}
+        for line in self.lines:
+            parts.setdefault(line.first.suite, []).append(line)
+        return {
+            suite: Frame(self.metric, lines, [key for key in self.labels
+                                              if any(key in of.first.labels for of in lines)])
+            for suite, lines in parts.items()
+        }  # fmt: skip
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of `records`: what is compared stands before tasks."""
+        labels = [of_setting(key, [self.metric]) for key in self.labels]
+        position, of_rows = OF_ROWS[:3], OF_ROWS[3:]
+        costs = dict.fromkeys(f"{COST}{what}" for line in self.lines for what in line.cost)
+        average, *tasks = (of_value(self.metric, task) for task in (AVERAGE, *self.tasks))
+        return [*position, *labels, average, *of_rows, *costs, *tasks]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return every line by the names of its columns."""
+        return [line.record() for line in self.lines]
+
+
+def frame_of(results: Results, metric: str | None = None) -> Frame:
+    """Return the frame of joined runs.
+
+    Args:
+        results: Joined runs.
+        metric: Name of the metric, such as `loss`. None: accuracy, else the first that there is,
+            else rows without one.
+
+    Raises:
+        ReportError: If no row has the metric.
+    """
+    if metric is None:
+        metric = ACCURACY if ACCURACY in results.metrics else next(iter(results.metrics), ACCURACY)
+    elif metric not in results.metrics:
+        raise ReportError(
+            f"--metric: no row has {metric!r}; there are {', '.join(results.metrics) or 'none'}"
+        )
+    lines = [line for line in _lines(results, metric) if line.values or not results.metrics]
+    sign = -1 if Frame(metric, ()).lower_is_better else 1
+    return Frame(metric, [_compared(line, lines, sign) for line in lines], results.labels)
+
+
+def summary(results: Results, metric: str | None = None) -> Any:
+    """Return the frame of joined runs as a pandas DataFrame, the table of `report.csv`.
+
+    Columns: `suite`, `merger`, `row`, the settings that differ, `accuracy.average` (or of another
+    metric); for rows made from a merged model `gain` over it, `half` of its 95 % interval, `share`
+    of the gap to the experts, and the task with the smallest share: `worst_task`, `worst_share`,
+    `worst_value`; then `seeds`, `samples`, costs `cost.*`, and the tasks, such as `accuracy.cars`.
+    Arguments and errors are those of `frame_of`.
+    """
+    from pandas import DataFrame  # slow to import
+
+    frame = frame_of(results, metric)
+    table = DataFrame(frame.records(), columns=frame.columns, dtype=object)
+    labels = [of_setting(key, [frame.metric]) for key in frame.labels]
+    numbers = [head for head in frame.columns if head not in labels]  # 8 samples stay an integer
+    table[numbers] = table[numbers].infer_objects()
+    return table
+
+
+def _lines(results: Results, metric: str) -> list[FrameLine]:
+    """Return rows over their seeds: base, experts, then each merger before its repairs."""
+    alike: dict[str, list[Row]] = {}
+    for row in results.rows:
+        key = [row.suite, row.merger, row.name, row.point, row.seed is None]
+        alike.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(row)
+    suites = list(dict.fromkeys(row.suite for row in results.rows))
+    mergers = list(dict.fromkeys((row.suite, row.merger) for row in results.rows))
+    names = list(dict.fromkeys(row.name for row in results.rows))
+
+    def order(line: FrameLine) -> tuple[Any, ...]:
+        row = line.first
+        references = (suites.index(row.suite), bool(row.merger), row.name != BASE)
+        labels = [(isinstance(value, str), value) for value in row.labels.values()]
+        position = mergers.index((row.suite, row.merger)), row.is_repair, names.index(row.name)
+        return *references, *position, labels
+
+    return sorted((FrameLine(rows, metric) for rows in alike.values()), key=order)
+
+
+def partner(line: FrameLine, lines: Iterable[FrameLine], name: str) -> FrameLine | None:
+    """Return the line of the merger or the experts for a line at its point.
+
+    None if there is none, or several, of which no setting tells the right one.
+    """
+    suite, merger = line.first.suite, "" if name == EXPERTS else name
+    chosen = [
+        other
+        for other in lines
+        if (other.first.suite, other.first.merger, other.first.name) == (suite, merger, name)
+        and other.is_partner(line)
+    ]
+    return chosen[0] if len(chosen) == 1 else None
+
+
+def share_tests(line: FrameLine, other: FrameLine) -> bool:
+    """Return whether two lines are of the same tests, as far as their conditions say."""
+    one, two = line.first.point, other.first.point
+    return all(one[key] == two[key] for key in OF_TESTS if key in one and key in two)
+
+
+def _compared(line: FrameLine, lines: Sequence[FrameLine], sign: int) -> FrameLine:
+    """Return a line with its gain over the merged model, its share and its worst task."""
+    merged = partner(line, lines, line.first.merger)
+    if not (line.first.is_repair and merged and line.values):
+        return line
+    gain = difference(line.by_seed, merged.by_seed)
+    if gain is None:
+        return line
+    seeds = common_seeds(line.by_seed, merged.by_seed)
+    experts = partner(line, lines, EXPERTS)
+    own, before = line.of_seeds(seeds).values, merged.of_seeds(seeds).values
+    share, worst = _shares(own, before, experts.values if experts else {}, sign)
+    return replace(line, gain=gain, share=share, worst=worst)
+
+
+def _shares(
+    own: Mapping[str, float], merged: Mapping[str, float], experts: Mapping[str, float], sign: int
+) -> tuple[float | None, Worst]:
+    """Return the share of the gap on the average, and the task with the smallest.
+
+    Of accuracies only tasks with a gap of `LEAST_GAP` count. Without any, or without experts, the
+    worst task is that with the smallest gain, and has no share.
+    """
+    gains = {task: sign * (own[task] - merged[task]) for task in own if task in merged}
+    gaps = {task: sign * (experts[task] - merged[task]) for task in gains if task in experts}
+    average, gap = gains.pop(AVERAGE), gaps.get(AVERAGE, 0)
+    least = (LEAST_GAP if sign > 0 else 0.0) * (1 - 1e-9)
+    shares = {task: gain / gaps[task] for task, gain in gains.items() if gaps.get(task, 0) > least}
+    worst = min(shares or gains, key=(shares or gains).__getitem__)
+    return average / gap if gap > 0 else None, Worst(worst, shares.get(worst), own[worst])
