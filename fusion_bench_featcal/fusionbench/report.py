@@ -30,10 +30,14 @@ from fusion_bench_featcal.results import (
 )
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
 from fusion_bench_featcal.results.remarks import closing_lines, tasks_below_merged
-from fusion_bench_featcal.results.run import REFERENCES, Facts, conditions_of
+from fusion_bench_featcal.results.run import INPUTS, REFERENCES, Facts, conditions_of
 from fusion_bench_featcal.results.show import show_run
+from fusion_bench_featcal.run.digests import digest_text
 
 log = logging.getLogger(__name__)
+
+_NOT_OF_A_POOL = ("featcal", "default_taskpool")  # keys that FusionBench's pools do not read
+_NOT_INPUTS = ("_usage_", "_version_", "dataloader_kwargs")  # keys that change no result
 
 
 class Report:
@@ -75,6 +79,7 @@ class Report:
         self._conditions = {
             "precision": str(inputs.fabric.strategy.precision.precision),
             "tasks": len(inputs.modelpool.model_names) if tasks_label is None else tasks_label,
+            **digest_of_pools(inputs),
         }
         self._base_method = dict(plain(base_method) or {})
         self._failed: dict[str, Exception] = {}
@@ -139,7 +144,8 @@ class Report:
         row = self.run.add_model(name, scores, facts, correct=correct, cost=cost)
         row.conditions |= self._conditions
         if row.is_repair:
-            row.conditions |= conditions_of(self.run.merger, self._base_method, row.settings)
+            taken = row.settings | self._conditions
+            row.conditions |= conditions_of(self.run.merger, self._base_method, taken)
 
     def add_references(
         self, names: Sequence[str], watch: Callable[[str, nn.Module], None] | None = None
@@ -255,6 +261,29 @@ class SavedReport(Report):
             print(*closing_lines(saver.row, saver.folder, self._folder, unsaved), sep="\n")
         self.raise_failures()
         return saver.model
+
+
+def config_of(pool: Any) -> Any:
+    """Return a pool's config, without the keys of this package."""
+    config = plain(getattr(pool, "config", None))
+    if not isinstance(config, Mapping):
+        return config
+    return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
+
+
+def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
+    """Return the condition `inputs` of rows: a digest of the pools' models and data.
+
+    A model in memory has no name to identify it by, so such pools have none.
+    """
+    if inputs.modelpool.has_instance_models:
+        return {}
+    configs = [
+        {key: value for key, value in (config_of(pool) or {}).items() if key not in _NOT_INPUTS}
+        for pool in (inputs.modelpool, inputs.taskpool)
+    ]
+    text = json.dumps(configs, sort_keys=True, default=str)
+    return {INPUTS: digest_text(text)[:8]}
 
 
 def suite_name(modelpool: Any) -> str:

@@ -25,7 +25,7 @@ from fusion_bench_featcal.files import new_path, write_atomic
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import plain
-from fusion_bench_featcal.fusionbench.report import Report
+from fusion_bench_featcal.fusionbench.report import Report, config_of
 from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.compare.grid import Cell, Merger
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 _PACKAGES = ("fusion-bench", "fusion-bench-featcal", "torch", "transformers")
 RESULTS_DIR = "method.results_dir"
 TOTAL_SECONDS = "seconds_with_merger"
-_NOT_OF_A_POOL = ("featcal", "default_taskpool")  # keys that FusionBench's pools do not read
 
 
 @dataclass
@@ -72,7 +71,7 @@ class CellRunner:
         pool, fabric = self.inputs.modelpool, self.inputs.fabric
         precision = str(fabric.strategy.precision.precision)
         self._common = [
-            *(_config_of(pool), _config_of(self.inputs.taskpool), self.tasks),
+            *(config_of(pool), config_of(self.inputs.taskpool), self.tasks),
             # A model in memory has no name to identify it by: cells with it are not used again.
             time.time_ns() if pool.has_instance_models else None,
             *([version(package) for package in _PACKAGES], fabric.device.type, precision),
@@ -196,10 +195,3 @@ def _own_code(method: Method | None) -> list[str | None]:
     settings = [value for value in method.settings.values() if isinstance(value, Mapping)]
     targets = [value["_target_"] for value in settings if "_target_" in value]
     return [own_code(kind) for kind in (type(method), *map(resolve_name, targets))]
-
-
-def _config_of(pool: Any) -> Any:
-    config = plain(getattr(pool, "config", None))
-    if not isinstance(config, Mapping):
-        return config
-    return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
