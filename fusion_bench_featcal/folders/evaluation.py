@@ -8,13 +8,14 @@ import torch
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
-from fusion_bench_featcal.results.notes import GAIN, NOTE, VERDICT, Note
-from fusion_bench_featcal.results.run import GIVEN, Facts, row_of_rule
+from fusion_bench_featcal.results.notes import NOTE, VERDICT, Note
+from fusion_bench_featcal.results.run import GIVEN, INPUTS, Facts, row_of_rule
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _MORE = "Try more samples (samples_per_task), {}, or leaving their experts out"
@@ -115,7 +116,8 @@ class Evaluation:
         flags = {task: score.correct for task, score in scores.items()}
         has_flags = bool(flags) and all(flag is not None for flag in flags.values())
         correct = flags if has_flags else None
-        self.report.add_model(name, values, facts, correct=correct, cost=cost)
+        row = self.report.add_model(name, values, facts, correct=correct, cost=cost)
+        row.conditions[INPUTS] = digest_json(dict(self.digests))[:8]
 
     def conclude(self, settings: FeatCalSettings) -> Verdict:
         """Compare the calibrated model with the merged one, and complete the report."""
@@ -124,7 +126,7 @@ class Evaluation:
         held_back = self._tests.keys() - self._models.request.eval.keys()
         verdict = compare(self._scores[report.merger], self._scores[name], advice, held_back)
         report.note(
-            *(Note(GAIN, text) for text in verdict.gains),
             Note(VERDICT, verdict.sentence),
+            *(Note(VERDICT, text, task=task) for task, text in verdict.gains.items()),
         )
         return verdict

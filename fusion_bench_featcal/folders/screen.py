@@ -17,7 +17,7 @@ from fusion_bench_featcal.models.hub import hub_models
 from fusion_bench_featcal.models.plan import Plan, check_room, show_plan
 from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.results import AVERAGE, Run
-from fusion_bench_featcal.results.notes import VERDICT, Note
+from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.run import row_of_rule, with_average
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.budgets import budget_in_bytes
@@ -70,7 +70,10 @@ def show_downloads(request: Request) -> bool:
 
 
 def show_scores(report: Run, notes: Sequence[Note]) -> None:
-    """Print accuracy and loss of every row by task, notes, and the verdict."""
+    """Print the verdict, accuracy and loss of every row by task, gains by task, and notes."""
+    for note in notes:
+        if note.is_conclusion:
+            print(note.sentence)
     names, accuracy = list(report.accuracy), report.accuracy
     loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
     lines = [["accuracy % (loss)", *names]]
@@ -82,7 +85,8 @@ def show_scores(report: Run, notes: Sequence[Note]) -> None:
         aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         print("  ".join([first.ljust(widths[0]), *aligned]))
     for note in notes:
-        print(note.sentence if note.kind == VERDICT else f"note: {note.sentence}")
+        if not note.is_conclusion:
+            print(f"note: {note.sentence}")
 
 
 @contextmanager

@@ -42,12 +42,12 @@ class Verdict(NamedTuple):
     """Comparison of the calibrated model with the merged one on held-back rows.
 
     Attributes:
-        gains: A sentence for each evaluated task, with 95 % intervals over its rows.
+        gains: Task -> a sentence, with 95 % intervals over its rows.
         sentence: The conclusion.
         is_good: Whether no task is behind.
     """
 
-    gains: list[str]
+    gains: dict[str, str]
     sentence: str
     is_good: bool
 
@@ -71,7 +71,7 @@ def compare(
         held_back: Tasks whose rows are of the same source as their samples. These rows cannot show
             that the samples are unlike the data in use.
     """
-    gains, better, unclear, behind, few = list[str](), 0, list[str](), list[str](), list[str]()
+    gains, better, unclear, behind, few = dict[str, str](), 0, list[str](), list[str](), list[str]()
     for task, before in merged.items():
         after, texts = calibrated[task], []
         fall = Mean.of(before.losses - after.losses)
@@ -81,7 +81,7 @@ def compare(
             texts.append(f"accuracy {accuracy.text('.1f')} points")
         texts.append(f"loss {Mean(-fall.value, fall.half).text('.3f')}")
         rows, figures = counted(len(after.losses), "row"), ", ".join(texts)
-        gains.append(f"gain of {task} on {rows}: {figures}")
+        gains[task] = f"gain of {task} on {rows}: {figures}"
         if len(after.losses) < FEW_ROWS:
             few.append(f"{task} ({rows})")
         elif not fall.value > 0 or accuracy.value < -accuracy.half:

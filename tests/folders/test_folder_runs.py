@@ -230,7 +230,7 @@ def test_strict_saves_only_where_all_tasks_are_closer(folder, capsys):
     ridge = ("--set", "ridge_lambda=1e12")
     assert main(words(folder, *PAPER, *ridge, "--strict", "--out", str(folder / "better"))) == 0
     screen, report = capsys.readouterr().out, read_run(folder / "better" / "featcal")
-    verdict = report.notes[-1].text
+    verdict = next(note.text for note in report.notes if note.kind == "verdict")
     assert verdict.startswith("verdict: better than the merged model on ") and verdict in screen
     assert all(screen.count(f"gain of {task} on ") == 1 for task in TASKS)
     texts = [{"text": f"{row['prompt']} {row['target']}"} for row in sentences("one", ROWS)]

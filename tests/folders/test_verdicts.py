@@ -61,7 +61,7 @@ def test_a_verdict_counts_tasks_beyond_their_intervals(merged, calibrated, is_go
     verdict = compare({"a": merged}, {"a": calibrated}, "Try this.")
     assert sentence in verdict.sentence and verdict.sentence.startswith("verdict: better than")
     assert verdict.is_good == is_good
-    (line,) = verdict.gains
+    (line,) = verdict.gains.values()
     assert line.startswith("gain of a on ") and gain in line
 
 
