@@ -19,7 +19,14 @@ from fusion_bench_featcal.fusionbench.saving import folder_of_job
 class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
     """A FusionBench method whose keys are the fields of dataclasses of settings.
 
-    A run and its plan make the same checks: `check` before a download, then `open`.
+    A run, its plan and every row of a comparison make the same checks in this order. What can be
+    refused at one place is not left to a later one:
+
+    1. `config_checks.check_config`, before torch is imported: keys, names, values and paths, from
+       the composed config.
+    2. `check`, before anything is opened: settings against the pools.
+    3. `open`, before anything is merged: headers of all models (configs, names and shapes of
+       tensors), then the data of all rows.
 
     Attributes:
         setting_kinds: The dataclasses.

@@ -27,6 +27,7 @@ from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.options import plain, suite_of
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.report import suite_name
+from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
 from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
@@ -198,20 +199,26 @@ class ComparisonAlgorithm(DeclaredMethod):
             )
         methods = self._methods
         super().check(inputs)
-        for name, method in methods.items():
-            with _naming_method(name):
+        for place, method in methods:
+            with _naming(place):
                 method.check(inputs)
 
     def open(self, inputs: MethodInputs) -> None:
         """Open models and data of all methods."""
         super().open(inputs)
-        for name, method in self._methods.items():
-            with _naming_method(name):
+        for place, method in self._methods:
+            with _naming(place):
                 method.open(inputs)
 
     @property
-    def _methods(self) -> dict[str, Any]:
-        return {cell.row: cell.method for cell in self.cells if cell.method}
+    def _methods(self) -> list[tuple[str, Method]]:
+        """The setting of each method with its object: of mergers with data, then of rows."""
+        mergers = {cell.merger.name: cell.merger for cell in self.cells if cell.merger}
+        rows = {cell.row: cell.method for cell in self.cells if cell.method}
+        return [
+            *((merger.setting, row) for merger in mergers.values() for row in merger.rows),
+            *((f"method.post_merging_methods.{name}", method) for name, method in rows.items()),
+        ]
 
     def _report(self, folder: Path, store: Path, done: Run) -> None:
         """Write this command's cells as one run, and show their table at the end."""
@@ -227,12 +234,12 @@ class ComparisonAlgorithm(DeclaredMethod):
 
 
 @contextmanager
-def _naming_method(name: str) -> Iterator[None]:
+def _naming(place: str) -> Iterator[None]:
     try:
         yield
     except (CalibrationError, ValueError) as error:
         kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
-        raise kind(f"method.post_merging_methods.{name}: {error}") from error
+        raise kind(f"{place}: {error}") from error
 
 
 def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:

@@ -28,11 +28,12 @@ _SHARED = ("samples_per_task", "calibration_split", "calibration_corruption", "s
 
 @dataclass(frozen=True, kw_only=True)
 class Merger:
-    """An upstream merger: its config, and the setting that has it."""
+    """An upstream merger: its config, the setting that has it, and its rows if it is ours."""
 
     name: str
     config: Any
     setting: str
+    rows: Sequence[Method] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +153,13 @@ def _merger(name: str, config: Any, setting: str) -> Merger:
     if target is None and config["name"] not in available:
         hint = nearest_hint(config["name"], available)
         raise ValueError(f"{setting}.name: FusionBench has no method {config['name']!r}{hint}")
-    if str(target).startswith("fusion_bench_featcal."):
-        _made(config, setting)  # the constructor checks the settings
+    rows: Sequence[Method] = ()
+    if target is not None and hasattr(import_target(setting, target), "rows"):
+        made = _made(config, setting)  # the constructor checks the settings
+        rows = [row for row in [made.rows.get(made.saved)] if row is not None]
     elif target is not None:
         _check_keys(config, setting)
-    return Merger(name=name, config=config, setting=setting)
+    return Merger(name=name, config=config, setting=setting, rows=rows)
 
 
 def _row(name: str, config: Any, settings: Any) -> Cell:
