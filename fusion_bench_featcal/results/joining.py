@@ -183,7 +183,7 @@ def _several(runs: Iterable[Run]) -> dict[str, list[str]]:
     return {name: sorted(several) for name, several in numbers.items() if len(several) > 1}
 
 
-def _point(row: Row, of_run: Mapping[str, Any]) -> dict[str, Any]:
+def _point(row: Row, of_run: dict[str, Any]) -> dict[str, Any]:
     """Return the values that make a row another one: settings, conditions, samples, commits."""
     conditions = {f"run.{k}" if k in row.settings else k: v for k, v in row.conditions.items()}
     settings = {k: v for k, v in row.settings.items() if k not in SETTINGS_OF_THE_RUN}
@@ -196,9 +196,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, float) and value.is_integer():
+            yield f"{prefix}{key}", int(value)
         else:
-            is_whole = isinstance(value, float) and value.is_integer()
-            yield f"{prefix}{key}", int(value) if is_whole else value
+            yield f"{prefix}{key}", value
 
 
 def _text(value: Any) -> str:
