@@ -8,6 +8,7 @@ programs other than FusionBench's it changes nothing.
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -20,11 +21,27 @@ FUSION_BENCH_MARKER = "fabric_model_fusion.yaml"
 PROGRAMS = ("fusion_bench.scripts.cli", "fusion_bench_featcal.fusionbench.plan_run")
 
 
-def _suite_path(name: str) -> str:
-    """Resolves ``${featcal_suite:clip-vit-mini/mini_mnist}`` to a folder of the bundled suites."""
-    from fusion_bench_featcal.suites.paths import suite_path
+class _SuitePath:
+    """Resolves ``${featcal_suite:clip-vit-mini/mini_mnist}`` to a folder of the bundled suites.
 
-    return str(suite_path(name))
+    Workers of a launcher, such as joblib's, get the resolvers pickled before they compose a config,
+    and build no search path. So this one also lets Hydra expand task lists there.
+    """
+
+    def __call__(self, name: str) -> str:
+        from fusion_bench_featcal.suites.paths import suite_path
+
+        return str(suite_path(name))
+
+    def __reduce__(self) -> Any:
+        return _expanding_suite_path, ()
+
+
+def _expanding_suite_path() -> _SuitePath:
+    from fusion_bench_featcal.fusionbench.task_lists import expand_when_composing
+
+    expand_when_composing()
+    return _SuitePath()
 
 
 def _weights_path(name: str) -> str:
@@ -54,11 +71,8 @@ class FeatCalSearchPath(SearchPathPlugin):
         programs = [name for name in PROGRAMS if name in (main, *sys.modules)]
         if not programs and not _is_fusion_bench(search_path):
             return
-        OmegaConf.register_new_resolver("featcal_suite", _suite_path, replace=True)
+        OmegaConf.register_new_resolver("featcal_suite", _expanding_suite_path(), replace=True)
         OmegaConf.register_new_resolver("featcal_real", _weights_path, replace=True)
-        from fusion_bench_featcal.fusionbench.task_lists import expand_when_composing
-
-        expand_when_composing()
         # The source tree's folder comes first, because an editable install has a stale copy.
         ours = _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
         # FusionBench's command uses ./config as its only folder if it exists.
