@@ -17,7 +17,7 @@ from .run import ACCURACY, BASE, EXPERTS, OF_TESTS, Row, with_average
 from .statistics import BySeed, Difference, common_seeds, difference, halves
 
 LEAST_GAP = 0.01
-"""Smallest merged-to-expert gap in accuracy of a task for a share of it: one point."""
+"""Smallest merged-to-expert gap in accuracy for a share of it: one point."""
 _LOWER = ("loss", "perplexity", "error", "drift")
 """Words in the names of metrics of which lower values are better."""
 
@@ -292,8 +292,8 @@ def _shares(
 ) -> tuple[float | None, Worst]:
     """Return the share of the gap on the average, and the task with the smallest.
 
-    Of accuracies only tasks with a gap of `LEAST_GAP` count. Without any, or without experts, the
-    worst task is that with the smallest gain, and has no share.
+    Of accuracies only gaps of `LEAST_GAP` count. Without any, or without experts, the worst task is
+    that with the smallest gain, and has no share.
     """
     gains = {task: sign * (own[task] - merged[task]) for task in own if task in merged}
     gaps = {task: sign * (experts[task] - merged[task]) for task in gains if task in experts}
@@ -301,4 +301,4 @@ def _shares(
     least = (LEAST_GAP if sign > 0 else 0.0) * (1 - 1e-9)
     shares = {task: gain / gaps[task] for task, gain in gains.items() if gaps.get(task, 0) > least}
     worst = min(shares or gains, key=(shares or gains).__getitem__)
-    return average / gap if gap > 0 else None, Worst(worst, shares.get(worst), own[worst])
+    return average / gap if gap > least else None, Worst(worst, shares.get(worst), own[worst])
