@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from fusion_bench_featcal.results.remarks import closing_lines, tasks_below_merg
 from fusion_bench_featcal.results.run import INPUTS, REFERENCES, Facts, conditions_of
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.run.digests import digest_text
-from fusion_bench_featcal.suites.paths import suite_root, weights_root
 
 log = logging.getLogger(__name__)
 
@@ -275,8 +274,7 @@ def config_of(pool: Any) -> Any:
 def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
     """Return the condition `inputs` of rows: a digest of the pools' models and data.
 
-    A model in memory has no name to identify it by, so such pools have none. The place of bundled
-    suites and of fetched weights on a machine does not count.
+    A model in memory has no name to identify it by, so such pools have none.
     """
     if inputs.modelpool.has_instance_models:
         return {}
@@ -284,9 +282,7 @@ def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
         {key: value for key, value in (config_of(pool) or {}).items() if key not in _NOT_INPUTS}
         for pool in (inputs.modelpool, inputs.taskpool)
     ]
-    text = json.dumps(configs, sort_keys=True, default=str).replace(str(weights_root()), "")
-    with suppress(FileNotFoundError):  # the suites are not installed, so none of them is used
-        text = text.replace(str(suite_root()), "")
+    text = json.dumps(configs, sort_keys=True, default=str)
     return {INPUTS: digest_text(text)[:8]}
 
 

@@ -52,18 +52,14 @@ def suite_path(relative: str) -> str:
     return str(resolved)
 
 
-def weights_root() -> Path:
-    """Return the folder of fetched weights, which may not be there."""
-    return Path(os.environ.get(WEIGHTS) or "weights").expanduser().absolute()
-
-
 def weights_path(name: str) -> str:
     """Return the folder of pretrained weights that were fetched into `$FEATCAL_REAL`.
 
     Raises:
         FileNotFoundError: If they are not there, with the command that fetches them.
     """
-    root, folder = os.environ.get(WEIGHTS, ""), weights_root() / name
+    root = os.environ.get(WEIGHTS, "")
+    folder = Path(root or "weights").expanduser().absolute() / name
     if not (folder / "config.json").is_file():
         where = f"{WEIGHTS}={root}" if root else f"the folder weights ({WEIGHTS} is not set)"
         raise FileNotFoundError(
