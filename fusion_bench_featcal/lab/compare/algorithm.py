@@ -216,7 +216,7 @@ class ComparisonAlgorithm(DeclaredMethod):
         mergers = {cell.merger.name: cell.merger for cell in self.cells if cell.merger}
         rows = {cell.row: cell.method for cell in self.cells if cell.method}
         return [
-            *((merger.setting, row) for merger in mergers.values() for row in merger.rows),
+            *((merger.setting, row) for merger in mergers.values() for row in merger.methods),
             *((f"method.post_merging_methods.{name}", method) for name, method in rows.items()),
         ]
 

@@ -28,12 +28,25 @@ _SHARED = ("samples_per_task", "calibration_split", "calibration_corruption", "s
 
 @dataclass(frozen=True, kw_only=True)
 class Merger:
-    """An upstream merger: its config, the setting that has it, and its rows if it is ours."""
+    """An upstream merger: its config, and the setting that has it."""
 
     name: str
     config: Any
     setting: str
-    rows: Sequence[Method] = ()
+
+    @property
+    def methods(self) -> list[Method]:
+        """The method of its model, if it is one of ours. It is new, as opened data stay in it.
+
+        Raises:
+            ValueError: If a setting is unknown or not accepted.
+            CalibrationError: If its `_target_` cannot be imported.
+        """
+        target = self.config.get("_target_")
+        if target is None or not hasattr(import_target(self.setting, target), "rows"):
+            return []
+        algorithm = _made(self.config, self.setting)
+        return [algorithm.rows[algorithm.saved]] if algorithm.saved in algorithm.rows else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +113,12 @@ def _defaults(
     settings: Any, suite: Mapping[str, Any], presets: Iterable[str]
 ) -> dict[str, list[str]]:
     """Return the names that run if none are chosen: the pool's, else the comparison's."""
-    changes, own = suite.get("compare") or {}, plain(settings.default_rows) or {}
-    refuse_unknown(changes, CHOICES, "modelpool.featcal.compare.")
-    refuse_unknown(own, CHOICES, "method.default_rows.")
-    if "post_merging" in own:  # each preset of the pool is a row of its own
-        own = own | {"post_merging": [*own["post_merging"], *presets]}
-    return own | changes
+    of_pool, of_method = suite.get("compare") or {}, plain(settings.default_rows) or {}
+    refuse_unknown(of_pool, CHOICES, "modelpool.featcal.compare.")
+    refuse_unknown(of_method, CHOICES, "method.default_rows.")
+    if "post_merging" in of_method:  # each preset of the pool is a row of its own
+        of_method = of_method | {"post_merging": [*of_method["post_merging"], *presets]}
+    return of_method | of_pool
 
 
 def _configs(settings: Any, key: str) -> dict[str, Any]:
@@ -153,13 +166,10 @@ def _merger(name: str, config: Any, setting: str) -> Merger:
     if target is None and config["name"] not in available:
         hint = nearest_hint(config["name"], available)
         raise ValueError(f"{setting}.name: FusionBench has no method {config['name']!r}{hint}")
-    rows: Sequence[Method] = ()
-    if target is not None and hasattr(import_target(setting, target), "rows"):
-        made = _made(config, setting)  # the constructor checks the settings
-        rows = [row for row in [made.rows.get(made.saved)] if row is not None]
-    elif target is not None:
+    merger = Merger(name=name, config=config, setting=setting)
+    if target is not None and not merger.methods:
         _check_keys(config, setting)
-    return Merger(name=name, config=config, setting=setting, rows=rows)
+    return merger
 
 
 def _row(name: str, config: Any, settings: Any) -> Cell:
