@@ -163,16 +163,16 @@ def _existing(value: str) -> str | None:
 
 _WORDS = (
     ("a tokenizer that has one", "name a template by --chat-template FILE"),
-    ("resume=true", "--resume"),
-    ("checkpoint_dir", "--out"),
+    ("--set resume=true", "--resume"),
+    ("--set checkpoint_dir", "--out"),
     ("method=featcal/plus", "--preset plus"),
 )
-"""Words of other doors -> the command's option."""
+"""Settings and words of other doors -> the command's option."""
 
 
 def in_words_of_the_command(error: Exception | str) -> str:
     """Return a message with the command's options in place of settings."""
-    text = str(error)
+    text = with_prefix(str(error), "--set ")
     for words, option in _WORDS:
         text = text.replace(words, option)
-    return with_prefix(text, "--set ")
+    return text

@@ -14,6 +14,7 @@ from tiny_texts import WORDS, llama_model, sentences, word_tokenizer, write, wri
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.folders import calibrate_folder
+from fusion_bench_featcal.folders.options import in_words_of_the_command
 
 MERGE_CONFIG = "merged/mergekit_config.yml"
 NO_MODELS: dict[str, Any] = {"base": None, "experts": ()}
@@ -165,6 +166,13 @@ def test_refused(copied, refusal, monkeypatch, kind, files, options, messages):
     line = refusal(arguments(folder, options))
     assert all(message in line for message in messages), line
     assert len(line) < 600
+
+
+def test_a_users_path_is_no_setting():
+    """A folder may be called like one."""
+    text = "checkpoint_dir /a/checkpoint_dir holds blocks. Set resume=true, or lower max_length"
+    expected = "--out /a/checkpoint_dir holds blocks. Set --resume, or lower --set max_length"
+    assert in_words_of_the_command(text) == expected
 
 
 def test_keys_of_recipes_and_of_python(made, tmp_path, refusal):
