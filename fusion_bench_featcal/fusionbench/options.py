@@ -102,9 +102,9 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) ->
     # FusionBench instantiates a merger from OmegaConf's config.
     plain_values = {key: v if key == "base_method" else plain(v) for key, v in values.items()}
     of_kinds = [{k: plain_values[k] for k in kind.names() if k in plain_values} for kind in kinds]
-    for kind, own in zip(kinds, of_kinds, strict=True):
-        check_values(kind, own, "method.")
-    return [kind(**own) for kind, own in zip(kinds, of_kinds, strict=True)]
+    for kind, of_kind in zip(kinds, of_kinds, strict=True):
+        check_values(kind, of_kind, "method.")
+    return [kind(**of_kind) for kind, of_kind in zip(kinds, of_kinds, strict=True)]
 
 
 def suite_of(program: Any) -> dict[str, Any]:

@@ -233,9 +233,8 @@ class SavedReport(Report):
         evaluation = super().add(name, model, facts, cost)
         file = path_option(self._inputs.program, "report_save_path")
         if evaluation is not None and file is not None and name == self.saver.row:
-            write_atomic(
-                file, json.dumps(evaluation.raw), "report_save_path"
-            )  # FusionBench's report
+            # FusionBench's own report
+            write_atomic(file, json.dumps(evaluation.raw), "report_save_path")
         return evaluation
 
     def offer(self, name: str, model: nn.Module, facts: Facts) -> None:

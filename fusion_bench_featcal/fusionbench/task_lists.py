@@ -76,16 +76,16 @@ def expand_task_lists(config: DictConfig) -> bool:
         for key, pool in pools.items()
         if OmegaConf.is_dict(pool)
     }
-    found = {key for key, content in contents.items() if _has_lists(content)}
-    if not found:
+    with_lists = {key for key, content in contents.items() if _has_lists(content)}
+    if not with_lists:
         return False
     modelpool = contents.get("modelpool", {})
     tasks = [name for name in modelpool.get("models") or () if not name.startswith("_")]
-    if "modelpool" in found:
+    if "modelpool" in with_lists:
         tasks = _checked(modelpool.pop("tasks", tasks))
-    for key in found:
+    for key in with_lists:
         config[key] = filled(contents[key], tasks)
-    return "modelpool" in found
+    return "modelpool" in with_lists
 
 
 def filled(node: Any, tasks: Iterable[str]) -> Any:

@@ -106,17 +106,16 @@ class FrameLine:
         where the merger's name stands before a setting that both methods have.
         """
         row, merger = other.first, self.first.merger
-        theirs: dict[str, Any] = {
+        of_other: dict[str, Any] = {
             key: label(value)
             for key, value in row.point.items()
             if key.partition(".")[0] not in row.settings
         } | row.labels
-        ours = {key: label(v) for key, v in self.first.point.items() if key != SAMPLES}
-        ours |= self.first.labels
-        ours.pop(SAMPLES, None)
+        of_self = {key: label(v) for key, v in self.first.point.items()} | self.first.labels
         return all(
-            theirs.get(f"{merger}.{key}", theirs.get(key, value)) == value
-            for key, value in ours.items()
+            of_other.get(f"{merger}.{key}", of_other.get(key, value)) == value
+            for key, value in of_self.items()
+            if key != SAMPLES
         )
 
     def record(self) -> dict[str, Any]:

@@ -247,11 +247,11 @@ def _differing(rows: Sequence[Row]) -> Iterator[str]:
     }
     derived = {key: of_keys.pop(key) for key in (INPUTS, SAMPLES) if key in of_keys}
     yield from (key for key, column in of_keys.items() if len({*column}) > 1)
-    seen: list[Sequence[str]] = [[""] * len(rows), *of_keys.values()]
+    dividing: list[Sequence[str]] = [[""] * len(rows), *of_keys.values()]
     for key, column in derived.items():
-        if len({*zip(*seen, column, strict=True)}) > len({*zip(*seen, strict=True)}):
+        if len({*zip(*dividing, column, strict=True)}) > len({*zip(*dividing, strict=True)}):
             yield key
-        seen.append(column)
+        dividing.append(column)
 
 
 def label(value: Any) -> int | float | str:

@@ -65,7 +65,7 @@ def test_imports_go_one_way():
 
 
 def test_shared_rooms_name_settings_as_python_does():
-    """How a setting is set in YAML or on the command line is added by the doors."""
+    """Only doors add a prefix of YAML or of a command line."""
     doors = {"_hydra_plugin", "algorithm", "cli", "folders", "fusionbench", "lab", "pools", "tasks"}
     prefixed, texts = re.compile(r"(?<!docs/)\b(method|modelpool)\.[a-z_{]"), 0
     for file in ROOT.rglob("*.py"):
