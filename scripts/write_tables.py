@@ -25,7 +25,8 @@ from fusion_bench_featcal.lab.diagnosis.views import (
 )
 from fusion_bench_featcal.results import Results, frame_of, summary
 from fusion_bench_featcal.results.figures import Value, curves, dots, svg, value_of
-from fusion_bench_featcal.results.joining import find, join
+from fusion_bench_featcal.results.folders import find
+from fusion_bench_featcal.results.joining import join
 from fusion_bench_featcal.results.lines import read_run
 from fusion_bench_featcal.results.run import ROWS_ERROR, ROWS_SHARE
 from fusion_bench_featcal.results.show import tables_of

@@ -29,7 +29,7 @@ from fusion_bench_featcal.results import (
     write_run,
 )
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
-from fusion_bench_featcal.results.remarks import closing_lines, tasks_below_merged
+from fusion_bench_featcal.results.remarks import closing_lines
 from fusion_bench_featcal.results.run import INPUTS, REFERENCES, Facts, conditions_of
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.run.digests import digest_text
@@ -184,7 +184,6 @@ class Report:
         run = self.run
         if self._failed and not any(row.is_repair for row in run.rows):
             raise next(iter(self._failed.values()))
-        run.note(*tasks_below_merged(run.rows))
         first = [*REFERENCES, run.merger]  # references are evaluated last
         run.rows.sort(key=lambda row: first.index(row.name) if row.name in first else len(first))
         seeds = {row.seed for row in run.rows if row.seed is not None}

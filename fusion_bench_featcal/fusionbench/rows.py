@@ -14,8 +14,7 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.results.run import Facts, training_lines
-from fusion_bench_featcal.results.show import TASK_ID
+from fusion_bench_featcal.results.run import TASK_ID, Facts, training_lines
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import (
     Settings,

@@ -6,7 +6,7 @@ from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
 
-from .frame import FrameLine, frame_of, share_tests
+from .frame import FrameLine, frame_of, paired, share_tests
 from .joining import Results
 from .statistics import difference, holm
 
@@ -45,7 +45,7 @@ def against(results: Results, name: str, metric: str | None = None) -> Any:
         for line in part.lines:
             if line is reference or not share_tests(line, reference):
                 continue
-            compared = difference(line.by_seed, reference.by_seed)
+            compared = difference(*paired(line, reference))
             if compared is not None:
                 row = {"suite": suite, "row": line.first.title, "difference": compared.value}
                 records.append(row | {key: getattr(compared, key) for key in _COLUMNS[3:6]})

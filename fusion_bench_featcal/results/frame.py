@@ -38,6 +38,7 @@ class FrameLine:
         rows: The rows.
         metric: The metric of its values.
         gain: Average minus that of the merged model, over the seeds that both have.
+        gains: Task -> value minus that of the merged model, over these seeds. Positive is better.
         share: Part of the gap from merged model to experts that is recovered, on the average.
         worst: The task that gains least.
     """
@@ -45,6 +46,7 @@ class FrameLine:
     rows: Sequence[Row]
     metric: str
     gain: Difference | None = None
+    gains: Mapping[str, float] = field(default_factory=dict)
     share: float | None = None
     worst: Worst | None = None
 
@@ -66,7 +68,7 @@ class FrameLine:
     @cached_property
     def halves(self) -> dict[str, float]:
         """Task (and `average`) -> half of the 95 % interval of its value, where there is one."""
-        return halves(self.by_seed) if self.values else {}
+        return halves(self.by_seed(self.has_flags)) if self.values else {}
 
     @property
     def cost(self) -> dict[str, float]:
@@ -84,9 +86,12 @@ class FrameLine:
         return " ".join([number, *sorted({str(entry["split"]) for entry in used})])
 
     @property
-    def by_seed(self) -> BySeed:
-        """Seed -> task -> flags per item, or a value of the whole test set."""
-        has_flags = self.metric == ACCURACY and all(row.correct for row in self.rows)
+    def has_flags(self) -> bool:
+        """True if every test item has a flag."""
+        return self.metric == ACCURACY and all(row.correct for row in self.rows)
+
+    def by_seed(self, has_flags: bool) -> BySeed:
+        """Return seed -> task -> flags per item, or a value of the whole test set."""
         return {
             row.seed: {
                 task: (row.correct or {})[task] if has_flags else np.array([value])
@@ -271,33 +276,44 @@ def share_tests(line: FrameLine, other: FrameLine) -> bool:
     return all(one[key] == two[key] for key in OF_TESTS if key in one and key in two)
 
 
+def paired(line: FrameLine, other: FrameLine) -> tuple[BySeed, BySeed]:
+    """Return the values of two lines by seed, as flags only if both have flags."""
+    has_flags = line.has_flags and other.has_flags
+    return line.by_seed(has_flags), other.by_seed(has_flags)
+
+
 def _compared(line: FrameLine, lines: Sequence[FrameLine], sign: int) -> FrameLine:
     """Return a line with its gain over the merged model, its share and its worst task."""
     merged = partner(line, lines, line.first.merger)
     if not (line.first.is_repair and merged and line.values):
         return line
-    gain = difference(line.by_seed, merged.by_seed)
+    pair = paired(line, merged)
+    gain = difference(*pair)
     if gain is None:
         return line
-    seeds = common_seeds(line.by_seed, merged.by_seed)
+    seeds = common_seeds(*pair)
     experts = partner(line, lines, EXPERTS)
     own, before = line.of_seeds(seeds).values, merged.of_seeds(seeds).values
-    share, worst = _shares(own, before, experts.values if experts else {}, sign)
-    return replace(line, gain=gain, share=share, worst=worst)
+    of_experts = experts.values if experts else {}
+    gains = {task: sign * (own[task] - before[task]) for task in own if task in before}
+    gaps = {task: sign * (of_experts[task] - before[task]) for task in gains if task in of_experts}
+    share, worst = _shares(gains, gaps, LEAST_GAP if sign > 0 else 0.0)
+    least = Worst(*worst, own[worst[0]])
+    del gains[AVERAGE]
+    return replace(line, gain=gain, gains=gains, share=share, worst=least)
 
 
 def _shares(
-    own: Mapping[str, float], merged: Mapping[str, float], experts: Mapping[str, float], sign: int
-) -> tuple[float | None, Worst]:
-    """Return the share of the gap on the average, and the task with the smallest.
+    gains: Mapping[str, float], gaps: Mapping[str, float], least_gap: float
+) -> tuple[float | None, tuple[str, float | None]]:
+    """Return the share of the gap on the average, and the task with the smallest, with its share.
 
-    Of accuracies only gaps of `LEAST_GAP` count. Without any, or without experts, the worst task is
-    that with the smallest gain, and has no share.
+    Only gaps of `least_gap` count. Without any, the task is that with the smallest gain, and has no
+    share.
     """
-    gains = {task: sign * (own[task] - merged[task]) for task in own if task in merged}
-    gaps = {task: sign * (experts[task] - merged[task]) for task in gains if task in experts}
-    average, gap = gains.pop(AVERAGE), gaps.get(AVERAGE, 0)
-    least = (LEAST_GAP if sign > 0 else 0.0) * (1 - 1e-9)
-    shares = {task: gain / gaps[task] for task, gain in gains.items() if gaps.get(task, 0) > least}
-    worst = min(shares or gains, key=(shares or gains).__getitem__)
-    return average / gap if gap > least else None, Worst(worst, shares.get(worst), own[worst])
+    least = least_gap * (1 - 1e-9)
+    shares = {task: gains[task] / gap for task, gap in gaps.items() if gap > least}
+    of_average = shares.pop(AVERAGE, None)
+    of_tasks = shares or {task: gain for task, gain in gains.items() if task != AVERAGE}
+    worst = min(of_tasks, key=of_tasks.__getitem__)
+    return of_average, (worst, shares.get(worst))

@@ -1,4 +1,4 @@
-"""Runs found below folders and joined: the one table that every view selects from."""
+"""Runs joined: rows of several runs with the settings in which they differ."""
 
 import json
 import logging
@@ -9,12 +9,10 @@ from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN
 
 from .columns import DIMENSIONS, VALUE, of_setting
 from .cost import PACKAGES
-from .lines import REPORT_FILE, RUN_FILE, SCHEMA, read_run
 from .notes import NOTE, Note
 from .run import INPUTS, OF_TESTS, Line, Row, Run, label_texts
 
@@ -62,70 +60,6 @@ class Results:
         from pandas import DataFrame  # slow to import
 
         return DataFrame(self.lines())
-
-
-def load(*folders: str | Path) -> Any:
-    """Return all measured values in or below folders, one number per line.
-
-    Args:
-        *folders: Folders of runs, comparisons, finished cells or diagnoses, or their parents.
-
-    Returns:
-        A pandas DataFrame: suite, merger, row, task, block, seed, metric, the settings that differ
-        between runs, and `value`.
-
-    Raises:
-        ReportError: If there are no results, a file is damaged, or runs of a suite have different
-            tasks.
-    """
-    return join_folders(folders).frame()
-
-
-def join_folders(folders: Iterable[str | Path]) -> Results:
-    """Find, read and join runs (see `load`)."""
-    runs = {folder: read_run(folder) for folder in find(folders)}
-    return join(dict(sorted(runs.items(), key=lambda entry: _changed(entry[0]))))
-
-
-def find(paths: Iterable[str | Path]) -> list[Path]:
-    """Return the folders of runs at or below paths, each once.
-
-    Raises:
-        ReportError: If a path does not exist or has no run, or only one of an earlier layout.
-    """
-    folders: dict[Path, Path] = {}
-    for path in map(Path, paths):
-        if not path.exists():
-            raise ReportError(f"no such run: {path}")
-        folder = path if path.is_dir() else path.parent
-        below = [file.parent for file in sorted(folder.rglob(RUN_FILE)) if _is_run(file, folder)]
-        if not below:
-            _refuse_earlier(folder)
-            raise ReportError(f"no run in or below {path}: a run's log directory has {RUN_FILE}")
-        folders |= {run.resolve(): run for run in below}
-    return list(folders.values())
-
-
-def _is_run(file: Path, start: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(start).parts)
-    return file.is_file() and not hidden
-
-
-def _refuse_earlier(folder: Path) -> None:
-    for file in sorted(folder.rglob(REPORT_FILE)):
-        content = read_json(file)
-        if "schema" in content:
-            raise ReportError(
-                f"{file} has schema {content['schema']} and no {RUN_FILE}, and this version reads "
-                f"{SCHEMA}: run again"
-            )
-
-
-def _changed(folder: Path) -> tuple[int, Path]:
-    return (folder / RUN_FILE).stat().st_mtime_ns, folder
-
-
-# ---- joining
 
 
 def join(runs: Mapping[Path, Run]) -> Results:

@@ -23,8 +23,10 @@ from fusion_bench_featcal.files.json_files import json_text, plain
 from fusion_bench_featcal.files.untrusted import read_bytes, read_json
 
 from .columns import AVERAGE, COST, DIMENSIONS, VALUE
+from .frame import frame_of
+from .joining import join
 from .notes import Note
-from .run import Line, Row, Run, check_row
+from .run import ACCURACY, Line, Row, Run, check_row
 
 LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
     "lines.csv", "items.npz", "run.json", "report.json",
@@ -39,7 +41,9 @@ _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
 def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> Path:
-    """Write the files of a run and return its folder. The last one, `run.json`, completes it.
+    """Write the files of a run and return its folder.
+
+    `run.json` completes what is read again. `report.json`, which is made from it, comes last.
 
     Secrets in settings and conditions are masked.
 
@@ -60,9 +64,6 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
     content["notes"] = [asdict(note) for note in run.notes]
     texts = {
         LINES_FILE: csv_text(run.all_lines()),
-        REPORT_FILE: json_text(
-            {"schema": SCHEMA, "rows": run.accuracy, "recovered_gap": run.recovered_gap}
-        ),
         RUN_FILE: json_text({"schema": SCHEMA, **plain(content, "run")}),
     }
     folder = prepare_directory(folder, setting)
@@ -72,7 +73,15 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
         write_atomic(folder / ITEMS_FILE, _packed(run.rows), setting)
     for name, text in texts.items():
         write_atomic(folder / name, text, setting)
+    report = {"schema": SCHEMA, "rows": run.accuracy, "recovered_gap": _shares(run, folder)}
+    write_atomic(folder / REPORT_FILE, json_text(report), setting)
     return folder
+
+
+def _shares(run: Run, folder: str | Path) -> dict[str, float | None]:
+    """Return row -> share of the gap from merged model to experts, for rows on a merged model."""
+    lines = frame_of(join({Path(folder): run}), ACCURACY).lines if run.tasks else ()
+    return {run.title(line.first): line.share for line in lines if line.first.is_repair}
 
 
 def read_run(folder: str | Path) -> Run:

@@ -14,7 +14,8 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 from .figures import figures_of, svg
 from .frame import Frame
 from .joining import Results
-from .show import sentences, tables_of, verdicts
+from .sentences import sentences, verdicts
+from .show import tables_of
 from .tables import Table, without_codes
 
 _SUFFIXES = (".html", ".htm")

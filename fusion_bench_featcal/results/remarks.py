@@ -13,7 +13,7 @@ from fusion_bench_featcal.run.log import exchanged_samples
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 
 from .notes import NOTE, WARNING, Note
-from .run import ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Facts, Line, Row
+from .run import ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Facts, Line
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
@@ -29,29 +29,6 @@ _SAMPLES_ALONE = (
     "the experts' weights say little about their data, as LoRA adapters that share a start often "
     "do: FeatCal+ used mostly the samples"
 )
-
-_SHOWN = 0.0005
-"""Differences of accuracy below this are invisible in tables with tenths of a per cent."""
-
-
-def tasks_below_merged(rows: Sequence[Row]) -> list[Note]:
-    """Return a note on each task and merger for which a row is below the merged model."""
-    merged = {row.merger: row.accuracy for row in rows if row.merger == row.name and row.tasks}
-    losses: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for task in row.tasks if row.is_repair and row.merger in merged else ():
-            drop = row.accuracy[task] - merged[row.merger][task]
-            if drop <= -_SHOWN:
-                losses.setdefault((row.merger, task), []).append(f"{row.name} {100 * drop:+z.1f}")
-    return [
-        Note(
-            WARNING,
-            f"{task} ends below the merged model: {', '.join(texts)} points",
-            task=task,
-            merger=merger,
-        )
-        for (merger, task), texts in losses.items()
-    ]
 
 
 def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -26,6 +26,8 @@ DRIFT = "relative_drift"
 """Metric of calibrated models, measured on samples: see `Facts.drift`."""
 ROWS_SHARE, ROWS_ENERGY, ROWS_ERROR = "rows_share", "rows_energy", "rows_error"
 """Figures of FeatCal+: see `remarks.facts_of_log` and `remarks.share_lines`."""
+TASK_ID = "task_id_at_inference"
+"""Cost of methods that need the task of each input."""
 INPUTS = "inputs"
 """Condition of rows: digest of the models and data of their run."""
 OF_TESTS = ("precision", "tasks", INPUTS)
@@ -162,12 +164,7 @@ class Run:
     @property
     def accuracy(self) -> dict[str, dict[str, float]]:
         """Row -> task (and `average`) -> accuracy. Rows of several mergers are `merger/row`."""
-        return {self._title(row): row.accuracy for row in self.rows if row.tasks}
-
-    @property
-    def recovered_gap(self) -> dict[str, float | None]:
-        """Row -> share of the merged-to-expert gap on the average, None if undefined."""
-        return {self._title(row): self._share(row) for row in self.rows if row.tasks}
+        return {self.title(row): row.accuracy for row in self.rows if row.tasks}
 
     @property
     def tasks(self) -> list[str]:
@@ -250,21 +247,9 @@ class Run:
         of_run = dict.fromkeys(DIMENSIONS, "") | {"suite": self.suite, "merger": self.merger}
         return [of_run | line for line in self.lines]
 
-    def _title(self, row: Row) -> str:
+    def title(self, row: Row) -> str:
+        """Return a row's name, as `merger/row` in a run with several mergers."""
         return row.name if self.merger else row.title
-
-    def _share(self, row: Row) -> float | None:
-        averages = {
-            (other.merger, other.name): other.accuracy[AVERAGE]
-            for other in self.rows
-            if other.tasks
-        }
-        merger = row.merger or self.merger
-        merged = averages.get((merger, merger))
-        experts = averages.get(("", EXPERTS))
-        if merged is None or experts is None or experts <= merged:
-            return None
-        return (row.accuracy[AVERAGE] - merged) / (experts - merged)
 
 
 def label_texts(labels: Mapping[str, Any]) -> list[str]:

@@ -118,7 +118,9 @@ def test_a_repaired_model_is_an_upstream(compared: Any, tmp_path: Path) -> None:
     assert made["turned", "head"].conditions["base_method"] == ARITHMETIC
 
 
-def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path: Path) -> None:
+def test_a_method_by_itself_reports_its_model_beside_the_merged_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     algorithm: Any = ScaleAlgorithm(factor=-2.0, base_method=AVERAGE)
     algorithm.fabric = logging_to(tmp_path)
     taskpool = SignTaskPool()
@@ -129,7 +131,7 @@ def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path: Pa
     assert list(report.accuracy) == ["simple_average", "scale"]
     assert report.row("scale").settings["factor"] == -2.0
     assert report.row("scale").conditions.items() >= AVERAGE.items()
-    assert any("ends below the merged model" in note.text for note in report.notes)
+    assert "ends below the merged model: scale -" in capsys.readouterr().out
     # FusionBench evaluates no model again. The report that it would write is there.
     assert taskpool.evaluated == 2 and program.taskpool is None
     again = json.loads((tmp_path / "report.json").read_text())

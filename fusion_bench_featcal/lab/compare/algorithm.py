@@ -32,7 +32,7 @@ from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reas
 from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
 from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
 from fusion_bench_featcal.results.notes import FAILED, NOTE
-from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison, tasks_below_merged
+from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import (
@@ -225,7 +225,6 @@ class ComparisonAlgorithm(DeclaredMethod):
         notes = self.settings.notes or {}
         names = (row.name for row in done.rows if row.name in notes)
         done.note(*(Note(NOTE, notes[name], name) for name in dict.fromkeys(names)))
-        done.note(*tasks_below_merged(done.rows))
         if done.rows:
             write_run(folder, done)
             lines = closing_lines_of_a_comparison(folder, store)

@@ -7,8 +7,8 @@ import pandas as pd
 
 from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Run
 from fusion_bench_featcal.results.figures import MERGED, Value, curves, dots
+from fusion_bench_featcal.results.numbers import share_text
 from fusion_bench_featcal.results.run import ROWS_SHARE
-from fusion_bench_featcal.results.show import share_text
 from fusion_bench_featcal.results.tables import Table, print_lines
 
 if TYPE_CHECKING:

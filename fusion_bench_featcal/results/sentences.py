@@ -1,0 +1,133 @@
+"""Sentences on the frame of results: verdicts, the meaning of columns, and notes."""
+
+from collections.abc import Iterable, Sequence
+
+from fusion_bench_featcal.errors.plurals import counted
+
+from .frame import Frame, FrameLine
+from .notes import WARNING, Note, sentences_of
+from .numbers import Unit, share_text
+from .run import (
+    ACCURACY,
+    DRIFT,
+    FEATCAL,
+    FEATCAL_PLUS,
+    INPUTS,
+    REFERENCES,
+    TASK_ID,
+    label_texts,
+)
+from .tables import ABSENT
+
+_SHOWN = 0.0005
+"""Differences of accuracy below this are invisible in tables with tenths of a per cent."""
+
+
+def verdicts(frame: Frame, notes: Iterable[Note]) -> list[str]:
+    """Return the verdicts of the runs, or else a sentence on each FeatCal row and merger.
+
+    Without such a row, it is on every row made from a merged model.
+    """
+    of_runs = [note for note in notes if note.is_conclusion]
+    if of_runs:
+        return sentences_of(of_runs)
+    compared = [line for line in frame.lines if line.gain]
+    product = [line for line in compared if line.first.name in (FEATCAL, FEATCAL_PLUS)]
+    alike: dict[tuple[str, ...], list[FrameLine]] = {}
+    for line in product or compared:
+        row = line.first
+        alike.setdefault((row.suite, row.merger, row.name), []).append(line)
+    several = len(frame.by_suite()) > 1
+    return [
+        f"verdict{f' on {suite}' * several}: {_verdict(lines, frame)}"
+        for (suite, *_), lines in alike.items()
+    ]
+
+
+def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
+    """Write how a row compares with its merged model, at one point or over all."""
+    unit, row, sign = Unit.of(frame.metric), lines[0].first, -1 if frame.lower_is_better else 1
+    points = "points" if frame.metric == ACCURACY else f"in {frame.metric}"
+    ordered = sorted(
+        (sign * of.gain.value, n, of.gain, of) for n, of in enumerate(lines) if of.gain
+    )
+    ends = [(unit.difference(gain), of) for *_, gain, of in (ordered[0], ordered[-1])]
+    if len(lines) > 1:
+        texts = [f"{text} ({', '.join(label_texts(of.first.labels))})" for text, of in ends]
+        return f"{row.name} differs from {row.merger} by {' to '.join(texts)} {points}"
+    value, _, gain, line = ordered[0]
+    if gain.half is None:
+        kind = f"differs, without an interval ({counted(gain.seeds, 'seed')}), from"
+    elif abs(value) <= gain.half:
+        kind = "is within the interval of"
+    else:
+        kind = f"is {'better' if value > 0 else 'worse'} than"
+    text = f"{row.name} {kind} {row.merger}: {unit.difference(gain)} {points}"
+    if line.share is not None:
+        text += f", {share_text(line.share)} of the gap to the experts"
+    if line.worst and len(frame.tasks) > 1:
+        texts = [line.worst.task, share_text(line.worst.share)]
+        text += f"; worst task {', '.join(text for text in texts if text != ABSENT)}"
+    return text
+
+
+def legend(frame: Frame) -> list[str]:
+    """Return a few lines on the meaning of the table."""
+    of_lines, used = frame.lines, dict[str, dict[str, None]]()
+    for line in of_lines if "samples_per_task" not in frame.labels else ():
+        used.setdefault(line.samples, {})[line.first.name] = None
+    samples = "; ".join(f"{', '.join(rows)} {text}" for text, rows in used.items() if text)
+    has_shares = any(line.share is not None for line in of_lines)
+    has_worst = any(line.worst for line in of_lines) and not has_shares
+    meanings = {
+        "n: samples per task": "samples_per_task" in frame.labels,
+        "inputs: digest of models and data": INPUTS in frame.labels,
+        f"{DRIFT}: distance behind the last block from the expert's features, relative to them":
+            frame.metric == DRIFT,
+        "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)":
+            any(line.gain for line in of_lines),
+        "share: of the gap from merged to experts; worst task: least share, its value": has_shares,
+        "worst task: least gain, its value": has_worst,
+        "task id: inference needs the task of each input":
+            any(line.cost.get(TASK_ID) for line in of_lines),
+        f"samples per task: {samples}": samples,
+    }  # fmt: skip
+    return [text for text, applies in meanings.items() if applies]
+
+
+def sentences(frame: Frame, notes: Iterable[Note]) -> list[str]:
+    """Return the legend of a frame, the notes but for verdicts, and tasks that are made worse."""
+    chosen = [note for note in notes if not note.is_conclusion]
+    texts = [f"note: {text}" for text in sentences_of([*chosen, *tasks_below_merged(frame)])]
+    return [*means_text(frame), *legend(frame), *texts]
+
+
+def tasks_below_merged(frame: Frame) -> list[Note]:
+    """Return a note on each merger and task for which a row is below the merged model.
+
+    Where settings differ there is none: the table has the worst task of each row.
+    """
+    losses: dict[tuple[str, str], list[str]] = {}
+    for line in frame.lines if frame.metric == ACCURACY and not frame.labels else ():
+        for task, gain in line.gains.items():
+            if gain <= -_SHOWN:
+                text = f"{line.first.name} {100 * gain:+z.1f}"
+                losses.setdefault((line.first.merger, task), []).append(text)
+    return [
+        Note(
+            WARNING,
+            f"{task} ends below the merged model: {', '.join(texts)} points",
+            task=task,
+            merger=merger,
+        )
+        for (merger, task), texts in losses.items()
+    ]
+
+
+def means_text(frame: Frame) -> list[str]:
+    """Return a sentence on the number of seeds of repairs, or of mergers alone, if several."""
+    lines = [line for line in frame.lines if line.first.name not in REFERENCES]
+    repairs = [line for line in lines if not line.is_merged] or lines or frame.lines
+    counts = sorted({len(line.rows) for line in repairs})
+    ends = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:]))
+    return [f"means over {ends} seeds"] if counts[-1:] > [1] else []
