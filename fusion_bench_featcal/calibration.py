@@ -23,6 +23,7 @@ from fusion_bench_featcal.modules.models import (
     without_ties,
 )
 from fusion_bench_featcal.rules import completed
+from fusion_bench_featcal.rules.norms import StatisticsSums
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
@@ -39,7 +40,6 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
-from fusion_bench_featcal.streams.statistics import StaleNorms, estimated
 from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows
 
 
@@ -67,18 +67,13 @@ def calibrate_loaded(problem: Problem, block: str) -> None:
     start, finished = time.perf_counter(), problem.output.read(block, problem.working)
     merged, figures = tensors_under(problem.model, block), dict[str, Any]()
     narrow(problem, block)
-    groups, norms = ([], StaleNorms([], [])) if finished else groups_of(problem, block)
-    turns = turns_of(problem.rule, groups)
-    for number, turn in enumerate(turns):
-        solved = [site.name for group in turn for site in group.sites]
-        estimate_statistics(problem, block, norms.refresh(solved if len(turns) > 1 else ()))
+    groups = [] if finished else groups_of(problem, block)
+    for number, turn in enumerate(turns_of(problem.rule, groups)):
         sums = collect(problem, block, turn, None if number else groups)
         problem.processes.add_up(t for of_group in sums.values() for t in of_group.tensors())
         new, of_turn = solve(problem, block, sums)  # every process solves the same systems
         figures |= of_turn
         load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
-        norms.add_behind(solved)
-    estimate_statistics(problem, block, norms.refresh())
     problem.progress.at(f"{block} · update")
     problem.streams.advance(block)
     note(problem, block, figures, time.perf_counter() - start)
@@ -101,23 +96,21 @@ def trusting(problem: Problem, block: str) -> Problem:
     """Return the problem with a rule that includes the trust in each task's samples."""
     from fusion_bench_featcal.run.trust import with_trust
 
-    return with_trust(problem, block, groups_of(problem, block)[0])
+    return with_trust(problem, block, groups_of(problem, block))
 
 
-def groups_of(problem: Problem, block: str) -> tuple[list[Group], StaleNorms]:
-    """Return the groups of a block's modules, in the order of their calls, and its BatchNorms.
+def groups_of(problem: Problem, block: str) -> list[Group]:
+    """Return the groups of a block's modules, in the order of their calls.
 
     They are equal in all processes, which add up sums over them.
     """
-    modules = problem.modules[block]
-    norms = modules.statistics if problem.rule.estimates_statistics else ()
-    names = [*(site.name for site in modules.sites), *norms]
-    if not names:
-        return [], StaleNorms([], [])
-    recorded, rows = problem.streams.record_largest(block, names)
-    groups = find_groups(problem.model, block, modules.sites, recorded, rows.of)
-    result = groups, StaleNorms(list(recorded.inputs), norms)
-    return problem.processes.decided(problem.streams.largest[0], result)
+    sites, estimates = problem.modules[block].sites, problem.rule.estimates_statistics
+    sites = [site for site in sites if estimates or site.kind != "statistics"]
+    if not sites:
+        return []
+    recorded, rows = problem.streams.record_largest(block, [site.name for site in sites])
+    groups = find_groups(problem.model, block, sites, recorded, rows.of)
+    return problem.processes.decided(problem.streams.largest[0], groups)
 
 
 def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
@@ -126,23 +119,40 @@ def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
     Raises:
         CalibrationError: If they are not lists of these groups, each at most once.
     """
-    turns = list(rule.turns(groups)) or [[]]
+    learned = [group for group in groups if group.kind != "statistics"]
+    turns = list(rule.turns(learned)) or [[]]
     are_lists = all(isinstance(turn, Sequence) for turn in turns)
     solved = [group for turn in turns for group in turn] if are_lists else []
     twice = [group.name for group in groups if solved.count(group) > 1]
-    if twice or not are_lists or not {*solved} <= {*groups}:
+    if twice or not are_lists or not {*solved} <= {*learned}:
         raise CalibrationError(
             f"rule: {type(rule).__name__}.turns must give lists of the block's groups, each "
             f"group in at most one{f'; it repeats {twice[0]}' if twice else f', not {turns}'}"
         )
-    return turns
+    return list(with_statistics(turns, groups))
 
 
-def estimate_statistics(problem: Problem, block: str, names: Iterable[str]) -> None:
-    """Estimate the running statistics of BatchNorms, in the order of their calls."""
-    for name in names:
-        new = estimated(problem.streams, block, name, problem.processes.add_up)
-        load_updates(problem.model, block, new, problem.rule.remedy)
+def with_statistics(
+    turns: Sequence[Sequence[Group]], groups: Sequence[Group]
+) -> Iterator[Sequence[Group]]:
+    """Yield turns, and a turn for each BatchNorm whose running statistics do not fit the weights.
+
+    Those of the merged model never fit. A BatchNorm is estimated before the first turn that runs
+    it, and again at the end if a module before it was solved since.
+    """
+    call = {group: number for number, group in enumerate(groups)}
+    norms = [group for group in groups if group.kind == "statistics"]
+    stale = {*norms}
+    for turn in turns:
+        # A single turn is solved from inputs of the whole merged block.
+        end = max(map(call.__getitem__, turn), default=0) if len(turns) > 1 else len(groups)
+        for norm in (norm for norm in norms if norm in stale and call[norm] < end):
+            stale.remove(norm)
+            yield [norm]
+        yield turn
+        start = min(map(call.__getitem__, turn), default=len(groups))
+        stale |= {norm for norm in norms if call[norm] > start}
+    yield from ([norm] for norm in norms if norm in stale)
 
 
 def collect(
@@ -175,6 +185,8 @@ def collect(
 def empty_sums(problem: Problem, group: Group) -> GroupSums:
     """Return sums over no task for a group."""
     dtype, base = problem.dtype, problem.base
+    if group.kind == "statistics":
+        return StatisticsSums(group.inputs, problem.model.get_buffer(f"{group.name}.running_mean"))
     merged = group.linear(problem.model.get_parameter, dtype)
     return problem.rule.sums(group, merged, base and group.linear(base.tensor, dtype))
 

@@ -16,7 +16,7 @@ from fusion_bench_featcal.modules.sites import Site
 
 @dataclass(frozen=True)
 class Group:
-    """Linear modules with one input, or one norm.
+    """Linear modules with one input, one norm, or the statistics of one BatchNorm.
 
     Attributes:
         sites: The modules.
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """Return `linear` or `norm`."""
+        """Return `linear`, `norm` or `statistics`."""
         return self.sites[0].kind
 
     @property
@@ -85,6 +85,9 @@ class Group:
         Raises:
             CalibrationError: If they have other shapes than the modules'.
         """
+        if self.kind == "statistics":
+            names = f"{self.name}.running_mean", f"{self.name}.running_var"
+            return dict(zip(names, (solved.bias, solved.weight), strict=True))
         new, shape = dict[str, Tensor](), (sum(self.outputs), self.inputs)
         shape = shape[:1] if self.kind == "norm" else shape
         if (solved.weight.shape, solved.bias.shape) != (shape, shape[:1]):
@@ -138,6 +141,9 @@ def find_groups(
 
 
 def _group_of(model: nn.Module, sites: tuple[Site, ...]) -> Group:
+    if sites[0].kind == "statistics":
+        mean = model.get_buffer(f"{sites[0].name}.running_mean")
+        return Group(sites, True, len(mean), (len(mean),), mean.dtype)
     matrices = [site.oriented(model.get_parameter(site.weight_name)) for site in sites]
     return Group(
         sites,

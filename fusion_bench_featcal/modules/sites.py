@@ -20,8 +20,8 @@ class Site:
 
     Attributes:
         name: Its full name in the model.
-        kind: `linear` (convolutions too: linear maps of patches) or `norm` (LayerNorm or GroupNorm
-            with gain and shift).
+        kind: `linear` (convolutions too: linear maps of patches), `norm` (LayerNorm or GroupNorm
+            with gain and shift) or `statistics` (of a BatchNorm).
         has_bias: Whether it has a bias (linear) or shift (norm).
         transposed: Whether its weight is stored `[in, out]` (GPT-2's Conv1D).
         patches: Geometry of a convolution, or None for any other module.
@@ -47,7 +47,9 @@ class Site:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its parameters that are calibrated."""
+        """Names of its parameters that are calibrated, which experts have too."""
+        if self.kind == "statistics":
+            return ()
         return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
 
     def oriented(self, weight: Tensor) -> Tensor:
@@ -70,12 +72,10 @@ class BlockModules:
     Attributes:
         sites: Calibrated modules.
         unchanged: Names of other modules with parameters, which stay as merged -> their kinds.
-        statistics: Names of BatchNorms, whose running statistics are estimated again.
     """
 
     sites: tuple[Site, ...]
     unchanged: Mapping[str, str]
-    statistics: tuple[str, ...] = ()
 
 
 def find_all_modules(
@@ -113,14 +113,14 @@ def find_all_modules(
         for block in stage
     }
     names = [site.name for modules in blocks.values() for site in modules.sites]
-    names += [n for modules in blocks.values() for n in (*modules.unchanged, *modules.statistics)]
+    names += [name for modules in blocks.values() for name in modules.unchanged]
     for pattern in settings.modules or ():
         if not any(matches(name, pattern.removeprefix("!")) for name in names):
             raise CalibrationError(
                 f"modules={pattern!r} matches no module of the blocks; there are "
                 f"{names[:6]} and {max(len(names) - 6, 0)} more"
             )
-    if not any(modules.sites for modules in blocks.values()):
+    if not any(site.names for modules in blocks.values() for site in modules.sites):
         raise CalibrationError("modules leaves no module to calibrate")
     return blocks
 
@@ -141,7 +141,7 @@ def _find_modules(
     calibrate_norm: bool,
     shared: Mapping[int, Sequence[str]],
 ) -> BlockModules:
-    sites, unchanged, statistics = list[Site](), dict[str, str](), list[str]()
+    sites, unchanged = list[Site](), dict[str, str]()
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         if hasattr(module, "lora_A"):
             raise CalibrationError(
@@ -150,7 +150,7 @@ def _find_modules(
             )
         selected = is_selected(name, settings.modules)
         if isinstance(module, _BatchNorm) and module.track_running_stats and selected:
-            statistics.append(name)
+            sites.append(Site(name, "statistics"))
             continue
         direct = dict(module.named_parameters(recurse=False))
         if not direct:
@@ -167,7 +167,7 @@ def _find_modules(
             continue
         _refuse_unusable(block, name, direct, shared)
         sites.append(site)
-    return BlockModules(tuple(sites), unchanged, tuple(statistics))
+    return BlockModules(tuple(sites), unchanged)
 
 
 def _is_routed(model: nn.Module, name: str) -> bool:

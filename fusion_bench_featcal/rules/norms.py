@@ -1,4 +1,4 @@
-"""Gain and shift of norms, channel by channel (Eqs. 56 to 59)."""
+"""Norms, channel by channel: gain and shift (Eqs. 56 to 59), and statistics of BatchNorms."""
 
 from typing import Any
 
@@ -33,6 +33,32 @@ class NormRows:
         """Add rows: normalised inputs without gain and shift, `[n, d]`."""
         z = z.to(self.sums.dtype)
         self.sums += torch.stack([z.square().sum(0), z.sum(0), torch.full_like(z[0], len(z))])
+
+
+class StatisticsSums:
+    """Statistics of one BatchNorm for a mixture in which all tasks count equally.
+
+    With `m_i` and `s_i` task i's mean and mean square, over N tasks, `mean = sum m_i / N` and
+    `variance = sum s_i / N - mean^2`.
+    """
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        """Start with no task."""
+        self._sums = like.new_zeros(3, width, dtype=solve_dtype(like.device))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tasks."""
+        return [self._sums]
+
+    def add(self, task: str, expert: None, rows: NormRows, held_out: Any = None) -> None:
+        """Add a task's mean square and mean."""
+        sums = rows.sums.to(self._sums.dtype)
+        self._sums += torch.cat([sums[:2] / sums[2], torch.ones_like(sums[:1])])
+
+    def solve(self) -> Solved:
+        """Return the variance as `weight` and the mean as `bias`."""
+        square, mean = self._sums[:2] / self._sums[2]
+        return Solved(Linear((square - mean.square()).clamp_min(0), mean))
 
 
 class NormSums:

@@ -12,9 +12,6 @@ from fusion_bench_featcal.errors.plurals import counted as counted_as
 from fusion_bench_featcal.families.base import Masks
 from fusion_bench_featcal.modules.sites import matches
 
-# No module has this name. A block's name is also its module's if the block is a single layer.
-OUTPUT = ""
-
 
 @dataclass(frozen=True)
 class CountedRows:
@@ -118,8 +115,7 @@ class Batch:
         exp: Input of the expert's next block, or None if experts do not run.
         rows: Positions that count in the stage.
         later: Number of them without the first one of each sample.
-        noted: The expert's inputs of modules that are not solved yet, and the block's output
-            under `OUTPUT`, if it is compared.
+        noted: The expert's inputs of modules that are not solved yet.
     """
 
     inputs: Any

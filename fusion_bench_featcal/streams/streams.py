@@ -20,7 +20,7 @@ from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.streams.batch import OUTPUT, Batch, CountedRows, Rows
+from fusion_bench_featcal.streams.batch import Batch, CountedRows, Rows
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import naming_task, rows_named
@@ -198,8 +198,6 @@ class Streams:
         names = [g.name for g in groups if g.kind == "linear"] if self.rule.runs_experts else []
         recorded = record(expert, names, partial(self.step, expert, block, batch.exp))
         batch.exp, batch.noted = recorded.result, recorded.inputs
-        if self.drift is not None:
-            batch.noted[OUTPUT] = batch.exp.hidden
 
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group]
@@ -232,12 +230,10 @@ class Streams:
 
     def advance(self, block: str) -> None:
         """Run all batches through a calibrated block."""
-        is_last = block == self.stages[-1][-1]
+        if block == self.stages[-1][-1] and self.drift is None:
+            return
         for task in self.tasks:
             for batch in self.visits(task):
-                noted = batch.noted.pop(OUTPUT, None)
-                if is_last and noted is None:
-                    continue
                 batch.cal = self.step(self.model, block, batch.cal)
-                if self.drift is not None and noted is not None:
-                    self.drift.add(task, batch, batch.cal.hidden, noted)
+                if self.drift is not None:
+                    self.drift.add(task, batch, batch.cal.hidden, batch.exp.hidden)

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
+from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.groups import Group, normalised
 from fusion_bench_featcal.rules.norms import NormRows
@@ -92,6 +93,26 @@ class AffineRows:
         return self.parts
 
 
+class StatisticsRows(AffineRows):
+    """Sums over inputs of one BatchNorm, whose parameters stay as merged."""
+
+    def __init__(self, group: Group, model: nn.Module) -> None:
+        """Start with no rows."""
+        mean = model.get_buffer(f"{group.name}.running_mean")
+        like = mean.new_empty(0, dtype=solve_dtype(mean.device))
+        self.expert, self._site, self.parts = None, group.sites[0], [NormRows(group.inputs, like)]
+
+    def add(self, batch: Batch, x: Tensor) -> None:
+        """Add the rows of a batch.
+
+        Raises:
+            CalibrationError: If only some positions count, because statistics include all.
+        """
+        if batch.rows.of(self._site.name) is not None:
+            raise CalibrationError("is BatchNorm, and some positions are padding")
+        self.parts[0].add(x.movedim(1, -1).reshape(-1, x.shape[1]))
+
+
 TaskRows = LinearRows | AffineRows
 
 
@@ -107,6 +128,8 @@ def empty_rows(
         rule: The rule that calibrates them.
         dtype: Least precise dtype of the sums.
     """
+    if group.kind == "statistics":
+        return StatisticsRows(group, model)
     if group.kind == "norm":
         return AffineRows(group, model, expert, dtype)
     return LinearRows(group, expert, rule, dtype)
