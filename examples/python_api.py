@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
+from fusion_bench_featcal import SafetensorsExpert, calibrate
 from fusion_bench_featcal.suites import image
 
 TASKS = image.TA6
@@ -58,7 +58,6 @@ def main(samples: int, test_images: int) -> dict[str, list[float]]:
     """Print and return each task's accuracy before and after calibration."""
     base = load("pretrained")
     merged = merge(base)
-    settings = FeatCalSettings.plus(samples_per_task=samples)
     result = calibrate(
         merged,
         base,
@@ -68,7 +67,6 @@ def main(samples: int, test_images: int) -> dict[str, list[float]]:
             task: [{"pixel_values": part} for part in pixels(task, "train", samples)[0].split(64)]
             for task in TASKS
         },
-        settings=settings,
     )
     clip = CLIPModel.from_pretrained(image.path(), dtype=torch.float32).eval()
     print(f"{'accuracy, %':20} {'merged':>8} {'FeatCal+':>8}")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
     from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
     from fusion_bench_featcal.families import Family
+    from fusion_bench_featcal.folders import calibrate_folder
     from fusion_bench_featcal.rules.paper import Paper
     from fusion_bench_featcal.rules.plus import Plus
     from fusion_bench_featcal.run.log import CalibrationLog
@@ -32,6 +33,7 @@ __all__ = [
     "SafetensorsExpert",
     "TorchProcesses",
     "calibrate",
+    "calibrate_folder",
 ]
 
 # Imported on first use, so that `import fusion_bench_featcal` is fast.
@@ -50,5 +52,6 @@ __getattr__ = lazy_names(
         "SafetensorsExpert": ".experts.safetensors_files",
         "TorchProcesses": ".run.processes",
         "calibrate": ".calibration",
+        "calibrate_folder": ".folders",
     },
 )

@@ -13,8 +13,8 @@ from fusion_bench_featcal.fusionbench.options import (
     checked_choices,
     suite_of,
 )
-from fusion_bench_featcal.rules import rule_of
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.rules import rule_of
 
 
 class FeatCalAlgorithm(RowsMethod):

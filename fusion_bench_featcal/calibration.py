@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from fusion_bench_featcal.modules.models import (
     tensors_under,
     without_ties,
 )
-from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.rules.norms import StatisticsSums
+from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
@@ -31,13 +32,16 @@ from fusion_bench_featcal.run.problem import (
     BASE,
     Autocast,
     CalibrationResult,
+    Inputs,
     Problem,
-    Request,
+    Runtime,
     check_merged,
     open_problem,
 )
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.options import Options
+from fusion_bench_featcal.settings.rules import rule_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows
@@ -272,9 +276,18 @@ def calibrate(
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
     batches: Mapping[str, Iterable[Any]],
-    settings: FeatCalSettings | Rule,
-    family: Any = None,
+    rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
+    family: Any = "auto",
     *,
+    samples_per_task: int | None = None,
+    seed: int = 42,
+    augment: str | None = None,
+    modules: Sequence[str] | None = None,
+    decoder_rows: str | None = None,
+    expert_read_budget: float | str | None = None,
+    activations: str = "device",
+    checkpoint_dir: str | None = None,
+    resume: bool = False,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
     progress: bool = True,
@@ -285,14 +298,30 @@ def calibrate(
 
     Args:
         merged: The merged model. It is not changed.
-        base: The base model or a source of its weights. None requires `anchor_rho` 1, which pulls
-            towards the merged parameters. FeatCal+ then uses samples alone.
+        base: The model that the experts were fine-tuned from, or a source of its weights. None:
+            FeatCal+ uses samples alone, and the paper's rule needs `anchor_rho` 1, which pulls
+            towards the merged parameters.
         experts: Each task's expert: a module, or a source of its weights.
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
             arguments, tuples of arguments, or single tensors. The batch is the first dimension.
-        settings: Settings, or a rule (`Paper(...)`, `Plus(...)`) with defaults for all other
-            settings. `samples_per_task` samples of each task are used, or all if there are fewer.
-        family: How the model is cut into blocks, by default `settings.family`.
+        rule: How a block is solved: `Plus(...)` (FeatCal+), `Paper(...)` or a rule of your own.
+            `FeatCalSettings`, the flat form of YAML, stand for their rule and for all options
+            below that they have.
+        family: How the model is cut into blocks: `auto` (the default), a family's name, a list of
+            the blocks' names, or a `Family`.
+        samples_per_task: Samples of each task that are used, by default all.
+        seed: Seeds each task's random numbers, together with its name.
+        augment: Jittered copies of images in addition to them: `none`, `auto` (none of anything
+            else) or `jitter`. By default the rule's.
+        modules: Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in
+            front to exclude. By default every linear module, convolution and norm of the blocks.
+        decoder_rows: Decoder positions that count: `all` but padding, `targets`, or `auto`. By
+            default the rule's.
+        expert_read_budget: Limit on the bytes of expert weights that are read: a number, an amount
+            such as `"800MB"`, or a share such as `"50%"`.
+        activations: Storage of samples' features between blocks: `device` or `host`.
+        checkpoint_dir: Folder that keeps finished blocks, so that an interrupted run can go on.
+        resume: Whether to go on from the blocks in `checkpoint_dir`.
         device: Device of the calculation, by default the merged model's device.
         autocast: Returns the context of forward passes (Fabric's `autocast`). Statistics are
             computed outside it.
@@ -309,53 +338,78 @@ def calibrate(
         reads, equal in every process.
 
     Raises:
-        CalibrationError: If the calibration cannot go on, naming the location and the setting.
-        ValueError: If the family or rule is unknown, or rho needs a base model and there is none.
-        TypeError: If `settings` is neither settings nor a rule.
+        CalibrationError: If the calibration cannot go on, naming the location and the argument.
+        ValueError: If an option is not accepted, the family or rule is unknown, or the rule needs a
+            base model and there is none.
+        TypeError: If `rule` is neither a rule nor settings.
     """
-    if not isinstance(settings, FeatCalSettings):
-        if not isinstance(settings, Rule):
-            raise TypeError(f"give settings or a rule, such as Paper(), not {settings!r}")
-        settings = FeatCalSettings(rule=settings)
-    if family is not None:
-        settings = settings.replace(family=family)
-    check_inputs(base, experts, batches, settings)
-    if merged_weights is not None and settings.checkpoint_dir is None:
-        raise ValueError("merged_weights needs checkpoint_dir, where the calibrated model goes")
-    request = Request(
-        merged,
-        base,
-        experts,
-        batches,
-        settings,
-        torch.device(device or ("cpu" if merged_weights else device_of(merged))),
-        merged_weights,
-        autocast or nullcontext,
-        progress,
-        processes or Processes(),
+    given = Options(
+        samples_per_task=samples_per_task,
+        seed=seed,
+        augment=augment,
+        modules=modules,
+        decoder_rows=decoder_rows,
+        family=family,
+        expert_read_budget=expert_read_budget,
+        activations=activations,
+        checkpoint_dir=checkpoint_dir,
+        resume=resume,
     )
-    return calibrated(request)
+    rule, options = rule_and_options(rule, given)
+    check_inputs(base, experts, batches, rule)
+    if merged_weights is not None and options.checkpoint_dir is None:
+        raise ValueError("merged_weights needs checkpoint_dir, where the calibrated model goes")
+    runtime = Runtime(
+        torch.device(device or ("cpu" if merged_weights else device_of(merged))),
+        autocast or nullcontext,
+        processes or Processes(),
+        progress,
+    )
+    inputs = Inputs(merged, base, experts, batches, merged_weights)
+    return calibrate_inputs(inputs, rule, options, runtime)
 
 
-def calibrated(request: Request) -> CalibrationResult:
-    """Calibrate a merged model. Raises as `calibrate`."""
-    device, processes = request.device, request.processes
-    if request.merged_weights is not None:
+def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Rule, Options]:
+    """Return a rule, and options with its values in place of null.
+
+    Args:
+        rule: The rule. Settings stand for a rule and options.
+        options: The options, which have priority over settings where they are no defaults.
+
+    Raises:
+        TypeError: If `rule` is neither a rule nor settings.
+    """
+    if isinstance(rule, FeatCalSettings):
+        changed = {k: v for k, v in vars(options).items() if v != getattr(Options, k)}
+        rule, options = rule_of(rule), replace(rule.options, **changed)
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"rule must be a Rule, such as Plus() or Paper(), or settings, not {rule!r}"
+        )
+    return rule, options.of_rule(rule)
+
+
+def calibrate_inputs(
+    inputs: Inputs, rule: Rule, options: Options, runtime: Runtime
+) -> CalibrationResult:
+    """Calibrate checked inputs. Raises as `calibrate`."""
+    device, processes = runtime.device, runtime.processes
+    if inputs.merged_weights is not None:
         return_freed_memory()
     with (
         naming_memory(device, lambda: processes.doing),
-        open_checkpoint(request.settings, processes) as output,
+        open_checkpoint(options, processes) as output,
     ):
-        problem = open_problem(request, output)
+        problem = open_problem(inputs, rule, options, runtime, output)
         with problem.computing():
-            if request.merged_weights is None:
+            if inputs.merged_weights is None:
                 check_merged(problem)
-            problem.output.start(problem, completed(request.settings))
+            problem.output.start(problem, options)
             if problem.output.is_complete:
                 restore(problem)
             else:
                 calibrate_blocks(problem)
-        return result_of(problem, request)
+        return result_of(problem)
 
 
 def restore(problem: Problem) -> None:
@@ -365,16 +419,16 @@ def restore(problem: Problem) -> None:
         problem.working.finish(problem.output.write(block, problem.working, {}, problem.log))
 
 
-def result_of(problem: Problem, request: Request) -> CalibrationResult:
+def result_of(problem: Problem) -> CalibrationResult:
     """Return the calibrated model in the merged model's form, the log and the count of reads."""
-    model = request.merged
-    if request.merged_weights is None:
-        model = problem.working.assembled(device_of(model))
+    model, working = problem.merged, problem.working
+    if working.is_in_memory:
+        model = working.assembled(device_of(model))
         Modes.of(problem.merged).restore(model)
         model = fused(model)
         problem.output.finish(without_ties(model), problem.log)
     else:
-        problem.output.finish(problem.working.tensors, problem.log)
+        problem.output.finish(working.tensors, problem.log)
     return CalibrationResult(model, problem.log, reads_of(problem), problem.output.weights)
 
 

@@ -23,7 +23,7 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import checked_choices
 from fusion_bench_featcal.fusionbench import report as reports
 from fusion_bench_featcal.fusionbench.options import RunSettings
-from fusion_bench_featcal.rules import completed
+from fusion_bench_featcal.settings.rules import completed
 from fusion_bench_featcal.suites import image
 
 ROW = "featcal_mini"

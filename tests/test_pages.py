@@ -50,6 +50,8 @@ TUTORIALS = [
     ("calibrate.md", "LoRA adapters"),
     ("calibrate.md", "CLIP"),
     ("calibrate.md", "Classifiers"),
+    ("python.md", "A model of Hugging Face"),
+    ("python.md", "A model of your own"),
     ("own_tasks.md", "A model family"),
     ("own_method.md", "A rule"),
     ("own_method.md", "A source of weights"),

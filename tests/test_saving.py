@@ -27,7 +27,7 @@ from fusion_bench_featcal.models.saving import (
     card_text,
     writing_model,
 )
-from fusion_bench_featcal.rules import completed
+from fusion_bench_featcal.settings.rules import completed
 
 
 class Tiny(nn.Module):

@@ -17,7 +17,7 @@ from fusion_bench_featcal.families import LLAMA
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.lab.settings_page import algorithm_class, method_names, settings_of_method
-from fusion_bench_featcal.rules import completed, rule_of
+from fusion_bench_featcal.settings.rules import completed, rule_of
 
 BY_HAND = {"base_method", "upstream_mergers", "post_merging_methods", "default_rows", "notes",
            "reads_test"}  # fmt: skip

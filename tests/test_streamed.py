@@ -15,11 +15,11 @@ from tiny_models import Suite, clip_suite, t5_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, InMemoryExpert, Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.experts import ExpertModel, hollow_copy
-from fusion_bench_featcal.experts import merging as merging_module
+from fusion_bench_featcal.experts import LazyModel, hollow_copy
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.experts.merging import MergedOnRead
-from fusion_bench_featcal.experts.working_model import fill
+from fusion_bench_featcal.folders.models import fill
+from fusion_bench_featcal.models import merging as merging_module
+from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.streams import Streams
 
 CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule
@@ -92,7 +92,7 @@ def test_merging_on_read_equals_merging_whole_tensors(scale: float | None, monke
     suite = clip_suite(tasks=3)
     monkeypatch.setattr(merging_module, "ENTRIES", 50)  # tensors are read piece by piece
     models = {"base": suite.base, **suite.experts}
-    read = [ExpertModel(n, InMemoryExpert(m), suite.base) for n, m in models.items()]
+    read = [LazyModel(f"model {n!r}", InMemoryExpert(m), suite.base) for n, m in models.items()]
     merged = MergedOnRead(read[0], read[0], read[1:], scale)
     for name, base in suite.base.state_dict().items():
         tensors = [expert.state_dict()[name].float() for expert in suite.experts.values()]
@@ -103,7 +103,7 @@ def test_merging_on_read_equals_merging_whole_tensors(scale: float | None, monke
         assert torch.equal(merged.tensor(name), expected)
     name, tensor = list(suite.experts["task_1"].named_parameters())[-1]
     tensor.data.view(-1)[0] = torch.inf
-    with pytest.raises(CalibrationError, match=rf"expert 'task_1': tensor '{name}' has NaN"):
+    with pytest.raises(CalibrationError, match=rf"model 'task_1': tensor '{name}' has NaN"):
         merged.tensor(name)
 
 

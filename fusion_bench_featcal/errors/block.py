@@ -3,7 +3,6 @@
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 
 from .masking import masked
 
@@ -26,16 +25,6 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, else its class. Unwraps Hydra's errors."""
     error = _wrapped(error)
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def loading_cause(error: BaseException) -> str:
-    """Return why a model cannot be loaded, in one line."""
-    if any(isinstance(link, UnpicklingError) for link in causes(error)):
-        return (
-            "its .bin file is damaged or has code, which is not run. If you trust it, load it in "
-            "transformers and save it with save_pretrained"
-        )
-    return first_line(error).rstrip(".")
 
 
 def error_block(error: BaseException, *, prefix: str = "error") -> str:

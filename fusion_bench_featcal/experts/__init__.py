@@ -1,7 +1,7 @@
 """Sources of weights, and experts with one block at a time in memory."""
 
 from fusion_bench_featcal.experts.expert import (
-    ExpertModel,
+    LazyModel,
     hollow_copy,
     names_under,
     put_tensor,
@@ -14,9 +14,9 @@ from fusion_bench_featcal.experts.source import (
 )
 
 __all__ = [
-    "ExpertModel",
     "ExpertSource",
     "InMemoryExpert",
+    "LazyModel",
     "SourceView",
     "hollow_copy",
     "names_under",

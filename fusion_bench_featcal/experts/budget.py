@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.expert import ExpertModel
+from fusion_bench_featcal.experts.expert import LazyModel
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors
-from fusion_bench_featcal.settings.budgets import budget_in_bytes
+from fusion_bench_featcal.files.budgets import budget_in_bytes
 
 Sizes = Mapping[str, Mapping[str, tuple[str, int]]]
 """Expert -> the merged model's name of each tensor that is read, in forward order -> its name in
@@ -94,31 +94,8 @@ def granted(budget: float | str | None, sizes: Sizes) -> Grant:
     return Grant(limit, full, total, omitted)
 
 
-def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
-    """Return the rest of a read budget after an upstream merger, which reads every expert whole.
-
-    Args:
-        budget: The setting `expert_read_budget`.
-        upstream: Bytes of the experts' files.
-        merger: The merger's name, for the message.
-
-    Raises:
-        CalibrationError: If nothing is left, naming the settings to change.
-    """
-    if upstream == 0:
-        return budget
-    limit = budget_in_bytes(budget, upstream)
-    if limit > upstream and not str(budget).endswith("%"):
-        return limit - upstream
-    raise CalibrationError(
-        f"expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
-        f"({upstream} bytes), before the calibration reads any. Give more bytes than that, or a "
-        "model that is merged already"
-    )
-
-
 def limit_reads(
-    experts: Mapping[str, ExpertModel],
+    experts: Mapping[str, LazyModel],
     budget: float | str | None,
     order: Iterable[str],
     merged: Tensors,

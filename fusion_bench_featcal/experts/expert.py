@@ -1,10 +1,9 @@
 """Experts with one block's weights in memory, addressed by the merged model's names."""
 
-import difflib
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +11,15 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.source import ExpertSource
-from fusion_bench_featcal.experts.vocabulary import tied_head
 
 _ALIGNMENT = 64  # bytes, the alignment of torch's CPU allocator
 MOST_PINNED = 256 * 2**20
 """Bytes of the largest tensor that is copied to a GPU through pinned memory."""
 
 
-class ExpertModel:
+class LazyModel:
     """An expert as a runnable copy of the merged model's structure, with only loaded tensors.
 
     Parameters are on the meta device until `loaded` reads them, in the merged model's dtype.
@@ -32,13 +31,14 @@ class ExpertModel:
             counts once.
     """
 
+    advice = "Check its files"
+
     def __init__(
         self,
-        name: str,
+        label: str,
         source: ExpertSource,
         like: nn.Module,
         *,
-        role: str = "expert",
         device: torch.device | None = None,
         spared: Container[str] = (),
         module: nn.Module | None = None,
@@ -46,10 +46,9 @@ class ExpertModel:
         """Map the model's names to the expert's tensors and check every shape. Reads no tensor.
 
         Args:
-            name: Its name in the model pool (for an expert, the task's), for messages.
+            label: Its name in messages, such as `experts['math']`.
             source: The weights.
             like: The merged model, whose structure and dtypes the expert takes.
-            role: Role of the model in messages.
             device: Device of loaded tensors, by default the merged model's device.
             spared: Names of the merged model's tensors that are not needed. The expert may lack
                 them, or have other shapes.
@@ -61,9 +60,8 @@ class ExpertModel:
         stored = like.state_dict(keep_vars=True)
         self.source = source
         self.sizes: dict[str, int] = {}
-        self._label = f"{role} {name!r}"
-        self._setting = "its files"
-        self.keys = pair_names(self._label, self._setting, source, like, spared)
+        self._label = label
+        self.keys = pair_names(label, self.advice, source, like, spared)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
@@ -87,7 +85,7 @@ class ExpertModel:
         try:
             stored = self.source.tensor(key)
         except CalibrationError as error:
-            raise CalibrationError(f"{self._label}: {error}. Check {self._setting}") from error
+            raise CalibrationError(f"{self._label}: {error}. {self.advice}") from error
         if key not in self.sizes:
             self.sizes[key] = self.source.nbytes(key)
         if stored.shape != (shape := tuple(self.source.shape(key))):
@@ -98,11 +96,11 @@ class ExpertModel:
         if self._like[name][0].is_floating_point and not stored.is_floating_point():
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "
-                f"the model may be quantized. Check {self._setting}"
+                f"the model may be quantized. {self.advice}"
             )
         if not is_sound(stored, is_parameter=name in self._parameters):
             raise CalibrationError(
-                f"{self._label}: tensor {name!r} has NaN or infinite values. Check {self._setting}"
+                f"{self._label}: tensor {name!r} has NaN or infinite values. {self.advice}"
             )
         return stored
 
@@ -208,99 +206,3 @@ def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Modu
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
     return hollow
-
-
-def pair_names(
-    label: str,
-    setting: str,
-    source: ExpertSource,
-    model: nn.Module,
-    spared: Container[str] = (),
-) -> dict[str, str]:
-    """Return the source's name of each of a model's tensors, and check all shapes.
-
-    All names of a tied tensor have one name in the source, so it is read once. Tensors in `spared`
-    that do not fit are left out.
-
-    Raises:
-        CalibrationError: If a tensor is missing or has another shape, naming it.
-    """
-    available, tensors = source.names(), model.state_dict(keep_vars=True)
-    rename, heads = _renaming(available, set(tensors), model), tied_head(source, model)
-    tied: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        tied.setdefault(id(tensor), []).append(name)
-    keys: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        names = map(rename, tied[id(tensor)] + heads.get(name, []))
-        key = next((n for n in names if n in available), None)
-        shape = None if key is None else tuple(source.shape(key))
-        if key is not None and shape == tensor.shape:
-            keys[name] = key
-        elif name not in spared and key is None:
-            nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
-            raise CalibrationError(
-                f"{label} has no tensor {name!r}; its nearest is {nearest}. Check {setting}"
-            )
-        elif name not in spared:
-            raise CalibrationError(
-                f"{label}: tensor {name!r} has shape {shape}, the merged model's has "
-                f"{tuple(tensor.shape)}. Check {setting}"
-            )
-    return keys
-
-
-def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callable[[str], str]:
-    """Find how the source spells the model's names: unchanged, or with one prefix more or less.
-
-    The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
-    Other names that it changes on loading, such as DINOv2's, are as in files.
-    """
-    stored_names = {name: name for name in available}
-    prefix, covered = _prefix(available, names)
-    if covered < len(names):
-        stored_names |= _names_in_files(available, model)
-        prefix, _ = _prefix(set(stored_names), names)
-    added, removed = prefix
-
-    def stored(name: str) -> str:
-        spelled = added + name.removeprefix(removed)
-        return stored_names.get(spelled, spelled)
-
-    return stored
-
-
-def _prefix(available: set[str], names: set[str]) -> tuple[tuple[str, str], int]:
-    """Return the prefixes to add and to remove so that most names are available, and how many."""
-    prefixes = sorted({name.split(".")[0] + "." for name in available | names})
-    choices = [("", "")] + [(p, "") for p in prefixes] + [("", p) for p in prefixes]
-
-    def covered(choice: tuple[str, str]) -> int:
-        added, removed = choice
-        return sum(added + name.removeprefix(removed) in available for name in names)
-
-    best = max(choices, key=covered)  # on a tie the first one: unchanged names
-    return best, covered(best)
-
-
-def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
-    """Return a model's names of the tensors that transformers renames on loading -> stored names.
-
-    Older releases rename none.
-    """
-    if not hasattr(model, "config"):
-        return {}
-    try:  # from release 5 on
-        from transformers import conversion_mapping, core_model_loading  # type: ignore[attr-defined]
-    except ImportError:
-        return {}
-    rules = conversion_mapping.get_model_conversion_mapping(cast(Any, model))
-    renaming = core_model_loading.WeightRenaming
-    names: dict[str, str] = {}
-    for stored in available:
-        name = stored
-        for rule in (rule for rule in rules if isinstance(rule, renaming)):
-            name = rule.rename_source_key(name)[0]
-        if name != stored:
-            names[name] = stored
-    return names

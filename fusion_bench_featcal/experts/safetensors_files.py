@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.model_config import open_config
+from fusion_bench_featcal.experts.config_files import open_config
 from fusion_bench_featcal.experts.source import ExpertSource
 from fusion_bench_featcal.files.untrusted import read_json
 

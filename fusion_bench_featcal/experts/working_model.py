@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.experts.expert import ExpertModel, hollow_copy, put_tensor
+from fusion_bench_featcal.experts.expert import LazyModel, hollow_copy, put_tensor
 from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, Tensors
 
 
-class WorkingModel(ExpertModel):
+class WorkingModel(LazyModel):
     """The model during calibration: a structure with one block's tensors loaded at a time.
 
     Finished blocks have calibrated tensors, all others have merged ones. A loaded tensor may be the
@@ -21,6 +21,8 @@ class WorkingModel(ExpertModel):
         home: Device of the merged model.
         is_in_memory: Whether the merged model is in memory.
     """
+
+    advice = "Check how it was merged"
 
     def __init__(
         self,
@@ -42,13 +44,12 @@ class WorkingModel(ExpertModel):
         self.is_in_memory, self.device = source is None, device
         self.home = next(structure.parameters()).device
         source = InMemoryExpert(structure) if source is None else source
-        super().__init__("merged", source, structure, role="model", device=device)
-        self._label, self._setting = "the merged model", "how it was merged"
+        super().__init__("the merged model", source, structure, device=device)
         self._finished: dict[str, tuple[Mapping[str, Tensor], str]] = {}
         self.merged = Tensors(self.source.tensor, self.keys)
 
     def stored(self, name: str) -> Tensor:
-        """Return one tensor in its stored dtype. Raises as `ExpertModel.stored`."""
+        """Return one tensor in its stored dtype. Raises as `LazyModel.stored`."""
         key = self.keys[name]
         if key in self._finished:
             tensors, of_block = self._finished[key]
@@ -85,7 +86,7 @@ class WorkingModel(ExpertModel):
         return Tensors(self.stored, {key: name for name, key in reversed(self.keys.items())})
 
 
-def offloaded(model: ExpertModel, device: torch.device) -> nn.Module:
+def offloaded(model: LazyModel, device: torch.device) -> nn.Module:
     """Return a model that reads its weights while it runs, using accelerate's hooks.
 
     Args:
@@ -102,17 +103,3 @@ def offloaded(model: ExpertModel, device: torch.device) -> nn.Module:
     kind = type(model.module)
     model.module.__class__ = type(kind.__name__, (kind,), {"device": device})
     return model.module
-
-
-@torch.no_grad()
-def fill(model: nn.Module, source: ExpertSource) -> None:
-    """Copy a source's values into a model in memory, in its dtypes.
-
-    Raises:
-        CalibrationError: If the source lacks a tensor or has one of another shape.
-    """
-    weights, filled = ExpertModel("filled", source, model, role="model"), set[int]()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in filled:  # a tied matrix is read once
-            filled.add(id(tensor))
-            tensor.copy_(weights.tensor(name))

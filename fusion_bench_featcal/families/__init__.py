@@ -10,7 +10,7 @@ from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_bl
 from fusion_bench_featcal.families.stack import CLIP, LLAMA, STACK, Stack, find_stack
 from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
 from fusion_bench_featcal.families.t5 import T5, WHISPER
-from fusion_bench_featcal.settings.fields import named_class
+from fusion_bench_featcal.files.classes import named_class
 
 __all__ = [
     "CLIP", "LLAMA", "OPEN_CLIP", "STACK", "STAGES", "T5", "WHISPER", "Call", "Family", "Stack",
@@ -33,7 +33,9 @@ MODEL_TYPES = {
 }  # fmt: skip
 _BY_MODEL_TYPE = {kind: family for family, kinds in MODEL_TYPES.items() for kind in kinds}
 
-_KNOWN = f"auto, {', '.join(_BY_NAME)}, or {{_target_: my_module.MyFamily}}"
+_KNOWN = (
+    f"auto, {', '.join(_BY_NAME)}, a list of the blocks' names, {{_target_: my_module.MyFamily}}"
+)
 
 
 def check_family(family: Any) -> None:
@@ -57,7 +59,8 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     steps with the model's forward pass on two samples (`check.py`).
 
     Args:
-        family: `auto`, a name, a mapping with `_target_` and arguments, or a Family.
+        family: `auto`, a name, a list of the blocks' names, a mapping with `_target_` and
+            arguments, or a Family.
         model: The model. It may be on the meta device.
 
     Raises:
@@ -76,8 +79,8 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
         return STACK
     raise ValueError(
         f"family=auto does not know {type(model).__name__} (model type {model_type!r}), "
-        "and no list of modules of one class clearly holds its blocks. Set family to a "
-        "family of your own, {_target_: my_module.MyFamily} (docs/own_tasks.md)"
+        "and no list of modules of one class clearly holds its blocks. Set family to a list "
+        "of the blocks' names, or to a family of your own (docs/own_tasks.md)"
     )
 
 
@@ -89,6 +92,8 @@ def _family(family: Any) -> Family:
         return _family_of_target(**family)
     if isinstance(family, str) and family in _BY_NAME:
         return _BY_NAME[family]
+    if isinstance(family, list | tuple) and family and all(isinstance(n, str) for n in family):
+        return Stack(tuple(family))
     raise ValueError(f"family must be {_KNOWN}, or an object of a Family, got {family!r}")
 
 

@@ -53,13 +53,18 @@ class Stack(Family):
     name = "stack"
 
     def __init__(
-        self, pattern: str | None = None, *, name: str | None = None, compared: bool = True
+        self,
+        pattern: str | Sequence[str] | None = None,
+        *,
+        name: str | None = None,
+        compared: bool = True,
     ) -> None:
         """Set how the blocks are found.
 
         Args:
-            pattern: Regular expression of a block's full name. None finds the outermost list of
-                modules of one class that is ten times as large as all others.
+            pattern: Regular expression of a block's full name, or all names in forward order. None
+                finds the outermost list of modules of one class that is ten times as large as all
+                others.
             name: As `Family`.
             compared: As `Family`.
         """
@@ -69,14 +74,18 @@ class Stack(Family):
         """Return the blocks in forward order, as one stage.
 
         Raises:
-            CalibrationError: If there are none.
+            CalibrationError: If there are none, or a named one is missing.
         """
-        if self.pattern is None:
+        names = dict(model.named_modules())
+        if self.pattern is not None and not isinstance(self.pattern, str):
+            missing = [name for name in self.pattern if name not in names]
+            lacks, blocks = f"module named {missing[:1]}", [] if missing else [*self.pattern]
+        elif self.pattern is None:
             lacks = "list of modules of one class that clearly holds them"
             blocks = find_stack(model)
         else:
             lacks = f"module named {self.pattern}"
-            blocks = [n for n, _ in model.named_modules() if re.fullmatch(self.pattern, n)]
+            blocks = [name for name in names if re.fullmatch(self.pattern, name)]
         if not blocks:
             raise CalibrationError(
                 f"family={self.name} finds no blocks in {type(model).__name__}: it has no "

@@ -38,9 +38,9 @@ from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import row_of_rule
-from fusion_bench_featcal.rules import completed
 from fusion_bench_featcal.run.devices import check_device
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.rules import completed
 
 
 def run(request: Request) -> Path:

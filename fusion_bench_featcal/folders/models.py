@@ -12,13 +12,10 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, InMemoryExpert
-from fusion_bench_featcal.experts.likeness import notes_on_experts
-from fusion_bench_featcal.experts.merging import MergedOnRead
-from fusion_bench_featcal.experts.model_config import compare_configs
-from fusion_bench_featcal.experts.vocabulary import VocabularyRows
-from fusion_bench_featcal.experts.working_model import fill, offloaded
+from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
+from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.families import resolve_family, stages_of
+from fusion_bench_featcal.folders.memory import free_bytes
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
     ENCODER,
@@ -29,16 +26,19 @@ from fusion_bench_featcal.folders.model_folder import (
     body_of,
 )
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.models.configs import compare_configs
 from fusion_bench_featcal.models.hub import MODULES, fetch
+from fusion_bench_featcal.models.likeness import notes_on_experts
+from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.processors import (
     check_tokenizers,
     has_processor,
     load_processor,
 )
+from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.modules.sites import find_all_modules
-from fusion_bench_featcal.rules import rule_of
-from fusion_bench_featcal.run.memory import free_bytes
+from fusion_bench_featcal.settings.rules import rule_of
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Models:
             return None
         source, body = self._source(self.base), self.empty_body
         try:
-            ExpertModel("base", source, body, role="model")
+            LazyModel("the base", source, body)
         except CalibrationError:
             if self.home.kind not in (*CLASSIFIERS, *ENCODERS):
                 raise
@@ -173,10 +173,13 @@ class Models:
         return VocabularyRows(source, after, self._home_source)
 
     @cached_property
-    def _runnable(self) -> dict[str, ExpertModel]:
+    def _runnable(self) -> dict[str, LazyModel]:
         """Task -> expert, with all names and shapes checked."""
         body = self.empty_body
-        return {task: ExpertModel(task, source, body) for task, source in self.sources.items()}
+        return {
+            task: LazyModel(f"expert {task!r}", source, body)
+            for task, source in self.sources.items()
+        }
 
     @cached_property
     def merged_source(self) -> ExpertSource:
@@ -212,7 +215,7 @@ class Models:
         free = free_bytes(device)
         is_large = free is not None and 2 * self.home.size >= free
         if is_large and self.home.kind in LANGUAGE_MODELS:
-            return offloaded(ExpertModel("offloaded", body, self.empty_body, device=device), device)
+            return offloaded(LazyModel("the model", body, self.empty_body, device=device), device)
         return load().to(device)
 
     @cached_property
@@ -272,13 +275,13 @@ class Models:
             named["the merged model"] = self._opened("merged", self._source(self.merged))
         return notes + notes_on_experts(named, self._opened("base", self.base_source))
 
-    def _opened(self, name: str, source: ExpertSource) -> ExpertModel:
-        return ExpertModel(name, source, self.empty_body, role="model")
+    def _opened(self, name: str, source: ExpertSource) -> LazyModel:
+        return LazyModel(f"model {name!r}", source, self.empty_body)
 
     def _check(self) -> None:
         home, settings = self.home, self.request.settings
         norm = rule_of(settings).calibrate_norm
-        find_all_modules(self.empty_body, self._stages, settings, calibrate_norm=norm)
+        find_all_modules(self.empty_body, self._stages, settings.modules, calibrate_norm=norm)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
         models = [home, *filter(None, [self.base]), *whole.values()]
         compare_configs({model.name: model.config for model in models}, whole)
@@ -315,3 +318,17 @@ class Models:
             if model is not None and has_processor(model.folder):
                 return str(model.folder)
         return str(self.home.folder)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, source: ExpertSource) -> None:
+    """Copy a source's values into a model in memory, in its dtypes.
+
+    Raises:
+        CalibrationError: If the source lacks a tensor or has one of another shape.
+    """
+    weights, filled = LazyModel("the model", source, model), set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in filled:  # a tied matrix is read once
+            filled.add(id(tensor))
+            tensor.copy_(weights.tensor(name))

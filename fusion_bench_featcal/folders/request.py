@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.errors.nearest_names import refuse_unknown, refuse_unusable_names
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.files import check_target, is_missing
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.mergekit import FILE, with_merge_config
 from fusion_bench_featcal.folders.options import mapping
+from fusion_bench_featcal.results.names import refuse_unusable_names
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import check_values, setting
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.data.embeddings import FILES
-from fusion_bench_featcal.experts.expert import pair_names
+from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.json_files import json_text
 from fusion_bench_featcal.files.tensors import write_tensors

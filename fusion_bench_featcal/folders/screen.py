@@ -10,6 +10,7 @@ import datasets
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.experts.source import total_bytes
+from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
@@ -20,7 +21,6 @@ from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.run import row_of_rule, with_average
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 
 def show_start(

@@ -16,9 +16,9 @@ from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import Facts, calibration_log, file_suffix
-from fusion_bench_featcal.rules import completed, rule_of
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.rules import completed, rule_of
 
 
 class FeatCal(FeatCalSettings, Method):

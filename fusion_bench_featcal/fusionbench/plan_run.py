@@ -14,11 +14,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench.config_checks import check_config
 from fusion_bench_featcal.fusionbench.console import explained, make_importable
 from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, models_of
-from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 _LOCATIONS = ("pretrained_model_name_or_path", "base_model_path", "base_model_name",
               "peft_model_path", "peft_name")  # fmt: skip

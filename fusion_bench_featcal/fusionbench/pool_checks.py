@@ -4,10 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import refuse_unusable_names
-from fusion_bench_featcal.experts import ExpertModel, InMemoryExpert
-from fusion_bench_featcal.experts.likeness import notes_on_experts
-from fusion_bench_featcal.experts.model_config import compare_configs
+from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.fusionbench.pool_models import (
@@ -18,6 +15,9 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     import_target,
     load_pool_model,
 )
+from fusion_bench_featcal.models.configs import compare_configs
+from fusion_bench_featcal.models.likeness import notes_on_experts
+from fusion_bench_featcal.results.names import refuse_unusable_names
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -112,8 +112,8 @@ def check_experts(models: PoolModels, settings: FeatCalSettings | None = None) -
     if settings is not None:
         resolve_family(settings.family, base).stages(base)
     experts = {
-        f"expert {name}": ExpertModel(name, expert.files, base)
+        f"expert {name}": LazyModel(f"expert {name!r}", expert.files, base)
         for name, expert in models.experts.items()
         if expert.files is not None  # other experts are compared when they are loaded
     }
-    return notes_on_experts(experts, ExpertModel("base", InMemoryExpert(base), base))
+    return notes_on_experts(experts, LazyModel("the base", InMemoryExpert(base), base))

@@ -14,13 +14,14 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.block import first_line, loading_cause
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.source import total_bytes
-from fusion_bench_featcal.experts.vocabulary import VocabularyRows
+from fusion_bench_featcal.models.errors import loading_cause
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.models.vocabulary import VocabularyRows
 
 BASE_MODEL = "_pretrained_"
 MERGED_MODEL = "_merged_"

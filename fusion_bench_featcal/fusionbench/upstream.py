@@ -12,9 +12,9 @@ from hydra.utils import get_object
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertModel
-from fusion_bench_featcal.experts.budget import budget_left
+from fusion_bench_featcal.experts import LazyModel
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, MERGED, method_name, plain
 from fusion_bench_featcal.fusionbench.pool_models import (
     MERGED_MODEL,
@@ -142,7 +142,7 @@ def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
         return None  # FusionBench merges these modules only
     log.info("merging with %s, tensor by tensor from files", method_name(base_method))
     opened = {
-        name: ExpertModel(name, source.files, model, role="model")  # type: ignore[arg-type]
+        name: LazyModel(f"model {name!r}", source.files, model)  # type: ignore[arg-type]
         for name, source in used.items()
     }
     fill(model, opened[first.name], [opened[task] for task in models.experts], merge)
@@ -150,9 +150,7 @@ def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
 
 
 @torch.no_grad()
-def fill(
-    model: nn.Module, first: ExpertModel, experts: Sequence[ExpertModel], merge: Merge
-) -> None:
+def fill(model: nn.Module, first: LazyModel, experts: Sequence[LazyModel], merge: Merge) -> None:
     """Write merged tensors into a model, in place."""
     tensors = model.state_dict(keep_vars=True)
     for tensor, name in {id(tensor): (tensor, name) for name, tensor in tensors.items()}.values():
@@ -210,3 +208,26 @@ def _arithmetic(scale: Any) -> Merge:
         return first + scale * total
 
     return merge
+
+
+def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
+    """Return the rest of a read budget after an upstream merger, which reads every expert whole.
+
+    Args:
+        budget: The setting `expert_read_budget`.
+        upstream: Bytes of the experts' files.
+        merger: The merger's name, for the message.
+
+    Raises:
+        CalibrationError: If nothing is left, naming the settings to change.
+    """
+    if upstream == 0:
+        return budget
+    limit = budget_in_bytes(budget, upstream)
+    if limit > upstream and not str(budget).endswith("%"):
+        return limit - upstream
+    raise CalibrationError(
+        f"expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
+        f"({upstream} bytes), before the calibration reads any. Give more bytes than that, or a "
+        "model that is merged already"
+    )

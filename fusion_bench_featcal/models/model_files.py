@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.block import first_line, loading_cause
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
-from fusion_bench_featcal.experts.expert import pair_names
-from fusion_bench_featcal.experts.lora import LoraExpert, OtherAdapterError, merged_by_peft
-from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, open_config
+from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, open_config
+from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
+from fusion_bench_featcal.models.errors import loading_cause
 from fusion_bench_featcal.models.hub import MODULES
+from fusion_bench_featcal.models.lora import LoraExpert, OtherAdapterError, merged_by_peft
 from fusion_bench_featcal.models.structure import without_weights
 from fusion_bench_featcal.settings.fields import is_text_list
 

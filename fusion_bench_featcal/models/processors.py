@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.model_config import IS_RELEASE_4, RELEASE, read_config
+from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, RELEASE, read_config
 from fusion_bench_featcal.files.untrusted import read_json
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")

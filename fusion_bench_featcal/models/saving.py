@@ -28,9 +28,9 @@ from fusion_bench_featcal.results.notes import VERDICT
 from fusion_bench_featcal.results.run import GIVEN
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.tables import page
-from fusion_bench_featcal.rules import BY_NAME, completed
 from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.rules import BY_NAME, completed
 
 CARD = "README.md"
 TRANSFORMERS = {"library_name": "transformers"}

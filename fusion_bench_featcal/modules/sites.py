@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.kinds import is_layer_norm, is_linear, runs_as
-from fusion_bench_featcal.settings import FeatCalSettings
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class BlockModules:
 def find_all_modules(
     model: nn.Module,
     stages: Iterable[Iterable[str]],
-    settings: FeatCalSettings,
+    patterns: Sequence[str] | None = None,
     *,
     calibrate_norm: bool,
 ) -> dict[str, BlockModules]:
@@ -94,7 +93,7 @@ def find_all_modules(
     Args:
         model: The model.
         stages: Its blocks, as its family lists them.
-        settings: `modules` is used.
+        patterns: Those of the modules to calibrate, as in `Options.modules`.
         calibrate_norm: Whether gains and shifts of norms change.
 
     Returns:
@@ -108,13 +107,13 @@ def find_all_modules(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
     blocks = {
-        block: _find_modules(model, block, settings, calibrate_norm, shared)
+        block: _find_modules(model, block, patterns, calibrate_norm, shared)
         for stage in stages
         for block in stage
     }
     names = [site.name for modules in blocks.values() for site in modules.sites]
     names += [name for modules in blocks.values() for name in modules.unchanged]
-    for pattern in settings.modules or ():
+    for pattern in patterns or ():
         if not any(matches(name, pattern.removeprefix("!")) for name in names):
             raise CalibrationError(
                 f"modules={pattern!r} matches no module of the blocks; there are "
@@ -128,7 +127,7 @@ def find_all_modules(
 def left_out(blocks: Mapping[str, BlockModules]) -> list[str]:
     """Return the kinds of selected modules with matrices that stay as merged, without repetition.
 
-    Embeddings, norms and modules that the settings exclude are not named.
+    Embeddings, norms and modules that patterns exclude are not named.
     """
     kinds = (kind for modules in blocks.values() for kind in modules.unchanged.values() if kind)
     return list(dict.fromkeys(kinds))
@@ -137,7 +136,7 @@ def left_out(blocks: Mapping[str, BlockModules]) -> list[str]:
 def _find_modules(
     model: nn.Module,
     block: str,
-    settings: FeatCalSettings,
+    patterns: Sequence[str] | None,
     calibrate_norm: bool,
     shared: Mapping[int, Sequence[str]],
 ) -> BlockModules:
@@ -148,7 +147,7 @@ def _find_modules(
                 f"block {block}: module {name} carries a LoRA adapter; merge it into its weight "
                 "first (peft: model.merge_and_unload())"
             )
-        selected = is_selected(name, settings.modules)
+        selected = is_selected(name, patterns)
         if isinstance(module, _BatchNorm) and module.track_running_stats and selected:
             sites.append(Site(name, "statistics"))
             continue

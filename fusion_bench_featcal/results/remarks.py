@@ -1,6 +1,5 @@
 """Sentences about a run: notable tasks, and the last lines of its output."""
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -8,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fusion_bench_featcal.rules import BY_NAME, completed, rule_of
-from fusion_bench_featcal.run.log import exchanged_samples
+from fusion_bench_featcal.run.log import exchanged_samples, final_drift
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
+from fusion_bench_featcal.settings.rules import BY_NAME, completed, rule_of
 
 from .notes import NOTE, WARNING, Note
 from .run import ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Facts, Line
@@ -29,16 +28,6 @@ _SAMPLES_ALONE = (
     "the experts' weights say little about their data, as LoRA adapters that share a start often "
     "do: FeatCal+ used mostly the samples"
 )
-
-
-def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return each task's drift behind the last block relative to the expert's features.
-
-    `records` come from a calibration log. Rules that do not run the experts have none.
-    """
-    last = {record["task"]: record for record in records if record["kind"] == "task"}
-    drifts = {task: record.get("relative_drift") for task, record in last.items()}
-    return {t: drift for t, drift in drifts.items() if drift is not None and math.isfinite(drift)}
 
 
 def calibration_facts(

@@ -50,7 +50,7 @@ class StatisticsSums:
         """Return the sums over tasks."""
         return [self._sums]
 
-    def add(self, task: str, expert: None, rows: NormRows, held_out: Any = None) -> None:
+    def add(self, task: str, expert: Linear | None, rows: NormRows, held_out: Any = None) -> None:
         """Add a task's mean square and mean."""
         sums = rows.sums.to(self._sums.dtype)
         self._sums += torch.cat([sums[:2] / sums[2], torch.ones_like(sums[:1])])

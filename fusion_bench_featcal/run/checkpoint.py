@@ -30,7 +30,7 @@ from fusion_bench_featcal.run.digests import (
     without_addresses,
 )
 from fusion_bench_featcal.run.finished import FinishedBlocks, naming_room
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.options import Options
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
 WRITTEN = r"(block|rest)-\d+\.safetensors|.*\.json"
@@ -53,7 +53,7 @@ class Checkpoint:
         """Return the calibrated weights in files, or None if there are no files."""
         return None
 
-    def start(self, problem: Any, settings: FeatCalSettings) -> None:
+    def start(self, problem: Any, options: Options) -> None:
         """Begin with the first block."""
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
@@ -103,17 +103,17 @@ class CheckpointFolder(Checkpoint):
         """Return the calibrated weights in files."""
         return self._blocks
 
-    def start(self, problem: Any, settings: FeatCalSettings) -> None:
+    def start(self, problem: Any, options: Options) -> None:
         """Begin with the first block, or continue after the blocks of an earlier run.
 
         Args:
             problem: The `Problem` before its first solve.
-            settings: Settings.
+            options: Its options.
 
         Raises:
             CalibrationError: If a block belongs to another run, or its file is damaged.
         """
-        self._blocks = FinishedBlocks(self.folder, digest_of_run(problem, settings))
+        self._blocks = FinishedBlocks(self.folder, digest_of_run(problem, options))
         self._files = {block: BLOCK.format(number) for number, block in enumerate(problem.modules)}
         is_gap = False
         for block, file in self._files.items():
@@ -214,20 +214,20 @@ class CheckpointFolder(Checkpoint):
 
 
 @contextmanager
-def open_checkpoint(settings: FeatCalSettings, processes: Any) -> Iterator[Checkpoint]:
-    """Context with the folder of the settings, locked for this run.
+def open_checkpoint(options: Any, processes: Any) -> Iterator[Checkpoint]:
+    """Context with the folder of finished blocks, locked for this run.
 
     Args:
-        settings: `checkpoint_dir` and `resume` are used.
+        options: `checkpoint_dir` and `resume` are used.
         processes: The processes. The first one locks and writes.
 
     Raises:
         CalibrationError: If it cannot be used, in every process.
     """
-    if settings.checkpoint_dir is None:
+    if options.checkpoint_dir is None:
         yield Checkpoint()
         return
-    folder, refusal = Path(settings.checkpoint_dir), None
+    folder, refusal = Path(options.checkpoint_dir), None
     with ExitStack() as stack:
         if processes.rank == 0:
             try:
@@ -236,15 +236,15 @@ def open_checkpoint(settings: FeatCalSettings, processes: Any) -> Iterator[Check
                 refusal = str(error)
         if refusal := processes.gather(refusal)[0]:
             raise CalibrationError(refusal)
-        yield CheckpointFolder(folder, resume=settings.resume, processes=processes)
+        yield CheckpointFolder(folder, resume=options.resume, processes=processes)
 
 
-def digest_of_run(problem: Any, settings: FeatCalSettings) -> str:
+def digest_of_run(problem: Any, options: Options) -> str:
     """Return a digest of all that a finished block depends on, equal in every process.
 
     Args:
         problem: The `Problem` before its first solve.
-        settings: Settings.
+        options: Its options.
     """
     streams, working, processes = problem.streams, problem.working, problem.processes
     device = working.device.type
@@ -259,7 +259,7 @@ def digest_of_run(problem: Any, settings: FeatCalSettings) -> str:
         on = torch.is_autocast_enabled(device)
         autocast = str(torch.get_autocast_dtype(device)) if on else None
     facts = [
-        settings.of_the_model().replace(family="auto").as_dict(),
+        options.of_the_model(),
         [
             without_addresses(repr(value))
             for value in (problem.rule, streams.family, problem.merged)

@@ -1,6 +1,7 @@
 """Log of a calibration, block by block."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,11 @@ class CalibrationLog:
         """Wall-clock seconds of all blocks together."""
         return sum(record["seconds"] for record in self.of_kind("block"))
 
+    @property
+    def final_drift(self) -> dict[str, float]:
+        """Each task's drift behind the last block, relative to the expert's features."""
+        return final_drift(self.records)
+
     def plain_records(self, start: int = 0) -> list[dict[str, Any]]:
         """Return the records from index `start` on, in the form for files.
 
@@ -65,6 +71,16 @@ class CalibrationLog:
             ReportError: If the file cannot be written.
         """
         write_atomic(Path(path), json_lines(self.plain_records()))
+
+
+def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each task's drift behind the last block relative to the expert's features.
+
+    `records` are those of a log. Rules that do not run the experts have none.
+    """
+    last = {record["task"]: record for record in records if record["kind"] == "task"}
+    drifts = {task: record.get("relative_drift") for task, record in last.items()}
+    return {t: drift for t, drift in drifts.items() if drift is not None and math.isfinite(drift)}
 
 
 def exchanged_samples(trust: Sequence[Mapping[str, Any]]) -> dict[str, str]:

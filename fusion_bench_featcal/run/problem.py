@@ -18,7 +18,8 @@ from fusion_bench_featcal.core.kernels import (
     with_kernel,
 )
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, hollow_copy, source_of
+from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.experts import ExpertSource, LazyModel, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
@@ -34,14 +35,13 @@ from fusion_bench_featcal.modules.models import (
     tail_of,
 )
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
-from fusion_bench_featcal.rules import rule_of, value_of
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import part_of, to_device
@@ -61,27 +61,51 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Request:
-    """Arguments of `calibrate`, documented there."""
+class Inputs:
+    """Models and samples of one calibration, as documented in `calibrate`."""
 
     merged: nn.Module
     base: nn.Module | ExpertSource | None
     experts: Mapping[str, nn.Module | ExpertSource]
     batches: Mapping[str, Iterable[Any]]
-    settings: FeatCalSettings
-    device: torch.device
     merged_weights: ExpertSource | None = None
-    autocast: Autocast = nullcontext
-    progress: bool = True
-    processes: Processes = field(default_factory=Processes)
 
-    @property
-    def runnable(self) -> nn.Module:
+    def runnable(self, device: torch.device) -> nn.Module:
         """Return the merged model. If it is only a structure, tensors are loaded when needed."""
         if self.merged_weights is None:
             return self.merged
-        weights = WorkingModel(self.merged, self.merged_weights, device=self.device)
-        return offloaded(weights, self.device)
+        return offloaded(WorkingModel(self.merged, self.merged_weights, device=device), device)
+
+    def with_split_attention(self) -> "Inputs":
+        """Return the inputs with the attention of open_clip's models split.
+
+        Raises:
+            CalibrationError: If the attention cannot be split, or a model is in files.
+        """
+        merged = split(self.merged)
+        if merged is self.merged:
+            return self
+
+        def parted(model: Any) -> Any:
+            if model is None or isinstance(model, nn.Module):
+                return None if model is None else split(model)
+            raise CalibrationError(
+                "an open_clip model is calibrated in memory: load it from its file"
+            )
+
+        parted(self.merged_weights)
+        experts = {task: parted(expert) for task, expert in self.experts.items()}
+        return replace(self, merged=merged, base=parted(self.base), experts=experts)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where a calibration runs, as documented in `calibrate`."""
+
+    device: torch.device
+    autocast: Autocast = nullcontext
+    processes: Processes = field(default_factory=Processes)
+    progress: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,8 +133,8 @@ class Problem:
     tasks: Sequence[str]
     merged: nn.Module
     working: WorkingModel
-    base: ExpertModel | None
-    experts: Mapping[str, ExpertModel]
+    base: LazyModel | None
+    experts: Mapping[str, LazyModel]
     grant: Grant
     modules: Mapping[str, BlockModules]
     rule: Rule
@@ -128,7 +152,7 @@ class Problem:
         return self.working.module
 
     @property
-    def models(self) -> dict[str, ExpertModel]:
+    def models(self) -> dict[str, LazyModel]:
         """Return base and experts by name."""
         return ({} if self.base is None else {BASE: self.base}) | dict(self.experts)
 
@@ -162,38 +186,39 @@ class CalibrationResult:
     reads: dict[str, Any] = field(default_factory=dict)
     weights: FinishedBlocks | None = None
 
+    def __str__(self) -> str:
+        """Return blocks, seconds, and each task's drift from its expert before the head."""
+        blocks = counted(len(self.log.of_kind("block")), "block")
+        text = f"calibrated {blocks} in {self.log.seconds:.1f} s"
+        drifts = ", ".join(f"{t} {drift:.3g}" for t, drift in self.log.final_drift.items())
+        of_features = "drift before the head, relative to the experts' features"
+        return f"{text}; {of_features}: {drifts}" if drifts else text
 
-def open_problem(request: Request, output: Checkpoint) -> Problem:
+
+def open_problem(
+    inputs: Inputs, rule: Rule, options: Options, runtime: Runtime, output: Checkpoint
+) -> Problem:
     """Open models and samples of a calibration, and check them.
 
     Args:
-        request: The arguments of `calibrate`.
+        inputs: The models and samples.
+        rule: Calibrates blocks.
+        options: Options without null that stands for the rule's value.
+        runtime: Where it runs.
         output: Stores finished blocks.
     """
-    request = without_fused_attention(request)
-    settings, processes, device = request.settings, request.processes, request.device
-    rule, samples = rule_of(settings), {}
-    for task in processes.share(request.experts):
-        processes.doing = f"inputs · {task}"
-        batches = request.batches[task]
-        samples[task] = take(task, batches, settings, request.merged, holds_out=rule.holds_out)
+    inputs, processes, device = inputs.with_split_attention(), runtime.processes, runtime.device
+    samples = open_samples(inputs, rule, options, processes)
     kernel = agreed_kernel(processes.gather(choose_kernel(device)))
-    family = resolve_family(settings.family, request.merged)
-    reads_first = compared(request, rule, family, samples)
+    family = resolve_family(options.family, inputs.merged)
+    reads_first = head_reads_first(inputs, rule, family, runtime, samples)
     processes.doing = "the models"
-    merged, stages = request.merged, stages_of(family, request.merged)
-    modules = find_all_modules(merged, stages, settings, calibrate_norm=rule.calibrate_norm)
-    if kinds := left_out(modules):
-        logger.warning("modules that stay as merged: %s", ", ".join(kinds))
-    with request.autocast():
-        doubt = rule.doubt(dtype_of_features(merged, stages[0][0], device))
-    if doubt:
-        logger.warning(doubt)
-    working = WorkingModel(merged, request.merged_weights, device=device)
-    base, experts = _opened(request, rule, working, stages[-1][-1])
+    stages = stages_of(family, inputs.merged)
+    modules = open_modules(inputs.merged, stages, rule, options, runtime)
+    working, base, experts = open_models(inputs, rule, runtime, stages[-1][-1])
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
-    budget, tasks = settings.expert_read_budget, list(request.experts)
-    images = any(gives_images(merged.get_submodule(block)) for block in modules)
+    budget, tasks = options.expert_read_budget, list(inputs.experts)
+    images = any(gives_images(inputs.merged.get_submodule(block)) for block in modules)
     streams = Streams(
         samples,
         family,
@@ -201,17 +226,17 @@ def open_problem(request: Request, output: Checkpoint) -> Problem:
         working,
         experts,
         rule,
-        autocast=with_kernel(kernel, request.autocast),
-        decoder_rows=value_of(settings, "decoder_rows"),
+        autocast=with_kernel(kernel, runtime.autocast),
+        decoder_rows=options.decoder_rows or rule.decoder_rows,
         reads_first=reads_first,
         drift=DriftLog(channels_first=images) if rule.runs_experts else None,
-        storage=storage_for(settings, device),
+        storage=storage_for(options.activations, device),
     )
     log = CalibrationLog(family=family.name)
     log.add("engine", {"linear_kernel": kernel, "processor": processor()})
     return Problem(
         tasks=tasks,
-        merged=merged,
+        merged=inputs.merged,
         working=working,
         base=base,
         experts=experts,
@@ -224,80 +249,95 @@ def open_problem(request: Request, output: Checkpoint) -> Problem:
         dtype=rule.dtype(len(tasks), device),
         kernel=kernel,
         log=log,
-        progress=Progress(processes, device, [*modules], len(samples), show=request.progress),
+        progress=Progress(processes, device, [*modules], len(samples), show=runtime.progress),
     )
 
 
-def without_fused_attention(request: Request) -> Request:
-    """Return a request in which the attention of open_clip's models is split.
-
-    Raises:
-        CalibrationError: If the attention cannot be split, or a model is in files.
-    """
-    merged = split(request.merged)
-    if merged is request.merged:
-        return request
-
-    def parted(model: Any) -> Any:
-        if model is None or isinstance(model, nn.Module):
-            return None if model is None else split(model)
-        raise CalibrationError("an open_clip model is calibrated in memory: load it from its file")
-
-    parted(request.merged_weights)
-    experts = {task: parted(expert) for task, expert in request.experts.items()}
-    return replace(request, merged=merged, base=parted(request.base), experts=experts)
+def open_samples(
+    inputs: Inputs, rule: Rule, options: Options, processes: Processes
+) -> dict[str, list[Batch]]:
+    """Return the batches of each task of this process."""
+    samples = dict[str, list[Batch]]()
+    for task in processes.share(inputs.experts):
+        processes.doing = f"inputs · {task}"
+        of_task, model = inputs.batches[task], inputs.merged
+        samples[task] = take(task, of_task, options, model, holds_out=rule.holds_out)
+    return samples
 
 
-def compared(
-    request: Request, rule: Rule, family: Family, samples: Mapping[str, list[Batch]]
+def head_reads_first(
+    inputs: Inputs,
+    rule: Rule,
+    family: Family,
+    runtime: Runtime,
+    samples: Mapping[str, list[Batch]],
 ) -> bool:
     """Compare a family with the model's forward pass on the longest sample and the one behind it.
 
     Returns:
         Whether only the first position of the last block's output is read and counts.
     """
-    model, needs_first = request.runnable, rule.reads_closing_rows
+    model = inputs.runnable(runtime.device)
     priority = _, task, number, sample = longest_sample(samples, family, model)
     batch = samples[task][number]
     few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
-    with naming_task(task), request.autocast():
-        inputs = to_device(few, device_of(model))
-        reads_first = compare_with_model(family, model, inputs, needs_first=needs_first)
-    return request.processes.decided(priority, reads_first)
+    with naming_task(task), runtime.autocast():
+        few = to_device(few, device_of(model))
+        first = compare_with_model(family, model, few, needs_first=rule.reads_closing_rows)
+    return runtime.processes.decided(priority, first)
 
 
-def _opened(
-    request: Request, rule: Rule, working: WorkingModel, last_block: str
-) -> tuple[ExpertModel | None, dict[str, ExpertModel]]:
-    """Open the base and the experts of this process's tasks. Only names and shapes are read.
+def open_modules(
+    merged: nn.Module,
+    stages: Sequence[Sequence[str]],
+    rule: Rule,
+    options: Options,
+    runtime: Runtime,
+) -> dict[str, BlockModules]:
+    """Return the modules of each block. Warnings name those that stay as merged."""
+    modules = find_all_modules(merged, stages, options.modules, calibrate_norm=rule.calibrate_norm)
+    if kinds := left_out(modules):
+        logger.warning("modules that stay as merged: %s", ", ".join(kinds))
+    with runtime.autocast():
+        doubt = rule.doubt(dtype_of_features(merged, stages[0][0], runtime.device))
+    if doubt:
+        logger.warning(doubt)
+    return modules
+
+
+def open_models(
+    inputs: Inputs, rule: Rule, runtime: Runtime, last_block: str
+) -> tuple[WorkingModel, LazyModel | None, dict[str, LazyModel]]:
+    """Open the calibrated model, the base and the experts of this process's tasks.
+
+    Only names and shapes are read.
 
     Raises:
         CalibrationError: If a model's weights or config do not fit the merged model.
     """
-    like = working.module
+    working = WorkingModel(inputs.merged, inputs.merged_weights, device=runtime.device)
+    like, config = working.module, getattr(inputs.merged, "config", None)
     spared, shared = set(tail_of(like, last_block)), hollow_copy(like, working.device)
 
-    def opened(name: str, model: Any, role: str) -> ExpertModel:
+    def opened(label: str, model: Any) -> LazyModel:
         try:
             source = source_of(model)
         except CalibrationError as error:
-            raise CalibrationError(f"{role} {name!r}: {error}") from error
-        options: Any = {"device": working.device, "spared": spared, "module": shared}
-        expert = ExpertModel(name, source, like, role=role, **options)
-        config = getattr(request.merged, "config", None)
-        check_same_function(name, source.config, config, role=role)
-        return expert
+            raise CalibrationError(f"{label}: {error}") from error
+        lazy = LazyModel(label, source, like, device=working.device, spared=spared, module=shared)
+        check_same_function(label, source.config, config)
+        return lazy
 
-    has_base = request.base is not None and rule.reads_base
-    base = opened(BASE, request.base, "base model") if has_base else None
-    tasks = request.processes.share(request.experts)
-    return base, {task: opened(task, request.experts[task], "expert") for task in tasks}
+    has_base = inputs.base is not None and rule.reads_base
+    base = opened("base", inputs.base) if has_base else None
+    tasks = runtime.processes.share(inputs.experts)
+    return working, base, {t: opened(f"experts[{t!r}]", inputs.experts[t]) for t in tasks}
 
 
 def check_merged(problem: Problem) -> None:
     """Refuse NaN and infinity in the merged model, naming the base or expert they came from."""
 
-    def reader(source: ExpertModel) -> Callable[[str], object]:
+    def reader(source: LazyModel) -> Callable[[str], object]:
         return lambda name: source.stored(name) if name in source.keys else None
 
     readers = map(reader, problem.models.values())

@@ -56,7 +56,7 @@ class Progress:
         self._processes, self._device, self._blocks = processes, device, blocks
         show = show and processes.rank == 0
         self.bar = progress_bar(total=len(blocks) * tasks, unit="visit", show=show)
-        self._first = show
+        self._first = processes.rank == 0
 
     def resumed(self, finished: int, folder: Path) -> None:
         """Log the number of blocks that an earlier run has finished."""

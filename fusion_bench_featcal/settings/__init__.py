@@ -1,23 +1,25 @@
 """Every setting of a calibration, declared once: default, accepted values and help text."""
 
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError as CalibrationError
-from fusion_bench_featcal.settings.budgets import is_read_budget
 from fusion_bench_featcal.settings.fields import (
     Settings,
     is_integer,
     is_number,
-    is_text_list,
+    same_as,
     setting,
+    shared_part,
 )
+from fusion_bench_featcal.settings.options import SETTINGS_OF_THE_RUN, Options
 
-SETTINGS_OF_THE_RUN = ("activations", "checkpoint_dir", "resume")
-"""Settings of storage and reading, which do not change the calibrated model."""
+__all__ = [
+    "BY_RULE", "CORRUPTIONS", "OF_RULES", "SETTINGS_OF_THE_RUN", "SEVERITIES", "CalibrationError",
+    "FeatCalSettings", "Options", "Settings", "with_prefix",
+]  # fmt: skip
 
 OF_RULES = (
     "ridge_lambda", "mix_alpha", "anchor_rho", "task_weights", "calibrate_bias", "calibrate_norm",
@@ -25,7 +27,7 @@ OF_RULES = (
 """Settings that a rule has as fields, or does not have."""
 
 BY_RULE = ("augment", "decoder_rows", "calibrate_norm")
-"""Settings whose null stands for the rule's attribute of the same name (`rules.completed`)."""
+"""Settings whose null stands for the rule's attribute of the same name (`settings.rules.completed`)."""
 
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -77,15 +79,21 @@ class FeatCalSettings(Settings):
         "Strength of the pull towards the anchor (lambda, Eq. 15). Gram matrices have norm 1.",
         ge=0,
         le=_LARGEST_RIDGE,
+        convert=float,
     )
     mix_alpha: float = setting(
-        0.3, "Share of the expert's features in the target input (alpha, Eq. 10).", ge=0, le=1
+        0.3,
+        "Share of the expert's features in the target input (alpha, Eq. 10).",
+        ge=0,
+        le=1,
+        convert=float,
     )
     anchor_rho: float = setting(
         2.0,
         "Position of the anchor (rho, Eq. 11): 0 is the base, 1 the merged model, 2 twice as far.",
         ge=-1000,
         le=1000,
+        convert=float,
     )
     rule: Any = setting(
         "paper",
@@ -101,19 +109,17 @@ class FeatCalSettings(Settings):
         accepts="a mapping of tasks to numbers above 0",
         check=_are_factors,
     )
-    augment: str | None = setting(
-        None,
-        "Jittered copies of images, used in addition to them: `none`, `auto` (none of anything "
-        "else) or `jitter` (anything else is refused). Null: as the rule has it.",
-        choices=("none", "auto", "jitter"),
-    )
-    samples_per_task: int = setting(
-        256, "Unlabeled samples drawn for each task. A task that has fewer uses all.", ge=1
+    augment: str | None = same_as(Options, "augment")
+    samples_per_task: int = same_as(
+        Options,
+        "samples_per_task",
+        default=256,
+        help="Unlabeled samples drawn for each task. A task that has fewer uses all.",
     )
     batch_size: int = setting(
         16, "Samples that run through a block together. Changes memory and rounding.", ge=1
     )
-    seed: int = setting(42, "Seeds each task's random numbers, together with its name.", ge=0)
+    seed: int = same_as(Options, "seed")
     calibration_split: str = setting(
         "train",
         "Split of the data that samples are drawn from.",
@@ -152,60 +158,22 @@ class FeatCalSettings(Settings):
         "Calibrate gains and shifts of LayerNorm and GroupNorm (Eqs. 56-59). Null: as the rule has "
         "it.",
     )
-    modules: Sequence[str] | None = setting(
-        None,
-        "Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in front "
-        "to exclude. Null: every linear module, convolution and norm of the blocks.",
-        accepts="a non-empty list of patterns",
-        check=lambda value: is_text_list(value) and len(value) > 0,
-    )
-    decoder_rows: str | None = setting(
-        None,
-        "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
-        "token, or `auto`: targets if there are labels. Null: as the rule has it.",
-        choices=("all", "targets", "auto"),
-    )
-    family: Any = setting(
-        "auto",
-        "How the model is divided into blocks: auto, clip, llama, open_clip, stack, stages, t5, "
-        "whisper, or a family of your own, {_target_: my_module.MyFamily}.",
-        accepts="a family's name, a mapping with its `name` or `_target_`, or a Family",
-        check=lambda value: value is not None and value != "",
-    )
-    expert_read_budget: float | str | None = setting(
-        None,
-        "Limit on the bytes of expert weights that are read, an upstream merger's included. The "
-        "merged model's weights replace those that are not read. Null: no limit.",
-        accepts="a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to "
-        "TB, KiB to TiB), or a share of a full read up to 100%, such as 50%",
-        check=is_read_budget,
-    )
-    activations: str = setting(
-        "auto",
-        "Storage of samples' features between blocks, which changes memory alone. `auto`: the "
-        "device.",
-        choices=("auto", "device", "host"),
-    )
-    checkpoint_dir: str | None = setting(
-        None,
-        "Folder that keeps finished blocks, so that an interrupted run can go on. Null: none.",
-        accepts="a folder's path",
-        check=lambda value: isinstance(value, str | os.PathLike) and bool(os.fspath(value)),
-    )
-    resume: bool = setting(False, "Go on from the blocks in checkpoint_dir, if there are any.")
+    modules: Sequence[str] | None = same_as(Options, "modules")
+    decoder_rows: str | None = same_as(Options, "decoder_rows")
+    family: Any = same_as(Options, "family")
+    expert_read_budget: float | str | None = same_as(Options, "expert_read_budget")
+    activations: str = same_as(Options, "activations")
+    checkpoint_dir: str | None = same_as(Options, "checkpoint_dir")
+    resume: bool = same_as(Options, "resume")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        conversions = {"checkpoint_dir": os.fspath, "modules": tuple}
-        conversions |= dict.fromkeys(("ridge_lambda", "mix_alpha", "anchor_rho"), float)
-        for name, convert in conversions.items():
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, convert(value))
+    @property
+    def options(self) -> Options:
+        """The settings that every rule needs, which `calibrate` takes by name."""
+        return shared_part(self, Options)
 
-    def clashes(self) -> Iterator[str]:
-        """Yield a phrase for each setting that contradicts another one. `rule_of` checks rules."""
-        if self.resume and self.checkpoint_dir is None:
-            yield "resume needs checkpoint_dir, the folder that keeps the blocks"
+    def clashes(self) -> Iterable[str]:
+        """Return a phrase for each setting that contradicts another one."""
+        return self.options.clashes()
 
     @property
     def strengths(self) -> dict[str, float]:
@@ -221,11 +189,6 @@ class FeatCalSettings(Settings):
     def replace(self, **changes: Any) -> "FeatCalSettings":
         """Return a checked copy with changes by name."""
         return replace(self, **changes)
-
-    def of_the_model(self) -> "FeatCalSettings":
-        """Return a copy with defaults for all settings that do not change the model."""
-        defaults = {name: getattr(FeatCalSettings, name) for name in SETTINGS_OF_THE_RUN}
-        return self.replace(**defaults)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values by name, fit for JSON and YAML."""

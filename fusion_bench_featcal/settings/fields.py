@@ -5,7 +5,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
-from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args
 
@@ -29,6 +28,7 @@ def setting(
     choices: Sequence[Any] = (),
     accepts: str = "",
     check: Callable[[Any], bool] | None = None,
+    convert: Callable[[Any], Any] | None = None,
     **more: Any,
 ) -> Any:
     """Declare a setting: a field of a dataclass whose annotation gives the type of its values.
@@ -46,9 +46,10 @@ def setting(
         choices: Accepted values, in addition to numbers if the annotation allows these.
         accepts: Accepted values in words, if annotation, bounds and choices do not describe them.
         check: Test of a value, if annotation, bounds and choices are not enough.
+        convert: Applied to an accepted value, unless it is None.
         **more: Further metadata of the field, such as the command line name of its value.
     """
-    values = {"choices": tuple(choices), "accepts": accepts, "check": check}
+    values = {"choices": tuple(choices), "accepts": accepts, "check": check, "convert": convert}
     metadata = {"help": help, "ge": ge, "gt": gt, "le": le, **values, **more}
     if default == {}:
         return dataclasses.field(default_factory=dict, metadata=metadata)
@@ -58,8 +59,9 @@ def setting(
 def same_as(kind: type, name: str, **changes: Any) -> Any:
     """Declare a setting that another dataclass has too, with changes of the declaration."""
     declared = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    default = changes.pop("default", declared.default)
     metadata = {**declared.metadata, "of": kind, **changes}
-    return dataclasses.field(default=declared.default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def is_shared(field: Field[Any], kind: type) -> bool:
@@ -89,6 +91,10 @@ class Settings:
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in settings_of(type(self))}
         check_values(type(self), values)
+        for field in settings_of(type(self)):
+            convert, value = field.metadata["convert"], values[field.name]
+            if convert is not None and value is not None:
+                object.__setattr__(self, field.name, convert(value))
         if clashes := list(self.clashes()):
             raise ValueError("; ".join(clashes))
 
@@ -166,26 +172,6 @@ def is_text_list(value: Any, of: Sequence[str] | None = None) -> bool:
         and not isinstance(value, str)
         and all(isinstance(text, str) and text and (of is None or text in of) for text in value)
     )
-
-
-def named_class(target: Any, setting: str, example: str) -> Any:
-    """Return the class that a setting names by `_target_`.
-
-    Args:
-        target: The dotted name.
-        setting: The setting, for the message.
-        example: Name of a class, for the message.
-
-    Raises:
-        ValueError: If it cannot be imported.
-    """
-    try:
-        return resolve_name(str(target))
-    except Exception as error:  # importing a module may raise anything
-        raise ValueError(
-            f"{setting}: _target_ {target!r} cannot be imported ({error}). Give "
-            f"my_module.{example}, with my_module.py in the folder of the run or installed"
-        ) from error
 
 
 def _kinds(field: Field[Any]) -> Sequence[Any]:

@@ -43,8 +43,12 @@ def joined(batches: Sequence[Any], size: int) -> Any:
     return torch.cat(list(batches))
 
 
-def batch_size(task: str, inputs: Any) -> int:
+def batch_size(label: str, inputs: Any) -> int:
     """Return the number of samples in a batch.
+
+    Args:
+        label: Names the batch in messages.
+        inputs: The batch.
 
     Raises:
         CalibrationError: If there is no tensor with samples in it.
@@ -52,8 +56,8 @@ def batch_size(task: str, inputs: Any) -> int:
     tensors = list(_named_tensors(inputs).values())
     if not tensors or tensors[0].ndim == 0:
         raise CalibrationError(
-            f"task {task}: a calibration batch must be a tensor, or a mapping or tuple with "
-            f"tensors, batch first; got {type(inputs).__name__}"
+            f"{label} must be a tensor, or a mapping or tuple with tensors, batch first; got "
+            f"{type(inputs).__name__}"
         )
     return len(tensors[0])
 
@@ -63,22 +67,21 @@ def largest_tensor(inputs: Any) -> int:
     return max(value.numel() for value in _named_tensors(inputs).values())
 
 
-def check_finite_inputs(inputs: Any, task: str, number: int) -> None:
+def check_finite_inputs(inputs: Any, start: int) -> None:
     """Refuse a batch with NaN or infinity in its floating-point inputs.
 
     Args:
         inputs: The batch.
-        task: Its task, for the message.
-        number: Its number in the task, from 0.
+        start: Number of its first sample in the task, from 0, for the message.
 
     Raises:
-        CalibrationError: Naming batch, input and setting.
+        CalibrationError: Naming sample and input.
     """
     for name, value in _named_tensors(inputs).items():
         if value.is_floating_point() and not all_finite(value):
+            row = int((~value.isfinite()).flatten(1).any(1).nonzero()[0])
             raise CalibrationError(
-                f"calibration batch {number}, input {name!r}, has NaN or infinite values. Check "
-                f"the data of task {task}"
+                f"sample {start + row}, input {name!r}, has NaN or infinite values. Check the data"
             )
 
 

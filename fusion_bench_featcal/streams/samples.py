@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.families import Family
-from fusion_bench_featcal.rules import rule_of, value_of
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.rules import Rule
+from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import (
@@ -32,25 +32,27 @@ HELD = 4
 
 
 def check_inputs(
-    base: Any, experts: Mapping[str, Any], batches: Mapping[str, Any], settings: FeatCalSettings
+    base: Any, experts: Mapping[str, Any], batches: Mapping[str, Any], rule: Rule
 ) -> None:
-    """Check models and data of a calibration against its settings.
+    """Check models and data of a calibration against its rule.
 
     Args:
         base: The base model or its source, or None.
         experts: Experts by task.
         batches: Batches by task.
-        settings: Settings.
+        rule: The rule.
 
     Raises:
         ValueError: If rho needs a base model and there is none.
         CalibrationError: If a task lacks its expert or its data, or has one batch in place of
             several.
     """
-    if base is None and rule_of(settings).needs_base:
+    if base is None and rule.needs_base:
+        rho = getattr(rule, "anchor_rho", None)
+        remedy = "" if rho is None else "; without one set anchor_rho to 1"
         raise ValueError(
-            f"anchor_rho = {settings.anchor_rho} needs the base model "
-            "(_pretrained_, or --base); without one set anchor_rho to 1"
+            f"{type(rule).__name__ if rho is None else f'anchor_rho = {rho}'} needs the base "
+            f"model{remedy}"
         )
     if not experts:
         raise CalibrationError("there is no expert to calibrate towards. Name the experts")
@@ -68,10 +70,11 @@ def check_inputs(
         if isinstance(values, Tensor | Mapping | str):
             shape = f" {list(values.shape)}" if isinstance(values, Tensor) else ""
             raise CalibrationError(
-                f"task {task}: batches are one {type(values).__name__}{shape}, but must be an "
-                "iterable of batches: put a single batch into a list, [batch]"
+                f"batches[{task!r}] is one {type(values).__name__}{shape}, but must be an iterable "
+                "of batches: put a single batch into a list, [batch]"
             )
-    if unknown := sorted(set(settings.task_weights or ()) - set(experts)):
+    weights = getattr(rule, "task_weights", None)  # RegMean's is a text
+    if unknown := sorted(set(weights if isinstance(weights, Mapping) else ()) - set(experts)):
         raise CalibrationError(
             f"task_weights names tasks {unknown} that have no expert; experts are {sorted(experts)}"
         )
@@ -80,32 +83,32 @@ def check_inputs(
 def take(
     task: str,
     batches: Iterable[Any],
-    settings: FeatCalSettings,
+    options: Options,
     model: nn.Module,
     *,
     holds_out: bool = False,
 ) -> list[Batch]:
-    """Return a task's batches with the number of samples in the settings, and changed copies.
+    """Return a task's batches with the number of samples in the options, and changed copies.
 
     Args:
         task: The task.
         batches: Its model inputs. If it has an attribute `samples`, too few cause no warning.
-        settings: `samples_per_task`, `augment` and `seed` are used.
+        options: `samples_per_task`, `augment` and `seed` are used.
         model: The model that receives them. Token ids are checked against its vocabulary.
         holds_out: Whether a quarter of the samples is held out to choose ridges.
 
     Raises:
         CalibrationError: If there is no sample, or one cannot be used.
     """
-    taken = list(take_samples(task, batches, settings, model))
+    taken = list(take_samples(task, batches, options.samples_per_task, model))
     samples = sum(batch.samples for batch in taken)
     with naming_task(task):
-        copies = number_of_copies(samples, value_of(settings, "augment"), taken[0].inputs)
+        copies = number_of_copies(samples, options.augment or "none", taken[0].inputs)
     if holds_out:
-        held_out = drawn_quarter(samples, task, settings.seed)
+        held_out = drawn_quarter(samples, task, options.seed)
         for batch in taken:
             batch.held_out = held_out[batch.start : batch.start + batch.samples]
-    return [copy for batch in taken for copy in with_copies(task, batch, copies, settings)]
+    return [copy for batch in taken for copy in with_copies(task, batch, copies, options.seed)]
 
 
 def drawn_quarter(samples: int, task: str, seed: int) -> Tensor:
@@ -118,26 +121,26 @@ def drawn_quarter(samples: int, task: str, seed: int) -> Tensor:
 
 
 def take_samples(
-    task: str, batches: Iterable[Any], settings: FeatCalSettings, model: nn.Module
+    task: str, batches: Iterable[Any], limit: int | None, model: nn.Module
 ) -> Iterator[Batch]:
-    """Yield `samples_per_task` samples, or all if there are fewer. The last batch is cut to fit.
+    """Yield `limit` samples, or all if there are fewer or it is None. The last batch is cut to fit.
 
-    Arguments and errors are the same as for `take`.
+    Other arguments and errors are those of `take`.
     """
-    limit, taken = settings.samples_per_task, 0
-    for batch in batches:
+    taken = 0
+    for number, batch in enumerate(batches):
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
-        size = batch_size(task, inputs)
-        if size > limit - taken:
+        size = batch_size(label := f"batches[{task!r}][{number}]", inputs)
+        if limit is not None and size > limit - taken:
             inputs, size = part_of(inputs, size, slice(limit - taken)), limit - taken
-        check_token_ids(inputs, model, partial(_location_of_row, task, batches, taken))
+        check_token_ids(inputs, model, partial(_location_of_row, label, batches, taken))
         yield Batch(inputs, size, taken)
         taken += size
         if taken == limit:
             return
     if taken == 0:
-        raise CalibrationError(f"task {task} has 0 calibration samples. Give it data")
-    if getattr(batches, "samples", None) is None:
+        raise CalibrationError(f"batches[{task!r}] have no sample. Give the task data")
+    if limit is not None and getattr(batches, "samples", None) is None:
         warn_of_few_samples(task, taken, limit)
 
 
@@ -151,13 +154,13 @@ def warn_of_few_samples(task: str, available: int, limit: int) -> None:
     )
 
 
-def _location_of_row(task: str, batches: Any, taken: int, row: int) -> str:
+def _location_of_row(label: str, batches: Any, taken: int, row: int) -> str:
     """Return a sample's name for messages: its name in the dataset, if batches have it."""
     name_of = getattr(batches, "at", None)
-    return f"task {task}, sample {taken + row}" if name_of is None else name_of(taken + row)
+    return f"{label}, row {row}" if name_of is None else name_of(taken + row)
 
 
-def with_copies(task: str, batch: Batch, copies: int, settings: FeatCalSettings) -> Iterator[Batch]:
+def with_copies(task: str, batch: Batch, copies: int, seed: int) -> Iterator[Batch]:
     """Yield a batch, then batches of changed copies of its samples.
 
     A copy depends only on seed, task, and the numbers of sample and copy.
@@ -165,7 +168,7 @@ def with_copies(task: str, batch: Batch, copies: int, settings: FeatCalSettings)
     yield batch
     for copy in range(copies):
         numbers = range(batch.start, batch.start + batch.samples)
-        random = [batch_generator("augment", settings.seed, task, n, copy) for n in numbers]
+        random = [batch_generator("augment", seed, task, n, copy) for n in numbers]
         with naming_task(task):
             inputs = jittered(batch.inputs, random)
         yield replace(batch, inputs=inputs, copy=copy + 1)
@@ -213,7 +216,10 @@ def naming_task(task: str) -> Iterator[None]:
         yield
     except CalibrationError as error:
         raise CalibrationError(f"task {task}: {error}") from error
-    except IndexError as error:  # from a look-up table that `vocabulary_size` does not cover
+    except IndexError as error:
+        if "out of range in self" not in str(error):  # an error of the model's or family's code
+            raise
+        # torch's message for a look-up table that `vocabulary_size` does not cover
         raise CalibrationError(
             f"task {task}: an input is outside a table of the model ({error}). Check that token "
             "ids come from the model's own tokenizer"

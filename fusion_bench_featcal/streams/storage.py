@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.batch import Batch
 
 STATE = ("cal", "exp", "noted")
@@ -119,9 +118,9 @@ class HostStorage(DeviceStorage):
         return host.copy_(data, non_blocking=True)
 
 
-def storage_for(settings: FeatCalSettings, device: torch.device) -> DeviceStorage:
+def storage_for(activations: str, device: torch.device) -> DeviceStorage:
     """Return the storage that `activations` names."""
-    if settings.activations == "host" and device.type != "cpu":
+    if activations == "host" and device.type != "cpu":
         return HostStorage(device)
     return DeviceStorage()
 

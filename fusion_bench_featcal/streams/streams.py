@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertModel
+from fusion_bench_featcal.experts import LazyModel
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import stoppable
@@ -49,7 +49,7 @@ class Streams:
     family: Family
     stages: Sequence[Sequence[str]]
     working: WorkingModel
-    experts: Mapping[str, ExpertModel]
+    experts: Mapping[str, LazyModel]
     rule: Rule
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     decoder_rows: str = "all"
@@ -79,13 +79,13 @@ class Streams:
         with self.working.loaded(names):
             for task, batches in self.tasks.items():
                 with naming_task(task):
-                    for number, batch in enumerate(self.storage.visits(batches)):
+                    for batch in self.storage.visits(batches):
                         inputs = to_device(batch.inputs, self.working.device)
                         counted = rows_named(self.decoder_rows, inputs)
                         masks = self.family.masks(self.model, inputs, index, counted)
                         batch.rows = Rows.of_masks(masks)
                         if index == 0 and batch.rows.valid is None:  # padding may be arbitrary
-                            check_finite_inputs(inputs, task, number)
+                            check_finite_inputs(inputs, batch.start)
                         batch.cal = self._begun(self.model, inputs, index, batch.cal)
                         valid = batch.rows.valid
                         count = valid.count if valid else batch.cal.hidden.shape[:-1].numel()

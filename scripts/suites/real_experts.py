@@ -28,8 +28,8 @@ from fusion_bench_featcal.data.embeddings import Pooling, class_logits
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.experts import InMemoryExpert
-from fusion_bench_featcal.experts.lora import LoraExpert
 from fusion_bench_featcal.fusionbench.task_lists import filled
+from fusion_bench_featcal.models.lora import LoraExpert
 from fusion_bench_featcal.suites import image, text
 from fusion_bench_featcal.tasks import EncoderTaskPool, TextTaskPool
 

@@ -19,8 +19,8 @@ from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExper
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts.budget import granted
 from fusion_bench_featcal.experts.source import total_bytes
+from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream, upstream
-from fusion_bench_featcal.settings.budgets import budget_in_bytes
 
 
 def small_clip() -> Suite:

@@ -34,7 +34,10 @@ def test_defaults_of_the_base_class_are_enough():
     more: dict[str, Any] = {"family": suite.family, "progress": False}
     model = calibrate(*arguments, Wrapped(), **more).model
     assert_identical(model, run_fast(suite, rule=Paper(), samples_per_task=8).model)
-    with pytest.raises(TypeError, match=r"settings or a rule, such as Paper\(\), not <class"):
+    with pytest.raises(
+        TypeError,
+        match=r"must be a Rule, such as .*, or settings, not <class",
+    ):
         calibrate(*arguments, Paper, **more)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,6 @@ from calibrations import PLUS, assert_identical, run_fast
 from tiny_models import clip_suite, decoder_suite, normal
 from torch import Tensor
 
-from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.streams import Batch, augmentation
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.samples import with_copies
@@ -18,7 +17,7 @@ from fusion_bench_featcal.streams.samples import with_copies
 def copies_of(images: Tensor, task: str = "a", start: int = 0, seed: int = 42) -> list[Any]:
     """Three copies of a batch."""
     batch = Batch(images, len(images), start)
-    first, *copies = with_copies(task, batch, 3, FeatCalSettings(augment="jitter", seed=seed))
+    first, *copies = with_copies(task, batch, 3, seed)
     assert first is batch
     return [copy.inputs for copy in copies]
 

@@ -5,15 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.settings import Options
 from fusion_bench_featcal.streams.samples import take
 
 
-def held_out(task: str = "a", size: int = 16, **settings: Any) -> list[Tensor]:
+def held_out(task: str = "a", size: int = 16, **options: Any) -> list[Tensor]:
     """The held-out samples among 43 images, and among each copy of these."""
     batches = list(torch.rand(43, 3, 4, 4).split(size))
-    chosen = FeatCalSettings(samples_per_task=43, **settings)
-    taken = take(task, batches, chosen, nn.Identity(), holds_out=True)
+    taken = take(task, batches, Options(**options), nn.Identity(), holds_out=True)
     copies = sorted({batch.copy for batch in taken})
     masks = [
         [b.held_out for b in taken if b.copy == copy and b.held_out is not None] for copy in copies

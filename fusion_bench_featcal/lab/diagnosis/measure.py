@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
 from fusion_bench_featcal.data.embeddings import Pooling
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import hidden_output, stoppable, without_cache
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
@@ -23,9 +23,9 @@ from fusion_bench_featcal.modules.models import (
     head_of,
     tail_of,
 )
-from fusion_bench_featcal.rules import value_of
 from fusion_bench_featcal.run.problem import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.rules import value_of
 from fusion_bench_featcal.streams.batch import CountedRows, Rows, rows_of
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import naming_task, rows_named, take_samples
@@ -96,9 +96,9 @@ def measure(
     batch_measures = []
     with running(model, device), running(expert, device), naming_task(task):
         with autocast():
-            for number, batch in enumerate(take_samples(task, batches, settings, model)):
+            for batch in take_samples(task, batches, settings.samples_per_task, model):
                 inputs = to_device(batch.inputs, device)
-                check_finite_inputs(inputs, task, number)
+                check_finite_inputs(inputs, batch.start)
                 options = batch.samples, settings, family, projection, pooling
                 batch_measures.append(_compare(model, expert, inputs, *options))
         vectors = None if base is None else _vector_cosine(model, expert, base, family)
@@ -204,7 +204,7 @@ def _vector_cosine(
 ) -> float | None:
     """Return the cosine of `theta - theta_0` and `theta_i - theta_0`, heads left out."""
     spared = set(tail_of(model, family.stages(model)[-1][-1]))
-    start = ExpertModel("_pretrained_", source_of(base), model, role="base model", spared=spared)
+    start = LazyModel("the base", source_of(base), model, spared=spared)
     parameters, sums = dict(expert.named_parameters()), torch.zeros(3, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if name in spared or name not in parameters:

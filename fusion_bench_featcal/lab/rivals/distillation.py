@@ -100,7 +100,7 @@ class Distillation(SampleSettings, option="featcal_baselines/distillation", sour
         self, student: nn.Module, task: str, batches: Any, inputs: MethodInputs
     ) -> list[Lesson]:
         """Run a task's expert once over its samples."""
-        taken = list(take_samples(task, batches, self.calibration_settings, student))
+        taken = list(take_samples(task, batches, self.samples_per_task, student))
         self.sample_counts[task] = sum(batch.samples for batch in taken)
         expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
         expert = expert.to(next(student.parameters()).dtype)

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.calibration import empty_sums, groups_of, result_of, solve
+from fusion_bench_featcal.calibration import (
+    empty_sums,
+    groups_of,
+    result_of,
+    rule_and_options,
+    solve,
+)
 from fusion_bench_featcal.core.float32_products import exact_products
-from fusion_bench_featcal.experts import ExpertModel, ExpertSource, source_of
+from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
@@ -21,8 +27,15 @@ from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of, load_updates
 from fusion_bench_featcal.rules.rule import Linear, Rule
 from fusion_bench_featcal.run.checkpoint import Checkpoint
-from fusion_bench_featcal.run.problem import Autocast, Problem, Request, check_merged, open_problem
-from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.run.problem import (
+    Autocast,
+    Inputs,
+    Problem,
+    Runtime,
+    check_merged,
+    open_problem,
+)
+from fusion_bench_featcal.settings import FeatCalSettings, Options
 from fusion_bench_featcal.settings.fields import same_as
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
@@ -83,20 +96,22 @@ class Merger(Rule, SampleSettings):
         Takes and raises the same as `calibrate`. The result has the structure, dtype and
         device of the base, which is not changed.
         """
-        settings, home = self.calibration_settings.replace(rule=self), device_of(base)
-        check_inputs(base, experts, batches, settings)
+        home = device_of(base)
+        settings = self.calibration_settings.replace(rule=self)
+        rule, options = rule_and_options(settings, Options())
+        check_inputs(base, experts, batches, rule)
         device = torch.device(device or home)
         start = copied_module(base).to(device)
         load_means(start, experts, self.start_scale(len(experts)))
-        options: Any = {"device": device, "autocast": autocast or nullcontext}
-        request = Request(start, base, experts, batches, settings, **options)
-        problem = open_problem(request, Checkpoint())
+        inputs = Inputs(start, base, experts, batches)
+        runtime = Runtime(device, autocast or nullcontext)
+        problem = open_problem(inputs, rule, options, runtime, Checkpoint())
         check_merged(problem)
         with problem.computing():
             self.merge_blocks(problem)
         tasks = problem.streams.tasks
         self.sample_counts.update({task: problem.streams.counts(task) for task in tasks})
-        return result_of(problem, request).model.to(home)
+        return result_of(problem).model.to(home)
 
     def merge_blocks(self, problem: Problem) -> None:
         """Merge all blocks of the problem's model."""
@@ -114,7 +129,7 @@ class Merger(Rule, SampleSettings):
 
     def block(self, problem: Problem, block: str) -> dict[str, Tensor]:
         """Return merged parameters of a block, and run the experts' features through it."""
-        groups = [group for turn in self.turns(groups_of(problem, block)[0]) for group in turn]
+        groups = [group for turn in self.turns(groups_of(problem, block)) for group in turn]
         sums = {group: empty_sums(problem, group) for group in groups}
         for task in problem.streams.tasks:
             with problem.experts[task].loaded(problem.streams.tensors_of(block)) as expert:
@@ -157,14 +172,16 @@ def load_base(inputs: MethodInputs) -> nn.Module:
 
 def load_means(
     model: nn.Module, experts: Mapping[str, nn.Module | ExpertSource], scale: float
-) -> list[ExpertModel]:
+) -> list[LazyModel]:
     """Set every floating-point tensor of a model, the base, to the experts' mean.
 
     A parameter's step from the base is scaled. Buffers, such as running variances, become means.
     Returns the experts as sources of the model's tensors.
     """
     tensors = model.state_dict(keep_vars=True)
-    weights = [ExpertModel(task, source_of(expert), model) for task, expert in experts.items()]
+    weights = [
+        LazyModel(f"expert {task!r}", source_of(expert), model) for task, expert in experts.items()
+    ]
     for tensor, name in {id(t): (t.data, name) for name, t in tensors.items()}.values():
         if tensor.is_floating_point():
             wide = torch.promote_types(tensor.dtype, torch.float32)

@@ -12,8 +12,8 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView
-from fusion_bench_featcal.experts.vocabulary import VOCABULARY
 from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.models.vocabulary import VOCABULARY
 
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
 # Keys of adapter_config.json that define the scale, and keys about training or target modules,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.experts.expert import ExpertModel
+from fusion_bench_featcal.experts.expert import LazyModel
 
 UNRELATED = 1.0
 """Distance from the base, relative to its norm, of models without a common origin. Two separately
@@ -16,7 +16,7 @@ _WEIGHTS = 8
 _ROWS = 64
 
 
-def notes_on_experts(models: Mapping[str, ExpertModel], base: ExpertModel) -> list[str]:
+def notes_on_experts(models: Mapping[str, LazyModel], base: LazyModel) -> list[str]:
     """Return a sentence for each model that is unrelated or equal to the base.
 
     The first rows of a few weights of each model are read, spread evenly over the model.
@@ -42,13 +42,13 @@ def notes_on_experts(models: Mapping[str, ExpertModel], base: ExpertModel) -> li
     return notes
 
 
-def _rows(model: ExpertModel, names: list[str]) -> Tensor:
+def _rows(model: LazyModel, names: list[str]) -> Tensor:
     """Return the first rows of some weights as one vector."""
     rows = [model.rows(name, 0, _ROWS).float().flatten() for name in names]
     return torch.cat([torch.empty(0), *rows])
 
 
-def _sampled(model: ExpertModel) -> list[str]:
+def _sampled(model: LazyModel) -> list[str]:
     """Return names of weights spread over a model, without the largest half (embeddings)."""
     tensors = model.module.state_dict()
     sizes = {n: t.numel() for n, t in tensors.items() if t.ndim > 1 and t.is_floating_point()}

@@ -5,8 +5,6 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from fusion_bench_featcal.settings.fields import is_number
-
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(%|B|([KMGT])(i?)B)")
 
 
@@ -30,6 +28,6 @@ def budget_in_bytes(budget: float | str, full: int) -> int:
 def is_read_budget(value: Any) -> bool:
     """Return True for a number of bytes, an amount with a unit, or a percentage up to 100."""
     if not isinstance(value, str):
-        return is_number(value) and value >= 1 and value == int(value)
+        return type(value) in (int, float) and value >= 1 and value % 1 == 0
     match = _AMOUNT.fullmatch(value)
     return match is not None and 0 < Fraction(match[1]) <= (100 if match[2] == "%" else math.inf)

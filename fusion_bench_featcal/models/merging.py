@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.experts.expert import ExpertModel
+from fusion_bench_featcal.experts.expert import LazyModel
 from fusion_bench_featcal.experts.source import SourceView
 
 ENTRIES = 2**22
@@ -23,9 +23,9 @@ class MergedOnRead(SourceView):
 
     def __init__(
         self,
-        like: ExpertModel,
-        base: ExpertModel,
-        experts: Sequence[ExpertModel],
+        like: LazyModel,
+        base: LazyModel,
+        experts: Sequence[LazyModel],
         scale: float | None,
     ) -> None:
         """Refer to the models.
@@ -59,7 +59,7 @@ class MergedOnRead(SourceView):
     def _merge(self, name: str, start: int, out: Tensor) -> None:
         """Merge some rows of a tensor into `out`."""
 
-        def read(model: ExpertModel) -> Tensor:
+        def read(model: LazyModel) -> Tensor:
             rows = model.rows(name, start, start + len(out))
             return rows.to(out.dtype).float().reshape(out.shape)
 

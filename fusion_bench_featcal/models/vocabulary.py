@@ -1,11 +1,8 @@
 """Models whose vocabulary matrices differ from the merged model's in rows, or in being tied."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 
 VOCABULARY = (
@@ -58,20 +55,3 @@ def _same_end(name: str, source: ExpertSource) -> str:
     end = next(end for end in VOCABULARY if name.endswith(end))
     names = sorted(name for name in source.names() if name.endswith(VOCABULARY))
     return next((other for other in names if other.endswith(end)), names[0])
-
-
-def tied_head(source: ExpertSource, model: Any) -> dict[str, list[str]]:
-    """Return {head: [embedding]} if only a source's head is its embedding, not the model's.
-
-    Args:
-        source: An expert's weights.
-        model: The model whose structure runs them.
-    """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    config = complete_config(source.config)
-    if head is None or config is None or not config.get("tie_word_embeddings"):
-        return {}
-    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
-    embedding, name = names[id(model.get_input_embeddings())], names[id(head)]
-    is_tied = head.weight is model.get_input_embeddings().weight or name in source.names()
-    return {} if is_tied else {name: [embedding]}

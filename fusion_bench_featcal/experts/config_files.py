@@ -1,0 +1,91 @@
+"""A folder's config.json, refused if transformers would misread it."""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.files.untrusted import read_json
+
+RELEASE = version("transformers")
+IS_RELEASE_4 = RELEASE.startswith("4.")
+_MOST_LAYERS = 10**5
+_LAYERS = ("layer", "layers")  # not vocab_size_per_layer_input
+_GENERATE = "custom_generate/generate.py"
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Return a checkpoint's config.json, or None if it has none.
+
+    Args:
+        folder: The checkpoint's folder.
+
+    Raises:
+        CalibrationError: If the file is damaged, or the checkpoint has code that transformers 4
+            runs without asking.
+    """
+    if (folder / _GENERATE).is_file():
+        raise CalibrationError(
+            f"{folder} has {_GENERATE}: code beside a model is not run. Remove the file"
+        )
+    try:
+        return read_json(folder / "config.json")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CalibrationError(str(error)) from error
+
+
+def open_config(folder: Path) -> dict[str, Any] | None:
+    """Return the config.json of a model to calibrate, or None if it has none.
+
+    Raises:
+        CalibrationError: As `read_config`, and if the model is quantized, or another release of
+            transformers wrote its rotary embedding or its types of layers.
+    """
+    config, file = read_config(folder), folder / "config.json"
+    if config is None:
+        return None
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise CalibrationError(
+            f"{file} has a quantization_config ({method}), and quantized weights cannot be "
+            "calibrated: save the model in bfloat16 (model.dequantize() of transformers), or "
+            "remove the key if the tensors of its files are plain"
+        )
+    if IS_RELEASE_4 and config.get("rope_parameters"):
+        raise CalibrationError(
+            f"{file} has rope_parameters, which were written by transformers 5 and which "
+            f"{RELEASE} does not read. Install transformers 5, or write rope_theta and "
+            "rope_scaling in their place"
+        )
+    _check_counts(config, file)
+    _check_layers(config, file)
+    return config
+
+
+def _check_counts(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse numbers of layers that no model has, before a class makes lists of that length."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_counts(value, file)
+        elif str(key).endswith(_LAYERS) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise CalibrationError(f"{file}: {key} is {value}, and no model has so many")
+
+
+def _check_layers(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse types of layers that the installed class of a config does not have."""
+    from transformers import CONFIG_MAPPING
+
+    types, kind = config.get("layer_types"), str(config.get("model_type"))
+    are_names = isinstance(types, list) and all(isinstance(n, str) and n for n in types)
+    if types is not None and not are_names:
+        raise CalibrationError(f"{file}: layer_types is {types!r:.60}, not a list of names")
+    if set(types or ()) <= {"full_attention"} or kind not in CONFIG_MAPPING:
+        return
+    if "layer_types" not in CONFIG_MAPPING[kind]().to_dict():
+        raise CalibrationError(
+            f"{file} has layer_types ({', '.join(sorted(set(types or ())))}), which transformers "
+            f"{RELEASE} does not read for {kind}: install the release that wrote it"
+        )

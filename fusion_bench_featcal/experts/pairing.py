@@ -1,0 +1,124 @@
+"""Names of a model's tensors in a source: prefixes, ties, keys of older files."""
+
+import difflib
+from collections.abc import Callable, Container
+from typing import Any, cast
+
+from torch import nn
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.model_config import complete_config
+from fusion_bench_featcal.experts.source import ExpertSource
+
+
+def pair_names(
+    label: str,
+    advice: str,
+    source: ExpertSource,
+    model: nn.Module,
+    spared: Container[str] = (),
+) -> dict[str, str]:
+    """Return the source's name of each of a model's tensors, and check all shapes.
+
+    All names of a tied tensor have one name in the source, so it is read once. Tensors in `spared`
+    that do not fit are left out.
+
+    Raises:
+        CalibrationError: If a tensor is missing or has another shape, naming it.
+    """
+    available, tensors = source.names(), model.state_dict(keep_vars=True)
+    rename, heads = _renaming(available, set(tensors), model), tied_head(source, model)
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        tied.setdefault(id(tensor), []).append(name)
+    keys: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        names = map(rename, tied[id(tensor)] + heads.get(name, []))
+        key = next((n for n in names if n in available), None)
+        shape = None if key is None else tuple(source.shape(key))
+        if key is not None and shape == tensor.shape:
+            keys[name] = key
+        elif name not in spared and key is None:
+            nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
+            raise CalibrationError(
+                f"{label} has no tensor {name!r}; its nearest is {nearest}. {advice}"
+            )
+        elif name not in spared:
+            raise CalibrationError(
+                f"{label}: tensor {name!r} has shape {shape}, the merged model's has "
+                f"{tuple(tensor.shape)}. {advice}"
+            )
+    return keys
+
+
+def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callable[[str], str]:
+    """Find how the source spells the model's names: unchanged, or with one prefix more or less.
+
+    The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
+    Other names that it changes on loading, such as DINOv2's, are as in files.
+    """
+    stored_names = {name: name for name in available}
+    prefix, covered = _prefix(available, names)
+    if covered < len(names):
+        stored_names |= _names_in_files(available, model)
+        prefix, _ = _prefix(set(stored_names), names)
+    added, removed = prefix
+
+    def stored(name: str) -> str:
+        spelled = added + name.removeprefix(removed)
+        return stored_names.get(spelled, spelled)
+
+    return stored
+
+
+def _prefix(available: set[str], names: set[str]) -> tuple[tuple[str, str], int]:
+    """Return the prefixes to add and to remove so that most names are available, and how many."""
+    prefixes = sorted({name.split(".")[0] + "." for name in available | names})
+    choices = [("", "")] + [(p, "") for p in prefixes] + [("", p) for p in prefixes]
+
+    def covered(choice: tuple[str, str]) -> int:
+        added, removed = choice
+        return sum(added + name.removeprefix(removed) in available for name in names)
+
+    best = max(choices, key=covered)  # on a tie the first one: unchanged names
+    return best, covered(best)
+
+
+def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
+    """Return a model's names of the tensors that transformers renames on loading -> stored names.
+
+    Older releases rename none.
+    """
+    if not hasattr(model, "config"):
+        return {}
+    try:  # from release 5 on
+        from transformers import conversion_mapping, core_model_loading  # type: ignore[attr-defined]
+    except ImportError:
+        return {}
+    rules = conversion_mapping.get_model_conversion_mapping(cast(Any, model))
+    renaming = core_model_loading.WeightRenaming
+    names: dict[str, str] = {}
+    for stored in available:
+        name = stored
+        for rule in (rule for rule in rules if isinstance(rule, renaming)):
+            name = rule.rename_source_key(name)[0]
+        if name != stored:
+            names[name] = stored
+    return names
+
+
+def tied_head(source: ExpertSource, model: Any) -> dict[str, list[str]]:
+    """Return {head: [embedding]} if only a source's head is its embedding, not the model's.
+
+    Args:
+        source: An expert's weights.
+        model: The model whose structure runs them.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    config = complete_config(source.config)
+    if head is None or config is None or not config.get("tie_word_embeddings"):
+        return {}
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    embedding, name = names[id(model.get_input_embeddings())], names[id(head)]
+    is_tied = head.weight is model.get_input_embeddings().weight or name in source.names()
+    return {} if is_tied else {name: [embedding]}

@@ -1,0 +1,94 @@
+"""What a calibration needs besides models, samples and a rule: keywords of `calibrate`."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusion_bench_featcal.files.budgets import is_read_budget
+from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
+
+SETTINGS_OF_THE_RUN = ("activations", "checkpoint_dir", "resume")
+"""Options of storage and reading, which do not change the calibrated model."""
+
+_BY_RULE = ("augment", "decoder_rows")
+"""Options whose null stands for the rule's attribute of the same name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings):
+    """Options of one calibration, of any rule.
+
+    Raises:
+        ValueError: If a value is not accepted, or two options contradict each other.
+    """
+
+    samples_per_task: int | None = setting(
+        None, "Samples of each task that are used. Null: all.", ge=1
+    )
+    seed: int = setting(42, "Seeds each task's random numbers, together with its name.", ge=0)
+    augment: str | None = setting(
+        None,
+        "Jittered copies of images, used in addition to them: `none`, `auto` (none of anything "
+        "else) or `jitter` (anything else is refused). Null: as the rule has it.",
+        choices=("none", "auto", "jitter"),
+    )
+    modules: Sequence[str] | None = setting(
+        None,
+        "Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in front "
+        "to exclude. Null: every linear module, convolution and norm of the blocks.",
+        accepts="a non-empty list of patterns",
+        check=lambda value: is_text_list(value) and len(value) > 0,
+        convert=tuple,
+    )
+    decoder_rows: str | None = setting(
+        None,
+        "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
+        "token, or `auto`: targets if there are labels. Null: as the rule has it.",
+        choices=("all", "targets", "auto"),
+    )
+    family: Any = setting(
+        "auto",
+        "How the model is divided into blocks: auto, clip, llama, open_clip, stack, stages, t5, "
+        "whisper, a list of the blocks' names, or a family of your own, {_target_: "
+        "my_module.MyFamily}.",
+        accepts="a family's name, a list of blocks, a mapping with its `name` or `_target_`, or a "
+        "Family",
+        check=lambda value: value is not None and value != "",
+    )
+    expert_read_budget: float | str | None = setting(
+        None,
+        "Limit on the bytes of expert weights that are read, an upstream merger's included. The "
+        "merged model's weights replace those that are not read. Null: no limit.",
+        accepts="a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to "
+        "TB, KiB to TiB), or a share of a full read up to 100%, such as 50%",
+        check=is_read_budget,
+    )
+    activations: str = setting(
+        "device",
+        "Storage of samples' features between blocks, which changes memory alone.",
+        choices=("device", "host"),
+    )
+    checkpoint_dir: str | None = setting(
+        None,
+        "Folder that keeps finished blocks, so that an interrupted run can go on. Null: none.",
+        accepts="a folder's path",
+        check=lambda value: isinstance(value, str | os.PathLike) and bool(os.fspath(value)),
+        convert=os.fspath,
+    )
+    resume: bool = setting(False, "Go on from the blocks in checkpoint_dir, if there are any.")
+
+    def clashes(self) -> Iterator[str]:
+        """Yield a phrase if `resume` has no folder."""
+        if self.resume and self.checkpoint_dir is None:
+            yield "resume needs checkpoint_dir, the folder that keeps the blocks"
+
+    def of_rule(self, rule: Any) -> "Options":
+        """Return a copy with the rule's values in place of null."""
+        unset = [name for name in _BY_RULE if getattr(self, name) is None]
+        return replace(self, **{name: getattr(rule, name) for name in unset})
+
+    def of_the_model(self) -> dict[str, Any]:
+        """Return the options that change the calibrated model, but for the family, by name."""
+        others = (*SETTINGS_OF_THE_RUN, "family")
+        return {name: getattr(self, name) for name in self.names() if name not in others}
