@@ -27,7 +27,7 @@ OF_RULES = (
 """Settings that a rule has as fields, or does not have."""
 
 BY_RULE = ("augment", "decoder_rows", "calibrate_norm")
-"""Settings whose null stands for the rule's attribute of the same name (`settings.rules.completed`)."""
+"""Settings whose null stands for the rule's attribute of the same name."""
 
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
 SEVERITIES = (1, 2, 3, 4, 5)
