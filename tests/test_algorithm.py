@@ -162,6 +162,8 @@ def test_the_model_is_saved_even_if_its_evaluation_fails(
     assert CLIPImageProcessor.from_pretrained(tmp_path / "saved").size  # and its processor
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_preset_that_fails_leaves_the_other_rows(tmp_path: Path) -> None:
     presets = ["++method.presets.broken.modules=[nothing]", "++method.presets.weak.mix_alpha=0.5"]
     with pytest.raises(CalibrationError, match=r"failed: featcal_broken \(modules='noth"):
@@ -172,6 +174,8 @@ def test_a_preset_that_fails_leaves_the_other_rows(tmp_path: Path) -> None:
     assert CLIPVisionModel.from_pretrained(tmp_path / "saved")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_preset_with_another_seed_keeps_its_gain(tmp_path: Path) -> None:
     rows = ("method.presets={other: {seed: 7}}", "method.compare_with=[merged]")
     run_method(tmp_path, *FEW, *rows)

@@ -106,6 +106,8 @@ def commands_of(text: str) -> Iterator[tuple[str, ...]]:
             yield match[1], *shlex.split(match[2], comments=True)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(REPOSITORY / "examples" / "own_family" / "config", tmp_path / "config")
     pools = tmp_path / "config" / "modelpool"

@@ -96,6 +96,8 @@ def short_first(name: str = "bert", **config: Any) -> Suite:
     return suite
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [partly_labelled, lambda: third(short_first())])
 def test_neither_processes_nor_their_first_tasks_decide_what_counts(make: Callable[[], Suite]):
     auto: dict[str, Any] = PLUS_ON_PLAIN | {"decoder_rows": "auto"}

@@ -146,6 +146,8 @@ CARELESS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("line", CARELESS)
 def test_a_plan_refuses_what_its_run_refuses(line: str, tmp_path: Path) -> None:
     words = [TINY, *line.split()]

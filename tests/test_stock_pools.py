@@ -93,6 +93,8 @@ WHOLE_RUNS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("words", WHOLE_RUNS.values(), ids=WHOLE_RUNS)
 def test_a_pool_runs_on_stand_ins(
     words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,8 @@ CHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("change", CHANGES)
 def test_cells_run_again_that_depend_on_a_change(change: str) -> None:
     changes, expected = CHANGES[change]

@@ -37,6 +37,8 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_nothing_is_left_of_a_killed_run_after_the_next_one(folder: Path, monkeypatch):
     command, out, kept = words(folder, *FAST), folder / "out", names(folder)
     calls, replace = itertools.count(), os.replace

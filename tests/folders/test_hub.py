@@ -111,6 +111,8 @@ def test_only_files_that_are_read_are_fetched(needed: list[str], others: list[st
     assert configs == sorted(n for n in needed if n.endswith(".json") and "/" not in n)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_models_of_a_run_are_fetched_at_once_and_the_base_may_be_a_bin_file(mirror, folder):
     names = [f"llama/{name}" for name in ("base", "merged", *TASKS)]
     for name in names:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from configs import composed, own_configs
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -40,6 +41,8 @@ def accepted_keys(target: Any) -> set[str] | None:
     return names if inspect.isclass(target) else None
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_every_target_takes_its_keys():
     for option, config in own_configs().items():
         for node in targets(OmegaConf.to_container(config, resolve=False)):

@@ -96,6 +96,8 @@ def reports(folder: Path) -> Iterator[Path]:
     yield from sorted(path for path in SAVED.iterdir() if path.is_dir())
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_no_two_reports_are_joined_to_a_wrong_average(tmp_path: Path) -> None:
     all_of = {folder: find([folder]) for folder in reports(tmp_path)}
     runs = {folder: read_run(folder) for of in all_of.values() for folder in of}

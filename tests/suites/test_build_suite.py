@@ -16,6 +16,8 @@ from fusion_bench_featcal.suites import image
 SUITE, TASKS = "clip-vit-mini", image.ALPHABETS2
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_built_suite_is_whole(tmp_path: Path) -> None:
     recipe = BUILDERS[SUITE].RECIPES[SUITE]
     two = {p: replace(getattr(recipe, p), steps=2) for p in ("pretraining", "finetuning")}

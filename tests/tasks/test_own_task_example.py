@@ -28,6 +28,8 @@ def test_template_names_every_key_of_a_task():
     assert set(parse_tasks(tasks)) == {"my_task"}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_template_runs_as_it_is(tmp_path):
     (tmp_path / "config/taskpool").mkdir(parents=True)
     copied = tmp_path / "config/taskpool/mine.yaml"

@@ -8,11 +8,7 @@ _MODULES = {
     "RegMean": "regmean", "RegMeanPlusPlus": "regmean", "RidgeSurgery": "ridge_surgery",
     "Surgery": "surgery", "SurgeryV2": "surgery",
 }  # fmt: skip
-_ALGORITHMS = (
-    "DCMergeAlgorithm", "DistillationAlgorithm", "ESMAlgorithm", "LotAlgorithm",
-    "MethodAlgorithm", "ProbSurgeryAlgorithm", "RegMeanAlgorithm", "RegMeanPlusPlusAlgorithm",
-    "RidgeSurgeryAlgorithm", "SurgeryAlgorithm", "SurgeryV2Algorithm",
-)  # fmt: skip
+_ALGORITHMS = [f"{name}Algorithm" for name in ("Method", *_MODULES) if name != "CorrectedModel"]
 
 # FusionBench and torch are slow to import.
 __getattr__ = lazy_names(
