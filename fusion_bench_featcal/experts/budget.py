@@ -64,7 +64,7 @@ class Budgeted(SourceView):
         return super().tensor(name)
 
 
-def granted(budget: float | str | None, sizes: Sizes) -> Grant:
+def grant_of(budget: float | str | None, sizes: Sizes) -> Grant:
     """Grant modules in forward order, each for all experts, until one exceeds the budget.
 
     The tensors granted by a larger budget include all tensors granted by a smaller one.
@@ -121,7 +121,7 @@ def limit_reads(
         for task, expert in experts.items()
     }
     of_all = {task: of_task for of_process in gather(sizes) for task, of_task in of_process.items()}
-    grant = granted(budget, {task: of_all[task] for task in tasks})
+    grant = grant_of(budget, {task: of_all[task] for task in tasks})
     if budget is not None and not grant.bytes:
         raise CalibrationError(
             f"expert_read_budget={budget} is less than one module of one expert: give more"

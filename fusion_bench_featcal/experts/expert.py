@@ -40,7 +40,7 @@ class LazyModel:
         like: nn.Module,
         *,
         device: torch.device | None = None,
-        spared: Container[str] = (),
+        optional: Container[str] = (),
         module: nn.Module | None = None,
     ) -> None:
         """Map the model's names to the expert's tensors and check every shape. Reads no tensor.
@@ -50,7 +50,7 @@ class LazyModel:
             source: The weights.
             like: The merged model, whose structure and dtypes the expert takes.
             device: Device of loaded tensors, by default the merged model's device.
-            spared: Names of the merged model's tensors that are not needed. The expert may lack
+            optional: Names of the merged model's tensors that are not needed. The expert may lack
                 them, or have other shapes.
             module: The runnable copy, which experts that are loaded one at a time can share.
 
@@ -61,7 +61,7 @@ class LazyModel:
         self.source = source
         self.sizes: dict[str, int] = {}
         self._label = label
-        self.keys = pair_names(label, self.advice, source, like, spared)
+        self.keys = pair_names(label, source, like, optional, advice=self.advice)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}

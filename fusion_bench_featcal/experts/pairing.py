@@ -13,15 +13,16 @@ from fusion_bench_featcal.experts.source import ExpertSource
 
 def pair_names(
     label: str,
-    advice: str,
     source: ExpertSource,
     model: nn.Module,
-    spared: Container[str] = (),
+    optional: Container[str] = (),
+    *,
+    advice: str = "Check its files",
 ) -> dict[str, str]:
     """Return the source's name of each of a model's tensors, and check all shapes.
 
-    All names of a tied tensor have one name in the source, so it is read once. Tensors in `spared`
-    that do not fit are left out.
+    All names of a tied tensor have one name in the source, so it is read once. Tensors in
+    `optional` that do not fit are left out.
 
     Raises:
         CalibrationError: If a tensor is missing or has another shape, naming it.
@@ -38,12 +39,12 @@ def pair_names(
         shape = None if key is None else tuple(source.shape(key))
         if key is not None and shape == tensor.shape:
             keys[name] = key
-        elif name not in spared and key is None:
+        elif name not in optional and key is None:
             nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
             raise CalibrationError(
                 f"{label} has no tensor {name!r}; its nearest is {nearest}. {advice}"
             )
-        elif name not in spared:
+        elif name not in optional:
             raise CalibrationError(
                 f"{label}: tensor {name!r} has shape {shape}, the merged model's has "
                 f"{tuple(tensor.shape)}. {advice}"

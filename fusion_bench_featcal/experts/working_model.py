@@ -18,7 +18,7 @@ class WorkingModel(LazyModel):
     Attributes:
         merged: The merged model's tensors.
         device: Device of loaded tensors.
-        home: Device of the merged model.
+        merged_device: Device of the merged model.
         is_in_memory: Whether the merged model is in memory.
     """
 
@@ -42,7 +42,7 @@ class WorkingModel(LazyModel):
             CalibrationError: If the source lacks a tensor or has another shape.
         """
         self.is_in_memory, self.device = source is None, device
-        self.home = next(structure.parameters()).device
+        self.merged_device = next(structure.parameters()).device
         source = InMemoryExpert(structure) if source is None else source
         super().__init__("the merged model", source, structure, device=device)
         self._finished: dict[str, tuple[Mapping[str, Tensor], str]] = {}

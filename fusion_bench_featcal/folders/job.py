@@ -123,7 +123,7 @@ def _checked_digests(request: Request) -> dict[str, str]:
 def _settings(models: Models, processor: Any) -> FeatCalSettings:
     """Return the request's settings with the longest text of the models, None for images."""
     request, length = models.request, models.request.settings.max_length
-    kind = models.home.kind
+    kind = models.like.kind
     if kind not in TEXT_MODELS:
         length = None
     elif request.text_tower or (request.prompt and kind != ENCODER):
@@ -179,7 +179,7 @@ def _evaluate_and_save(
 
 def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[str, Task]:
     """Open every task's data, for the kind of models."""
-    request, kind = models.request, models.home.kind
+    request, kind = models.request, models.like.kind
     if kind in LANGUAGE_MODELS:
         encoder = TextEncoder(processor, kind, max_length)  # type: ignore[arg-type]
         return {
@@ -192,7 +192,7 @@ def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[s
     encoder, pads = TextEncoder(processor, "classification", max_length), True
     heads = {} if request.no_eval else _text_heads(models, encoder)
     if kind == TEXT_CLASSIFIER:
-        configs = [model.config for model in (models.home, *models.experts.values())]
+        configs = [model.config for model in (models.like, *models.experts.values())]
         pads = all(config.get("pad_token_id") is not None for config in configs if config)
     return {
         task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
@@ -202,7 +202,7 @@ def open_tasks(models: Models, processor: Any, max_length: int | None) -> dict[s
 
 def _text_heads(models: Models, encoder: TextEncoder) -> dict[str, Any]:
     """Return each task's class names, or heads that embed the names of labels."""
-    if models.home.kind == TEXT_CLASSIFIER:
+    if models.like.kind == TEXT_CLASSIFIER:
         return _class_names(models)
     load = partial(models.load, models.base_source or models.merged_source)
     return dict.fromkeys(models.experts, NameHeads(load, models.pooling, encoder))
@@ -210,9 +210,9 @@ def _text_heads(models: Models, encoder: TextEncoder) -> dict[str, Any]:
 
 def _image_heads(models: Models) -> dict[str, Any]:
     """Return each task's class names, or zero-shot heads."""
-    if models.home.kind == IMAGE_ENCODER:
-        raise ValueError(f"{models.home.label} has no head to be scored with: give --no-eval")
-    is_clip = models.home.kind == "clip"
+    if models.like.kind == IMAGE_ENCODER:
+        raise ValueError(f"{models.like.label} has no head to be scored with: give --no-eval")
+    is_clip = models.like.kind == "clip"
     return dict.fromkeys(models.experts, _zero_shot(models)) if is_clip else _class_names(models)
 
 

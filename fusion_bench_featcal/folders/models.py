@@ -79,7 +79,7 @@ class Models:
         return models
 
     @cached_property
-    def home(self) -> ModelFolder:
+    def like(self) -> ModelFolder:
         """The model that defines class and structure of the calibrated one.
 
         This is the merged model, else the base, or an expert if the base has another head than all
@@ -96,11 +96,11 @@ class Models:
     @property
     def has_heads(self) -> bool:
         """Return whether every expert has a separate head."""
-        return self.home.kind in CLASSIFIERS
+        return self.like.kind in CLASSIFIERS
 
     def body(self, model: nn.Module) -> nn.Module:
         """Return the part of a model that experts share."""
-        return body_of(model, self.home.kind)
+        return body_of(model, self.like.kind)
 
     def with_body(self, task: str, classifier: Any, body: nn.Module) -> nn.Module:
         """Return an expert's classifier with another body, which gets the expert's tail."""
@@ -131,7 +131,7 @@ class Models:
     @cached_property
     def empty_body(self) -> nn.Module:
         """The calibrated part without weights, on the meta device."""
-        return self.body(self.home.empty)
+        return self.body(self.like.empty)
 
     @cached_property
     def sources(self) -> dict[str, ExpertSource]:
@@ -147,7 +147,7 @@ class Models:
         try:
             LazyModel("the base", source, body)
         except CalibrationError:
-            if self.home.kind not in (*CLASSIFIERS, *ENCODERS):
+            if self.like.kind not in (*CLASSIFIERS, *ENCODERS):
                 raise
             experts = self._runnable.values()
             spare = {
@@ -158,19 +158,19 @@ class Models:
         return source
 
     @cached_property
-    def _home_source(self) -> ExpertSource:
-        return self.home.source(self.base)
+    def _like_source(self) -> ExpertSource:
+        return self.like.source(self.base)
 
     def _source(self, model: ModelFolder) -> ExpertSource:
         """Return a model's weights, with as many rows per token as the calibrated model has."""
-        if model is self.home:
-            return self._home_source
+        if model is self.like:
+            return self._like_source
         whole = self.base if model.is_adapter and self.base is not None else model
-        before, after = ((m.config or {}).get("vocab_size") for m in (whole, self.home))
+        before, after = ((m.config or {}).get("vocab_size") for m in (whole, self.like))
         source = model.source(self.base)
         if before is None or after is None or before == after:
             return source
-        return VocabularyRows(source, after, self._home_source)
+        return VocabularyRows(source, after, self._like_source)
 
     @cached_property
     def _runnable(self) -> dict[str, LazyModel]:
@@ -184,12 +184,12 @@ class Models:
     @cached_property
     def merged_source(self) -> ExpertSource:
         """Weights of the merged model's body. Without MERGED they are merged on reading."""
-        source = self._source(self.home)
+        source = self._source(self.like)
         if self.merged is not None:
             return source
         assert self.base_source is not None
         name, scale = self.request.merger
-        like, base = self._opened(self.home.name, source), self._opened("base", self.base_source)
+        like, base = self._opened(self.like.name, source), self._opened("base", self.base_source)
         experts = list(self._runnable.values())
         return MergedOnRead(like, base, experts, None if name == "simple_average" else scale)
 
@@ -197,7 +197,7 @@ class Models:
         """Return the merged model with the given weights of its body, on the device."""
 
         def load() -> nn.Module:
-            model = self.home.load()
+            model = self.like.load()
             if self.merged is None or body is not self.merged_source:  # else already loaded
                 fill(self.body(model), body)
             return model
@@ -213,17 +213,17 @@ class Models:
         """Return a model in memory, or offloaded if it is a language model too large for that."""
         device = torch.device(self.request.device)
         free = free_bytes(device)
-        is_large = free is not None and 2 * self.home.size >= free
-        if is_large and self.home.kind in LANGUAGE_MODELS:
+        is_large = free is not None and 2 * self.like.size >= free
+        if is_large and self.like.kind in LANGUAGE_MODELS:
             return offloaded(LazyModel("the model", body, self.empty_body, device=device), device)
         return load().to(device)
 
     @cached_property
     def sentence_folder(self) -> Path | None:
         """Folder with an encoder's files of sentence-transformers: MERGED's, else the base's."""
-        if self.home.kind != ENCODER:
+        if self.like.kind != ENCODER:
             return None
-        folders = [model.folder for model in (self.home, self.base) if model is not None]
+        folders = [model.folder for model in (self.like, self.base) if model is not None]
         return next((folder for folder in folders if (folder / MODULES).is_file()), None)
 
     @cached_property
@@ -241,7 +241,7 @@ class Models:
             return Pooling()
         if (pooling := folder and Pooling.of(folder)) is None:
             raise ValueError(
-                f"{self.home.label} and its base have no {MODULES} of sentence-transformers, which "
+                f"{self.like.label} and its base have no {MODULES} of sentence-transformers, which "
                 "describes their pooling for scores: copy it with its folders (1_Pooling) into one "
                 "of them, or give --no-eval"
             )
@@ -266,7 +266,7 @@ class Models:
             for task, expert in self.experts.items()
         ]
         if self.base_source is None:
-            if self.home.kind == ENCODER:
+            if self.like.kind == ENCODER:
                 embedder = "the merged model embeds the class names"
                 notes.append(f"no --base: {embedder}, and the repair is weaker")
             return notes
@@ -279,15 +279,15 @@ class Models:
         return LazyModel(f"model {name!r}", source, self.empty_body)
 
     def _check(self) -> None:
-        home, settings = self.home, self.request.settings
+        like, settings = self.like, self.request.settings
         norm = rule_of(settings).calibrate_norm
         find_all_modules(self.empty_body, self._stages, settings.modules, calibrate_norm=norm)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
-        models = [home, *filter(None, [self.base]), *whole.values()]
+        models = [like, *filter(None, [self.base]), *whole.values()]
         compare_configs({model.name: model.config for model in models}, whole)
         for expert in whole.values():
-            if expert.kind != home.kind:
-                raise ValueError(f"{expert.label} is a {expert.kind}, {home.label} a {home.kind}")
+            if expert.kind != like.kind:
+                raise ValueError(f"{expert.label} is a {expert.kind}, {like.label} a {like.kind}")
         _ = self._runnable, self.base_source
 
     def processor(self) -> Any:
@@ -295,8 +295,8 @@ class Models:
         from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
         kind: Any = AutoTokenizer
-        if self.home.kind not in TEXT_MODELS:
-            is_whole_clip = self.home.architecture.__name__ == "CLIPModel"
+        if self.like.kind not in TEXT_MODELS:
+            is_whole_clip = self.like.architecture.__name__ == "CLIPModel"
             kind = AutoProcessor if is_whole_clip else AutoImageProcessor
         loaded = load_processor(Path(self.processor_folder), kind, "--tokenizer")
         if kind is AutoTokenizer:
@@ -314,10 +314,10 @@ class Models:
         named = self.request.tokenizer
         if named is not None:
             return str(fetch(named, f"--tokenizer {named}", weights=False))
-        for model in (self.home, self.base, *self.experts.values()):
+        for model in (self.like, self.base, *self.experts.values()):
             if model is not None and has_processor(model.folder):
                 return str(model.folder)
-        return str(self.home.folder)
+        return str(self.like.folder)
 
 
 @torch.no_grad()

@@ -63,10 +63,10 @@ def save(
     tags = [] if models.merged is None else card_tags(models.merged.folder)
     card = card_text(facts, request.base, request.expert, report, library, tags)
     if heads:
-        about = f"{request.folder / HEADS}/NAME (that of the model itself: {models.home.name}'s)"
+        about = f"{request.folder / HEADS}/NAME (that of the model itself: {models.like.name}'s)"
         print(f"heads: {about}")
         card += f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME`.\n"
-    option, needed = f"--out {request.folder}", written_bytes(models.home.size)
+    option, needed = f"--out {request.folder}", written_bytes(models.like.size)
     with writing_model(request.folder, needed, option=option, advice=advice) as new:
         new.mkdir()
         _write_weights(models, result, new)
@@ -74,7 +74,7 @@ def save(
         _write_processor(models, processor, new)
         if models.sentence_folder is not None:
             _copy_sentence_files(models.sentence_folder, new)
-        correct_configs(models.home.whole, new)
+        correct_configs(models.like.whole, new)
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         write_run(new / REPORT, report, "--out")
@@ -94,20 +94,20 @@ def is_saved(folder: Path, recipe: str) -> bool:
 def _write_weights(models: Models, result: CalibrationResult, folder: Path) -> None:
     """Write config and weights, in one file up to 5 GB, else one for each block."""
     assert result.weights is not None
-    home, calibrated = models.home, result.weights
-    stored = home.source(models.base)
+    like, calibrated = models.like, result.weights
+    stored = like.source(models.base)
     if not isinstance(stored, SafetensorsExpert):  # transformers uses other names in files
         models.load(calibrated).save_pretrained(folder)  # type: ignore[operator]
         return
     for name in ("config.json", "generation_config.json"):
-        if (home.folder / name).is_file():
-            shutil.copyfile(home.folder / name, folder / name)
-    keys = pair_names(home.label, home.label, stored, home.whole).values()
+        if (like.folder / name).is_file():
+            shutil.copyfile(like.folder / name, folder / name)
+    keys = pair_names(like.label, stored, like.whole).values()
     outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated.names()}
     # a classifier's head comes with its own tail, such as a pooler
-    if models.has_heads and home.name in models.experts:
-        of_body = pair_names(home.label, home.label, stored, models.empty_body)
-        outside_blocks |= {of_body[name]: t for name, t in models.tail(home.name).items()}
+    if models.has_heads and like.name in models.experts:
+        of_body = pair_names(like.label, stored, models.empty_body)
+        outside_blocks |= {of_body[name]: t for name, t in models.tail(like.name).items()}
     write_shards(folder, calibrated, outside_blocks)
 
 

@@ -31,8 +31,8 @@ def show_start(
     Raises:
         CalibrationError: If the disk is too small.
     """
-    request, home = models.request, models.home
-    print(f"{home.kind}: {home.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
+    request, like = models.request, models.like
+    print(f"{like.kind}: {like.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
     for note in notes:
         print(f"  {masked(note)}")
     read = sum(total_bytes(models.sources[task]) for task in tasks)
@@ -43,10 +43,10 @@ def show_start(
     writes = {}
     if request.out is not None:
         writes = {
-            str(request.folder): written_bytes(home.size),
-            str(request.checkpoints): home.size,
+            str(request.folder): written_bytes(like.size),
+            str(request.checkpoints): like.size,
         }
-    plan = Plan(read=read, output=home.size, writes=writes, rows=rows, strengths=strengths)
+    plan = Plan(read=read, output=like.size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:
         show_plan(plan)
         print("nothing was run")

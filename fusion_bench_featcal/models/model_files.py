@@ -228,7 +228,7 @@ class ModelFiles:
             return self.load()
         source, model = self.source(base), base.load()
         tensors = model.state_dict()
-        for name, key in pair_names(self.label, self.label, source, model).items():
+        for name, key in pair_names(self.label, source, model).items():
             tensors[name].copy_(source.tensor(key))
         return model
 
@@ -262,7 +262,7 @@ class ModelFiles:
             return InMemoryExpert(whole) if whole else stored  # type: ignore[return-value]
         try:
             if stored is not None:
-                pair_names(self.label, self.label, stored, self.empty)
+                pair_names(self.label, stored, self.empty)
                 return stored
         except CalibrationError:  # transformers uses other tensor names than the files
             pass

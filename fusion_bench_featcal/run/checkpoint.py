@@ -71,7 +71,7 @@ class Checkpoint:
             changed: The block's tensors that differ from the merged model.
             run_log: The log.
         """
-        return {name: tensor.to(model.home) for name, tensor in changed.items()}
+        return {name: tensor.to(model.merged_device) for name, tensor in changed.items()}
 
     def finish(self, tensors: Mapping[str, Tensor], run_log: Any) -> None:
         """Do nothing."""

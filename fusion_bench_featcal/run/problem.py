@@ -86,16 +86,16 @@ class Inputs:
         if merged is self.merged:
             return self
 
-        def parted(model: Any) -> Any:
+        def split_model(model: Any) -> Any:
             if model is None or isinstance(model, nn.Module):
                 return None if model is None else split(model)
             raise CalibrationError(
                 "an open_clip model is calibrated in memory: load it from its file"
             )
 
-        parted(self.merged_weights)
-        experts = {task: parted(expert) for task, expert in self.experts.items()}
-        return replace(self, merged=merged, base=parted(self.base), experts=experts)
+        split_model(self.merged_weights)
+        experts = {task: split_model(expert) for task, expert in self.experts.items()}
+        return replace(self, merged=merged, base=split_model(self.base), experts=experts)
 
 
 @dataclass(frozen=True)
@@ -317,14 +317,16 @@ def open_models(
     """
     working = WorkingModel(inputs.merged, inputs.merged_weights, device=runtime.device)
     like, config = working.module, getattr(inputs.merged, "config", None)
-    spared, shared = set(tail_of(like, last_block)), hollow_copy(like, working.device)
+    optional, shared = set(tail_of(like, last_block)), hollow_copy(like, working.device)
 
     def opened(label: str, model: Any) -> LazyModel:
         try:
             source = source_of(model)
         except CalibrationError as error:
             raise CalibrationError(f"{label}: {error}") from error
-        lazy = LazyModel(label, source, like, device=working.device, spared=spared, module=shared)
+        lazy = LazyModel(
+            label, source, like, device=working.device, optional=optional, module=shared
+        )
         check_same_function(label, source.config, config)
         return lazy
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.experts.budget import granted
+from fusion_bench_featcal.experts.budget import grant_of
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream, upstream
@@ -96,7 +96,7 @@ def test_a_run_with_a_budget_is_the_run_with_merged_weights_in_the_experts(name:
 
 def test_a_budget_is_spent_in_forward_order_and_holds_one_module():
     sizes = {"one": {"a.weight": ("a", 4), "b.weight": ("b", 5), "c.weight": ("c", 1)}}
-    assert granted(5, sizes).omitted == {"one": ["b.weight", "c.weight"]}  # although c would fit
+    assert grant_of(5, sizes).omitted == {"one": ["b.weight", "c.weight"]}  # although c would fit
     with pytest.raises(CalibrationError, match="expert_read_budget=1 is less than one module"):
         run_fast(small_clip(), expert_read_budget=1)
     amounts = [budget_in_bytes(amount, 1001) for amount in ("2KB", "0.1GiB", "33.3%")]

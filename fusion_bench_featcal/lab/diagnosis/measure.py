@@ -111,13 +111,13 @@ def measure(
 @contextmanager
 def running(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Context in which a model runs on a device, in evaluation mode and without gradients."""
-    home, modes = device_of(model), Modes.of(model)
+    device_before, modes = device_of(model), Modes.of(model)
     copied(model, device, in_place=True)
     try:
         yield
     finally:
         modes.restore(model)
-        model.to(home)
+        model.to(device_before)
 
 
 def _compare(
@@ -203,11 +203,11 @@ def _vector_cosine(
     model: nn.Module, expert: nn.Module, base: nn.Module | ExpertSource, family: Family
 ) -> float | None:
     """Return the cosine of `theta - theta_0` and `theta_i - theta_0`, heads left out."""
-    spared = set(tail_of(model, family.stages(model)[-1][-1]))
-    start = LazyModel("the base", source_of(base), model, spared=spared)
+    optional = set(tail_of(model, family.stages(model)[-1][-1]))
+    start = LazyModel("the base", source_of(base), model, optional=optional)
     parameters, sums = dict(expert.named_parameters()), torch.zeros(3, dtype=torch.float64)
     for name, parameter in model.named_parameters():
-        if name in spared or name not in parameters:
+        if name in optional or name not in parameters:
             continue
         origin = start.tensor(name).double()
         step, expert_step = parameter.double() - origin, parameters[name].double() - origin

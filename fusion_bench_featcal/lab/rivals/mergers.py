@@ -96,11 +96,11 @@ class Merger(Rule, SampleSettings):
         Takes and raises the same as `calibrate`. The result has the structure, dtype and
         device of the base, which is not changed.
         """
-        home = device_of(base)
+        start_device = device_of(base)
         settings = self.calibration_settings.replace(rule=self)
         rule, options = rule_and_options(settings, Options())
         check_inputs(base, experts, batches, rule)
-        device = torch.device(device or home)
+        device = torch.device(device or start_device)
         start = copied_module(base).to(device)
         load_means(start, experts, self.start_scale(len(experts)))
         inputs = Inputs(start, base, experts, batches)
@@ -111,7 +111,7 @@ class Merger(Rule, SampleSettings):
             self.merge_blocks(problem)
         tasks = problem.streams.tasks
         self.sample_counts.update({task: problem.streams.counts(task) for task in tasks})
-        return result_of(problem).model.to(home)
+        return result_of(problem).model.to(start_device)
 
     def merge_blocks(self, problem: Problem) -> None:
         """Merge all blocks of the problem's model."""
