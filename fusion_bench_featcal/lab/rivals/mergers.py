@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.calibration import (
-    empty_sums,
-    groups_of,
-    result_of,
-    rule_and_options,
-    solve,
-)
+from fusion_bench_featcal.calibration import result_of, rule_and_options
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.experts.copies import copied_module
@@ -26,6 +20,7 @@ from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of, load_updates
 from fusion_bench_featcal.rules.rule import Linear, Rule
+from fusion_bench_featcal.run.blocks import empty_sums, groups_of, solve
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.problem import (
     Autocast,

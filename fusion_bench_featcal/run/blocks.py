@@ -1,0 +1,238 @@
+"""Algorithm 1: a merged model is calibrated block by block, in forward order."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.core.solve import UnsolvedError
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.modules.groups import Group, find_groups
+from fusion_bench_featcal.modules.models import (
+    load_updates,
+    relative_change,
+    tensors_under,
+)
+from fusion_bench_featcal.rules.norms import StatisticsSums
+from fusion_bench_featcal.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.run.trust import with_trust
+from fusion_bench_featcal.streams.checks import Checks
+from fusion_bench_featcal.streams.samples import naming_module
+from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows
+
+
+def calibrate_blocks(problem: Problem) -> None:
+    """Calibrate every block (Algorithm 1)."""
+    for index, stage in enumerate(problem.streams.stages):
+        problem.progress.at(stage[0])
+        problem.streams.begin(index)
+        if index == 0 and problem.rule.weighs_trust and problem.base is not None:
+            with problem.streams.loaded(stage[0]):
+                problem = with_trust(problem, stage[0], groups_of(problem, stage[0]))
+        for block in stage:
+            problem.progress.at(block)
+            with problem.streams.loaded(block):
+                calibrate_block(problem, block)
+
+
+def calibrate_block(problem: Problem, block: str) -> None:
+    """Calibrate a block whose merged tensors are in memory, unless an earlier run has.
+
+    Its new parameters are stored, and all samples are advanced past it.
+    """
+    start, finished = time.perf_counter(), problem.output.read(block, problem.working)
+    merged, figures = tensors_under(problem.model, block), dict[str, Any]()
+    narrow(problem, block)
+    groups = [] if finished else groups_of(problem, block)
+    for number, turn in enumerate(turns_of(problem.rule, groups)):
+        sums = collect(problem, block, turn, None if number else groups)
+        problem.processes.add_up(t for of_group in sums.values() for t in of_group.tensors())
+        new, of_turn = solve(problem, block, sums)  # every process solves the same systems
+        figures |= of_turn
+        load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
+    problem.progress.at(f"{block} · update")
+    problem.streams.advance(block)
+    note(problem, block, figures, time.perf_counter() - start)
+    current = tensors_under(problem.model, block)
+    changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
+    problem.working.finish(problem.output.write(block, problem.working, changed, problem.log))
+    if not finished:
+        problem.progress.finished(block, time.perf_counter() - start)
+
+
+def narrow(problem: Problem, block: str) -> None:
+    """In the last block, count only first positions, if the model's head reads no others."""
+    streams = problem.streams
+    if streams.reads_first and block == streams.stages[-1][-1]:
+        names = streams.feeding_first(block, problem.modules[block].sites)
+        streams.narrow(problem.processes.decided(streams.largest[0], names))
+
+
+def groups_of(problem: Problem, block: str) -> list[Group]:
+    """Return the groups of a block's modules, in the order of their calls.
+
+    They are equal in all processes, which add up sums over them.
+    """
+    sites, estimates = problem.modules[block].sites, problem.rule.estimates_statistics
+    sites = [site for site in sites if estimates or site.kind != "statistics"]
+    if not sites:
+        return []
+    recorded, rows = problem.streams.record_largest(block, [site.name for site in sites])
+    groups = find_groups(problem.model, block, sites, recorded, rows.of)
+    return problem.processes.decided(problem.streams.largest[0], groups)
+
+
+def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
+    """Return a rule's turns for the groups of a block.
+
+    Raises:
+        CalibrationError: If they are not lists of these groups, each at most once.
+    """
+    learned = [group for group in groups if group.kind != "statistics"]
+    turns = list(rule.turns(learned)) or [[]]
+    are_lists = all(isinstance(turn, Sequence) for turn in turns)
+    solved = [group for turn in turns for group in turn] if are_lists else []
+    twice = [group.name for group in groups if solved.count(group) > 1]
+    if twice or not are_lists or not {*solved} <= {*learned}:
+        raise CalibrationError(
+            f"rule: {type(rule).__name__}.turns must give lists of the block's groups, each "
+            f"group in at most one{f'; it repeats {twice[0]}' if twice else f', not {turns}'}"
+        )
+    return list(with_statistics(turns, groups))
+
+
+def with_statistics(
+    turns: Sequence[Sequence[Group]], groups: Sequence[Group]
+) -> Iterator[Sequence[Group]]:
+    """Yield turns, and a turn for each BatchNorm whose running statistics do not fit the weights.
+
+    Those of the merged model never fit. A BatchNorm is estimated before the first turn that runs
+    it, and again at the end if a module before it was solved since.
+    """
+    call = {group: number for number, group in enumerate(groups)}
+    norms = [group for group in groups if group.kind == "statistics"]
+    stale = {*norms}
+    for turn in turns:
+        # A single turn is solved from inputs of the whole merged block.
+        end = max(map(call.__getitem__, turn), default=0) if len(turns) > 1 else len(groups)
+        for norm in (norm for norm in norms if norm in stale and call[norm] < end):
+            stale.remove(norm)
+            yield [norm]
+        yield turn
+        start = min(map(call.__getitem__, turn), default=len(groups))
+        stale |= {norm for norm in norms if call[norm] > start}
+    yield from ([norm] for norm in norms if norm in stale)
+
+
+def collect(
+    problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
+) -> dict[Group, GroupSums]:
+    """Sum the inputs of a turn's modules over the tasks of this process.
+
+    Args:
+        problem: The problem.
+        block: The block.
+        turn: The groups that are solved.
+        entering: All groups of the block in its first turn, in which experts run, else None.
+
+    Raises:
+        CalibrationError: If sums are empty or not finite, naming task and module.
+    """
+    sums = {group: empty_sums(problem, group) for group in turn}
+    checks = Checks(block)
+    for task, rows in task_rows(problem, block, turn, entering):
+        with exact_products():
+            for group in rows:
+                of_task = rows[group].finished()
+                sums[group].add(task, rows[group].expert, *of_task)
+                checks.add(task, group.name, of_task, sums[group].tensors())
+        rows.clear()  # frees the rows before the next task
+    checks.run(problem.processes.gather)
+    return sums
+
+
+def empty_sums(problem: Problem, group: Group) -> GroupSums:
+    """Return sums over no task for a group."""
+    dtype, base = problem.dtype, problem.base
+    if group.kind == "statistics":
+        return StatisticsSums(group.inputs, problem.model.get_buffer(f"{group.name}.running_mean"))
+    merged = group.linear(problem.model.get_parameter, dtype)
+    return problem.rule.sums(group, merged, base and group.linear(base.tensor, dtype))
+
+
+def task_rows(
+    problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
+) -> Iterator[tuple[str, dict[Group, TaskRows]]]:
+    """Yield each task of this process with the sums over its rows. Arguments as for `collect`."""
+    model, rule, streams = problem.model, problem.rule, problem.streams
+    follows = entering is not None and streams.runs_experts
+    needed = [name for group in turn for name in group.parameters]
+    for task in streams.tasks:
+        problem.progress.at(f"{block} · {task}")
+        names = streams.tensors_of(block) if follows else needed
+        with ExitStack() as stack:
+            expert = stack.enter_context(problem.experts[task].loaded(names))
+            rows = {group: empty_rows(group, model, expert, rule, problem.dtype) for group in turn}
+            if not follows:
+                stack.close()  # the rows have copies of the expert's parameters
+            for batch in streams.visits(task):
+                if follows:
+                    streams.follow(task, batch, block, expert, entering or [])
+                if turn:
+                    inputs = streams.inputs_of(task, batch, block, turn)
+                    for group in rows:
+                        with naming_module(task, block, group.name), exact_products():
+                            rows[group].add(batch, inputs[group.name])
+                    del inputs  # frees memory before the next batch runs
+        if entering is not None:
+            problem.progress.step()
+        yield task, rows
+
+
+@exact_products()
+def solve(
+    problem: Problem, block: str, sums: dict[Group, GroupSums]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return new parameters of a turn's groups, and figures of each linear module.
+
+    Each group's sums are freed as soon as it is solved.
+
+    Raises:
+        CalibrationError: If the solution cannot be trusted, naming block and module.
+    """
+    problem.progress.at(f"{block} · solve")
+    updates, figures = dict[str, Tensor](), dict[str, Any]()
+    like = problem.model.state_dict()
+    for group in list(sums):
+        try:
+            solved = sums.pop(group).solve()
+        except UnsolvedError as error:
+            raise CalibrationError(
+                f"block {block}, module {group.name}: {error}. {problem.rule.remedy}"
+            ) from error
+        new = group.updates(solved.linear, biases=problem.rule.calibrate_bias)
+        updates |= {name: value.to(like[name].dtype) for name, value in new.items()}
+        of_group = {"residual": solved.residual, **solved.facts}
+        for site in group.sites if group.kind == "linear" else ():
+            change = relative_change(like[site.weight_name], new[site.weight_name])
+            figures[site.name] = of_group | change
+    return updates, figures
+
+
+def note(problem: Problem, block: str, figures: Mapping[str, Any], seconds: float) -> None:
+    """Log a finished block. The log is equal in every process."""
+    log, modules, streams = problem.log, problem.modules[block], problem.streams
+    gather, drift = problem.processes.gather, streams.drift
+    for module in (site.name for site in modules.sites if site.name in figures):
+        log.add("module", {"block": block, "module": module, **figures[module]})
+    drifts = {} if drift is None else drift.records(gather)
+    counts = gather({task: streams.counts(task) for task in streams.tasks})
+    samples = {task: count for part in counts for task, count in part.items()}
+    for task in problem.tasks:
+        of_task = {"block": block, "task": task, "samples": samples[task]}
+        log.add("task", of_task | drifts.get(task, {}))
+    log.add("block", {"block": block, "seconds": seconds, "left": list(modules.unchanged)})
