@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.rules.paper import Paper
     from fusion_bench_featcal.rules.plus import Plus
     from fusion_bench_featcal.run.log import CalibrationLog
-    from fusion_bench_featcal.run.problem import CalibrationResult
     from fusion_bench_featcal.run.processes import TorchProcesses
+    from fusion_bench_featcal.run.result import CalibrationResult
     from fusion_bench_featcal.settings import FeatCalSettings
 
 __version__ = "0.1.0"
@@ -42,7 +42,7 @@ __getattr__ = lazy_names(
     {
         "CalibrationError": ".errors",
         "CalibrationLog": ".run.log",
-        "CalibrationResult": ".run.problem",
+        "CalibrationResult": ".run.result",
         "ExpertSource": ".experts",
         "Family": ".families",
         "FeatCalSettings": ".settings",

@@ -19,18 +19,11 @@ from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
+from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
-from fusion_bench_featcal.run.problem import (
-    BASE,
-    Autocast,
-    CalibrationResult,
-    Inputs,
-    Problem,
-    Runtime,
-    check_merged,
-    open_problem,
-)
+from fusion_bench_featcal.run.problem import BASE, Problem, check_merged, open_problem
 from fusion_bench_featcal.run.processes import Processes
+from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.settings.rules import rule_of

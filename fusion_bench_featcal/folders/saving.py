@@ -30,7 +30,7 @@ from fusion_bench_featcal.models.saving import (
     written_bytes,
 )
 from fusion_bench_featcal.results import write_run
-from fusion_bench_featcal.run.problem import CalibrationResult
+from fusion_bench_featcal.run.result import CalibrationResult
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""

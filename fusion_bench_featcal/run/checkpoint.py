@@ -8,7 +8,7 @@ the model.
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,12 @@ from fusion_bench_featcal.run.digests import (
     without_addresses,
 )
 from fusion_bench_featcal.run.finished import FinishedBlocks, naming_room
+from fusion_bench_featcal.run.log import CalibrationLog
+from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings.options import Options
+
+if TYPE_CHECKING:  # a problem stores its blocks in a checkpoint
+    from fusion_bench_featcal.run.problem import Problem
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
 WRITTEN = r"(block|rest)-\d+\.safetensors|.*\.json"
@@ -53,7 +58,7 @@ class Checkpoint:
         """Return the calibrated weights in files, or None if there are no files."""
         return None
 
-    def start(self, problem: Any, options: Options) -> None:
+    def start(self, problem: "Problem", options: Options) -> None:
         """Begin with the first block."""
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
@@ -61,7 +66,11 @@ class Checkpoint:
         return {}
 
     def write(
-        self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], run_log: Any
+        self,
+        block: str,
+        model: WorkingModel,
+        changed: Mapping[str, Tensor],
+        log: CalibrationLog,
     ) -> Mapping[str, Tensor]:
         """Return the tensors of a calibrated block, stored on the merged model's device.
 
@@ -69,11 +78,11 @@ class Checkpoint:
             block: The block.
             model: The calibrated model, with the block in memory.
             changed: The block's tensors that differ from the merged model.
-            run_log: The log.
+            log: The log.
         """
         return {name: tensor.to(model.merged_device) for name, tensor in changed.items()}
 
-    def finish(self, tensors: Mapping[str, Tensor], run_log: Any) -> None:
+    def finish(self, tensors: Mapping[str, Tensor], log: CalibrationLog) -> None:
         """Do nothing."""
 
 
@@ -83,7 +92,7 @@ class CheckpointFolder(Checkpoint):
     Blocks after a missing file are calibrated again.
     """
 
-    def __init__(self, folder: Path, *, resume: bool, processes: Any) -> None:
+    def __init__(self, folder: Path, *, resume: bool, processes: Processes) -> None:
         """Open a folder. Only the first process writes.
 
         Raises:
@@ -103,7 +112,7 @@ class CheckpointFolder(Checkpoint):
         """Return the calibrated weights in files."""
         return self._blocks
 
-    def start(self, problem: Any, options: Options) -> None:
+    def start(self, problem: "Problem", options: Options) -> None:
         """Begin with the first block, or continue after the blocks of an earlier run.
 
         Args:
@@ -143,7 +152,11 @@ class CheckpointFolder(Checkpoint):
         return dict(self._tensors(block, model))
 
     def write(
-        self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], run_log: Any
+        self,
+        block: str,
+        model: WorkingModel,
+        changed: Mapping[str, Tensor],
+        log: CalibrationLog,
     ) -> Mapping[str, Tensor]:
         """Write a calibrated block with new log records, and return the block's tensors.
 
@@ -155,29 +168,29 @@ class CheckpointFolder(Checkpoint):
         """
         file = self._files[block]
         if block in self._finished:
-            run_log.records[self._logged :] = self._blocks.records(file)
+            log.records[self._logged :] = map(dict, self._blocks.records(file))
         elif self._processes.rank == 0:
             tensors = model.module.state_dict()
             inside = {key: tensors[name] for name, key in self._names(block, model).items()}
-            self._blocks.write(file, inside, run_log.plain_records(self._logged))
-        self._logged = len(run_log.records)
+            self._blocks.write(file, inside, log.plain_records(self._logged))
+        self._logged = len(log.records)
         self._processes.gather(None)  # the others read the file that the first one has written
         if self._processes.rank > 0:
             self._blocks.open(file)
         return self._tensors(block, model)
 
-    def finish(self, tensors: Mapping[str, Tensor], run_log: Any) -> None:
+    def finish(self, tensors: Mapping[str, Tensor], log: CalibrationLog) -> None:
         """Write the remaining tensors and the index, which complete the model.
 
         Args:
             tensors: The calibrated model's tensors, tied ones once.
-            run_log: The log, which records the number of blocks that an earlier run has finished.
+            log: The log, which records the number of blocks that an earlier run has finished.
 
         Raises:
             CalibrationError: If they cannot be written.
         """
         if self._finished:
-            run_log.add("resumed", {"blocks": len(self._finished)})
+            log.add("resumed", {"blocks": len(self._finished)})
         files = []
         if self._processes.rank == 0:
             files = self._write_rest(tensors)
@@ -214,7 +227,7 @@ class CheckpointFolder(Checkpoint):
 
 
 @contextmanager
-def open_checkpoint(options: Any, processes: Any) -> Iterator[Checkpoint]:
+def open_checkpoint(options: Any, processes: Processes) -> Iterator[Checkpoint]:
     """Context with the folder of finished blocks, locked for this run.
 
     Args:
@@ -239,7 +252,7 @@ def open_checkpoint(options: Any, processes: Any) -> Iterator[Checkpoint]:
         yield CheckpointFolder(folder, resume=options.resume, processes=processes)
 
 
-def digest_of_run(problem: Any, options: Options) -> str:
+def digest_of_run(problem: "Problem", options: Options) -> str:
     """Return a digest of all that a finished block depends on, equal in every process.
 
     Args:

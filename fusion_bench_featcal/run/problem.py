@@ -1,9 +1,9 @@
 """One calibration, opened and checked: models, modules and samples."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +18,12 @@ from fusion_bench_featcal.core.kernels import (
     with_kernel,
 )
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.experts import ExpertSource, LazyModel, hollow_copy, source_of
+from fusion_bench_featcal.experts import LazyModel, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function
-from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
+from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.families.check import compare_with_model
-from fusion_bench_featcal.families.open_clip import split
 from fusion_bench_featcal.modules.models import (
     device_of,
     dtype_of_features,
@@ -37,7 +35,7 @@ from fusion_bench_featcal.modules.models import (
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.checkpoint import Checkpoint
-from fusion_bench_featcal.run.finished import FinishedBlocks
+from fusion_bench_featcal.run.inputs import Inputs, Runtime
 from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
@@ -56,56 +54,6 @@ BASE = "_pretrained_"
 
 COMPARED_SAMPLES = 2
 """Number of samples on which a family is compared with the model's forward pass."""
-
-Autocast = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Models and samples of one calibration, as documented in `calibrate`."""
-
-    merged: nn.Module
-    base: nn.Module | ExpertSource | None
-    experts: Mapping[str, nn.Module | ExpertSource]
-    batches: Mapping[str, Iterable[Any]]
-    merged_weights: ExpertSource | None = None
-
-    def runnable(self, device: torch.device) -> nn.Module:
-        """Return the merged model. If it is only a structure, tensors are loaded when needed."""
-        if self.merged_weights is None:
-            return self.merged
-        return offloaded(WorkingModel(self.merged, self.merged_weights, device=device), device)
-
-    def with_split_attention(self) -> "Inputs":
-        """Return the inputs with the attention of open_clip's models split.
-
-        Raises:
-            CalibrationError: If the attention cannot be split, or a model is in files.
-        """
-        merged = split(self.merged)
-        if merged is self.merged:
-            return self
-
-        def split_model(model: Any) -> Any:
-            if model is None or isinstance(model, nn.Module):
-                return None if model is None else split(model)
-            raise CalibrationError(
-                "an open_clip model is calibrated in memory: load it from its file"
-            )
-
-        split_model(self.merged_weights)
-        experts = {task: split_model(expert) for task, expert in self.experts.items()}
-        return replace(self, merged=merged, base=split_model(self.base), experts=experts)
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Where a calibration runs, as documented in `calibrate`."""
-
-    device: torch.device
-    autocast: Autocast = nullcontext
-    processes: Processes = field(default_factory=Processes)
-    progress: bool = True
 
 
 @dataclass(frozen=True)
@@ -166,33 +114,6 @@ class Problem:
             self.progress.bar,
         ):
             yield
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """A calibrated model and its history.
-
-    Attributes:
-        model: The calibrated model, with class, dtype and device of the merged one. With
-            `merged_weights` only its structure.
-        log: Records of every block.
-        reads: Count of the bytes read (see docs/runs.md).
-        weights: The calibrated weights in `checkpoint_dir`, which every read checks for damage, or
-            None without a folder.
-    """
-
-    model: nn.Module
-    log: CalibrationLog
-    reads: dict[str, Any] = field(default_factory=dict)
-    weights: FinishedBlocks | None = None
-
-    def __str__(self) -> str:
-        """Return blocks, seconds, and each task's drift from its expert before the head."""
-        blocks = counted(len(self.log.of_kind("block")), "block")
-        text = f"calibrated {blocks} in {self.log.seconds:.1f} s"
-        drifts = ", ".join(f"{t} {drift:.3g}" for t, drift in self.log.final_drift.items())
-        of_features = "drift before the head, relative to the experts' features"
-        return f"{text}; {of_features}: {drifts}" if drifts else text
 
 
 def open_problem(

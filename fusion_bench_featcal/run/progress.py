@@ -12,6 +12,7 @@ from tqdm.std import tqdm as plain_tqdm
 
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.run.memory import peak_bytes
+from fusion_bench_featcal.run.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,13 @@ class Progress:
     """A bar over the visits of tasks to blocks, with the name of the current work."""
 
     def __init__(
-        self, processes: Any, device: torch.device, blocks: list[str], tasks: int, *, show: bool
+        self,
+        processes: Processes,
+        device: torch.device,
+        blocks: list[str],
+        tasks: int,
+        *,
+        show: bool,
     ) -> None:
         """Start the bar.
 

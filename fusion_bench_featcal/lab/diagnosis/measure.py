@@ -23,7 +23,7 @@ from fusion_bench_featcal.modules.models import (
     head_of,
     tail_of,
 )
-from fusion_bench_featcal.run.problem import Autocast
+from fusion_bench_featcal.run.inputs import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.rules import value_of
 from fusion_bench_featcal.streams.batch import CountedRows, Rows, rows_of

@@ -22,14 +22,8 @@ from fusion_bench_featcal.modules.models import device_of, load_updates
 from fusion_bench_featcal.rules.rule import Linear, Rule
 from fusion_bench_featcal.run.blocks import empty_sums, groups_of, solve
 from fusion_bench_featcal.run.checkpoint import Checkpoint
-from fusion_bench_featcal.run.problem import (
-    Autocast,
-    Inputs,
-    Problem,
-    Runtime,
-    check_merged,
-    open_problem,
-)
+from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
+from fusion_bench_featcal.run.problem import Problem, check_merged, open_problem
 from fusion_bench_featcal.settings import FeatCalSettings, Options
 from fusion_bench_featcal.settings.fields import same_as
 from fusion_bench_featcal.streams.batch import Batch

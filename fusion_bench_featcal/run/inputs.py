@@ -1,0 +1,65 @@
+"""What a calibration is given: models, samples, and where it runs."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
+from fusion_bench_featcal.families.open_clip import split
+from fusion_bench_featcal.run.processes import Processes
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Models and samples of one calibration, as documented in `calibrate`."""
+
+    merged: nn.Module
+    base: nn.Module | ExpertSource | None
+    experts: Mapping[str, nn.Module | ExpertSource]
+    batches: Mapping[str, Iterable[Any]]
+    merged_weights: ExpertSource | None = None
+
+    def runnable(self, device: torch.device) -> nn.Module:
+        """Return the merged model. If it is only a structure, tensors are loaded when needed."""
+        if self.merged_weights is None:
+            return self.merged
+        return offloaded(WorkingModel(self.merged, self.merged_weights, device=device), device)
+
+    def with_split_attention(self) -> "Inputs":
+        """Return the inputs with the attention of open_clip's models split.
+
+        Raises:
+            CalibrationError: If the attention cannot be split, or a model is in files.
+        """
+        merged = split(self.merged)
+        if merged is self.merged:
+            return self
+
+        def split_model(model: Any) -> Any:
+            if model is None or isinstance(model, nn.Module):
+                return None if model is None else split(model)
+            raise CalibrationError(
+                "an open_clip model is calibrated in memory: load it from its file"
+            )
+
+        split_model(self.merged_weights)
+        experts = {task: split_model(expert) for task, expert in self.experts.items()}
+        return replace(self, merged=merged, base=split_model(self.base), experts=experts)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where a calibration runs, as documented in `calibrate`."""
+
+    device: torch.device
+    autocast: Autocast = nullcontext
+    processes: Processes = field(default_factory=Processes)
+    progress: bool = True
