@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts.source import refuse_adapters
 from fusion_bench_featcal.families.open_clip import fused
 from fusion_bench_featcal.modules.models import (
     Modes,
@@ -66,8 +67,8 @@ def calibrate(
         batches: Each task's unlabeled model inputs, in batches of any size: mappings of keyword
             arguments, tuples of arguments, or single tensors. The batch is the first dimension.
         rule: How a block is solved: `Plus(...)` (FeatCal+), `Paper(...)` or a rule of your own.
-            `FeatCalSettings`, the flat form of YAML, stand for their rule and for all options
-            below that they have.
+            `FeatCalSettings`, the flat form of YAML, stand for a rule, the paper's by default, and
+            for the options below from `samples_per_task` to `resume`.
         family: How the model is cut into blocks: `auto` (the default), a family's name, a list of
             the blocks' names, or a `Family`.
         samples_per_task: Samples of each task that are used, by default all.
@@ -116,6 +117,9 @@ def calibrate(
         checkpoint_dir=checkpoint_dir,
         resume=resume,
     )
+    if not isinstance(merged, nn.Module):
+        raise TypeError(f"merged must be a torch.nn.Module, not {merged!r:.80}")
+    refuse_adapters(merged)
     rule, options = rule_and_options(rule, given)
     check_inputs(base, experts, batches, rule)
     if merged_weights is not None and options.checkpoint_dir is None:
@@ -135,14 +139,17 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
 
     Args:
         rule: The rule. Settings stand for a rule and options.
-        options: The options, which have priority over settings where they are no defaults.
+        options: The options. Beside settings only a family may be given.
 
     Raises:
-        TypeError: If `rule` is neither a rule nor settings.
+        TypeError: If `rule` is neither a rule nor settings, or options stand beside settings.
     """
     if isinstance(rule, FeatCalSettings):
         changed = {k: v for k, v in vars(options).items() if v != getattr(Options, k)}
-        rule, options = rule_of(rule), replace(rule.options, **changed)
+        family = {"family": changed.pop("family")} if "family" in changed else {}
+        if changed:
+            raise TypeError(f"{', '.join(changed)}: set it in the settings, settings.replace(...)")
+        rule, options = rule_of(rule), replace(rule.options, **family)
     if not isinstance(rule, Rule):
         raise TypeError(
             f"rule must be a Rule, such as Plus() or Paper(), or settings, not {rule!r}"

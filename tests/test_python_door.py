@@ -1,15 +1,21 @@
 """`calibrate` as a user of plain torch calls it: four models and batches, no settings."""
 
+import copy
+import dataclasses
 import logging
+import re
 from typing import Any
 
 import pytest
 import torch
 from model_types import suite_named
-from tiny_models import Suite, decoder_suite, residual_suite
+from tiny_convs import tower_suite
+from tiny_models import Stack as Net
+from tiny_models import Suite, decoder_suite, listed, residual_suite, samples_by_task
+from torch import Tensor, nn
 
 import fusion_bench_featcal
-from fusion_bench_featcal import FeatCalSettings, Paper, calibrate
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus, calibrate
 from fusion_bench_featcal.families import Stack
 
 
@@ -70,3 +76,105 @@ def test_folders_are_calibrated_by_a_name_of_the_package() -> None:
     from fusion_bench_featcal.folders import calibrate_folder
 
     assert fusion_bench_featcal.calibrate_folder is calibrate_folder
+
+
+# --- careless use, and what would be wrong in silence ---
+
+
+class Again(Net):
+    """Its last block runs twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in [*self.layers, self.layers[-1]]:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def again(suite: Suite) -> None:
+    for model in (suite.merged, suite.base, *suite.experts.values()):
+        model.__class__ = Again
+
+
+def deeper(suite: Suite) -> None:
+    expert: Any = suite.experts["task_1"]
+    expert.layers.append(copy.deepcopy(expert.layers[0]))
+
+
+CARELESS: list[Any] = [
+    (again, r"it runs \['layers.0', 'layers.1', 'layers.2', 'layers.2'\], not each .* once"),
+    (deeper, r"experts\['task_1'\] has the block layers.3, which the merged model lacks"),
+    (lambda s: s.inputs.update(task_1=[*s.inputs["task_1"], torch.ones(4)]),
+     r"batches\['task_1'\]\[2\] has 1 dimensions, and the first batch 2: .* sample\[None\]"),
+    (lambda s: s.inputs.update(task_1=[torch.ones(0, 4)]),
+     r"batches\['task_1'\]\[0\] must be .* at least one sample; got a tensor \[0, 4\]"),
+    (lambda s: s.inputs.update(task_1=[{"x": [[1.0, 2.0]]}]), r"got a dict of list"),
+    (lambda s: s.inputs.update(task_0=[(torch.ones(3, 4), torch.ones(3))] * 2),
+     r"task task_0: Stack.forward fails on a batch \(TypeError: .* leave labels out"),
+    (lambda s: setattr(s, "experts", list(s.experts)), "experts must map names of tasks"),
+    (lambda s: setattr(s, "merged", "merged"), "merged must be a torch.nn.Module, not 'merged'"),
+    (lambda s: setattr(s.experts["task_0"], "merge_and_unload", print),
+     r"experts\['task_0'\]: a Stack has an adapter: give model.merge_and_unload"),
+    (lambda s: setattr(s, "family", ["layers"]), "'layers' holds blocks.* such as layers.0"),
+    (lambda s: setattr(s, "family", ["layers.0", "layers.0"]), "'layers.0' is named twice"),
+    (lambda s: setattr(s, "family", ["layers.0", "layers.2"]), "another module.* runs between"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "message"), CARELESS)
+def test_careless_models_and_batches_are_refused(spoil: Any, message: str) -> None:
+    suite = dataclasses.replace(residual_suite(sizes=(9, 6)), family="auto")
+    spoil(suite)
+    with pytest.raises((CalibrationError, TypeError), match=message):
+        calibrate(*arguments(suite), family=suite.family, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Paper(mix_alpha=5), "mix_alpha must be a finite number >= 0 and at most 1, got 5"),
+        (lambda: Paper(anchor_rho=float("nan")), "anchor_rho must be a finite number, got nan"),
+        (lambda: Plus(gamma=-1), "gamma must be a finite number >= 0, got -1"),
+        (lambda: Plus(ridges=()), "ridges must be at least one number"),
+        (lambda: Plus(task_weights={"a": 0}), r"task_weights\['a'\] must be a finite number >"),
+        (lambda: Plus(far="x"), "far must be a finite number >= 0, got 'x'"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_of_rules_are_checked(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_options_beside_settings_are_refused() -> None:
+    with pytest.raises(TypeError, match="seed: set it in the settings"):
+        calibrate(*arguments(residual_suite()), FeatCalSettings(), seed=7)
+
+
+def test_frozen_statistics_stay_as_merged(caplog: pytest.LogCaptureFixture) -> None:
+    suite = tower_suite("resnet")
+    for name, buffer in suite.merged.named_buffers():
+        for expert in suite.experts.values():
+            expert.get_buffer(name).copy_(buffer)
+    result = calibrate(*arguments(suite), progress=False)
+    assert re.search(r"the experts share the statistics of \d+ BatchNorms", caplog.text)
+    for name, buffer in result.model.named_buffers():
+        assert torch.equal(buffer, suite.merged.get_buffer(name))
+    # One of its own is enough to estimate that statistic for the mixture.
+    own = next(name for name, _ in suite.merged.named_buffers() if "stages.1" in name)
+    suite.experts["task_0"].get_buffer(own).add_(1)
+    changed = calibrate(*arguments(suite), progress=False).model.get_buffer(own)
+    assert not torch.equal(changed, suite.merged.get_buffer(own))
+
+
+def test_attention_of_torch_is_left_as_merged_without_a_setting() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    inputs: Any = samples_by_task(2, (6, 4), 5, 8, seed=0)
+    suite = listed(encoder, inputs, ["layers.0", "layers.1"], 1)
+    result = calibrate(*arguments(suite), family=["layers.0", "layers.1"], progress=False)
+    changed = {
+        name.split(".")[2]
+        for name, parameter in result.model.named_parameters()
+        if not torch.equal(parameter, suite.merged.get_parameter(name))
+    }
+    assert changed == {"linear1", "linear2"}

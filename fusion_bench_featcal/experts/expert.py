@@ -12,7 +12,7 @@ from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.pairing import pair_names
-from fusion_bench_featcal.experts.source import ExpertSource
+from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert
 
 _ALIGNMENT = 64  # bytes, the alignment of torch's CPU allocator
 MOST_PINNED = 256 * 2**20
@@ -59,6 +59,8 @@ class LazyModel:
         """
         stored = like.state_dict(keep_vars=True)
         self.source = source
+        if isinstance(source, InMemoryExpert):
+            self.advice = "Check the model"
         self.sizes: dict[str, int] = {}
         self._label = label
         self.keys = pair_names(label, source, like, optional, advice=self.advice)

@@ -1,7 +1,7 @@
 """Names of a model's tensors in a source: prefixes, ties, keys of older files."""
 
 import difflib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -50,6 +50,37 @@ def pair_names(
                 f"{tuple(tensor.shape)}. {advice}"
             )
     return keys
+
+
+def refuse_more_blocks(
+    label: str, source: ExpertSource, keys: Mapping[str, str], blocks: Iterable[str]
+) -> None:
+    """Refuse a source with blocks that the model lacks: only a part of it would run.
+
+    Args:
+        label: Name of the source in messages.
+        source: The source.
+        keys: The model's names -> the source's.
+        blocks: The model's blocks. Those in numbered lists count.
+
+    Raises:
+        CalibrationError: Naming the first such block.
+    """
+    for holder in dict.fromkeys(block.rpartition(".")[0] for block in blocks):
+        pairs = ((n, key) for n, key in keys.items() if n.startswith(f"{holder}."))
+        name, key = next(pairs, ("", ""))
+        if not (holder and name and key.endswith(name)):  # else its blocks have other names
+            continue
+        start = f"{key.removesuffix(name)}{holder}."
+        of_source, of_model = (
+            {n.removeprefix(start).split(".")[0] for n in names if n.startswith(start)}
+            for names in (source.names(), keys.values())
+        )
+        if more := sorted(filter(str.isdigit, of_source - of_model), key=int):
+            raise CalibrationError(
+                f"{label} has the block {start}{more[0]}, which the merged model lacks: both must "
+                "have equally many blocks"
+            )
 
 
 def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callable[[str], str]:

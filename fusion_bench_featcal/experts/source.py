@@ -124,8 +124,9 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     """Return a model's weights as a source. A source is returned unchanged.
 
     Raises:
-        CalibrationError: If it is neither.
+        CalibrationError: If it is neither, or has an adapter.
     """
+    refuse_adapters(model)
     if isinstance(model, nn.Module):
         return InMemoryExpert(model)
     if not isinstance(model, ExpertSource):
@@ -134,6 +135,18 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
             "from ExpertSource"
         )
     return model
+
+
+def refuse_adapters(model: Any) -> None:
+    """Refuse a model of PEFT, whose names are not those of the model inside.
+
+    Raises:
+        CalibrationError: With the way out.
+    """
+    if callable(getattr(model, "merge_and_unload", None)):
+        raise CalibrationError(
+            f"a {type(model).__name__} has an adapter: give model.merge_and_unload()"
+        )
 
 
 def total_bytes(source: ExpertSource) -> int:

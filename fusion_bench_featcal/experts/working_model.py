@@ -22,8 +22,6 @@ class WorkingModel(LazyModel):
         is_in_memory: Whether the merged model is in memory.
     """
 
-    advice = "Check how it was merged"
-
     def __init__(
         self,
         structure: nn.Module,
@@ -45,6 +43,7 @@ class WorkingModel(LazyModel):
         self.merged_device = next(structure.parameters()).device
         source = InMemoryExpert(structure) if source is None else source
         super().__init__("the merged model", source, structure, device=device)
+        self.advice = "Check how it was merged"
         self._finished: dict[str, tuple[Mapping[str, Tensor], str]] = {}
         self.merged = Tensors(self.source.tensor, self.keys)
 

@@ -55,7 +55,13 @@ def _difference(family: Family, model: nn.Module, inputs: Any) -> str | None:
     """Describe how the blocks' outputs differ from the model's forward pass, or return None."""
     stages, outputs = stages_of(family, model), list[Tensor]()
     blocks = [block for stage in stages for block in stage]
-    call = family.begin(model, inputs, blocks[0])  # inputs that do not fit have a message here
+    try:
+        call = family.begin(model, inputs, blocks[0])
+    except (CalibrationError, IndexError):  # inputs that do not fit have a message
+        raise
+    except Exception:
+        _block_outputs(model, blocks, inputs)  # raises if the model itself cannot take them
+        raise
     expected = _block_outputs(model, blocks, inputs)
     if [name for name, _ in expected] != blocks:
         return f"it runs {[name for name, _ in expected]}, not each of {blocks} once, in this order"
@@ -76,24 +82,37 @@ def _difference(family: Family, model: nn.Module, inputs: Any) -> str | None:
         if not gap <= max(_ROUNDING, 4 * torch.finfo(right.dtype).eps):
             return (
                 f"alone, {block} gives features {gap:.1e} (relative) away from those in the "
-                "model's own forward pass, so that it depends on more than its input"
+                "model's own forward pass, so that it depends on more than the output of the block "
+                "before it, or another module, such as an activation, runs between them"
             )
     return None
 
 
 def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tuple[str, Tensor]]:
-    """Return blocks that a pass of the model runs, up to the last of them, and their outputs."""
+    """Return the blocks that a pass of the model runs, in order, and their outputs.
+
+    Raises:
+        CalibrationError: If the model cannot take the inputs.
+    """
     outputs: list[tuple[str, Tensor]] = []
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             outputs.append((name, hidden_output(output).clone()))
-            if len(outputs) == len(blocks):
+            if len(outputs) > len(blocks):  # a block runs again
                 raise stop_forward()
 
         return hook
 
     hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in blocks]
     with stoppable(*hooks):
-        call_model(model, inputs)
+        try:
+            call_model(model, inputs)
+        except Exception as error:
+            if len(outputs) < len(blocks):  # else it fails behind them, where nothing is calibrated
+                raise CalibrationError(
+                    f"{type(model).__name__}.forward fails on a batch ({type(error).__name__}: "
+                    f"{error}). The entries of a mapping are its keywords, those of a tuple its "
+                    "arguments, in batches: leave labels out"
+                ) from error
     return outputs

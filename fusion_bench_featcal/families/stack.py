@@ -80,6 +80,14 @@ class Stack(Family):
         if self.pattern is not None and not isinstance(self.pattern, str):
             missing = [name for name in self.pattern if name not in names]
             lacks, blocks = f"module named {missing[:1]}", [] if missing else [*self.pattern]
+            if twice := [name for name in blocks if blocks.count(name) > 1]:
+                raise CalibrationError(f"family: {twice[0]!r} is named twice: blocks run once each")
+            for name in blocks:
+                if isinstance(names[name], nn.ModuleList | nn.ModuleDict):
+                    raise CalibrationError(
+                        f"family: {name!r} holds blocks, and never runs: name its entries, such as "
+                        f"{name}.0"
+                    )
         elif self.pattern is None:
             lacks = "list of modules of one class that clearly holds them"
             blocks = find_stack(model)

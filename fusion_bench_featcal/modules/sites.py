@@ -152,7 +152,9 @@ def _find_modules(
             sites.append(Site(name, "statistics"))
             continue
         direct = dict(module.named_parameters(recurse=False))
-        if not direct:
+        # MultiheadAttention multiplies by the weight of its out_proj, which never runs.
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not direct or isinstance(owner, nn.MultiheadAttention):
             continue
         routed = _is_routed(model, name)
         site = site_of(name, module) if selected and not routed else None

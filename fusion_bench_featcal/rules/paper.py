@@ -1,5 +1,6 @@
 """FeatCal as published."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_dtype, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.norms import NormSums
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved, check_number
 from fusion_bench_featcal.rules.targets import Targets, anchor_of
 
 MAX_ROUNDING = 1e-3
@@ -37,6 +38,11 @@ class Paper(Rule):
     anchor_rho: float = 2.0
     calibrate_bias: bool = True
     calibrate_norm: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("ridge_lambda", self.ridge_lambda, 0)
+        check_number("mix_alpha", self.mix_alpha, 0, 1)
+        check_number("anchor_rho", self.anchor_rho, -math.inf)
 
     @property
     def reads_base(self) -> bool:

@@ -15,7 +15,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import multiply
 from fusion_bench_featcal.core.solve import PROBES, UnsolvedError, random_signs, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved
+from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved, check_number
 from fusion_bench_featcal.rules.targets import Targets
 from fusion_bench_featcal.rules.weight_rows import WeightRows
 
@@ -59,6 +59,16 @@ class Plus(Rule):
     augment = "auto"
     decoder_rows = "auto"
     reads_closing_rows = True
+
+    def __post_init__(self) -> None:
+        check_number("gamma", self.gamma, 0)
+        check_number("far", self.far, 0)
+        for ridge in self.ridges:
+            check_number("ridges", ridge, 0)
+        if not len(self.ridges):
+            raise ValueError("ridges must be at least one number")
+        for task, factor in self.task_weights.items():
+            check_number(f"task_weights[{task!r}]", factor, torch.finfo(torch.float32).tiny)
 
     @property
     def holds_out(self) -> bool:  # type: ignore[override]

@@ -1,5 +1,6 @@
 """Interface of a rule: the modules that are solved in one turn, and the sums for their solve."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,19 @@ class GroupSums(Protocol):
             UnsolvedError: If the solution cannot be trusted.
         """
         ...
+
+
+def check_number(name: str, value: Any, least: float, most: float = math.inf) -> None:
+    """Refuse a number of a rule that is not finite, or outside bounds.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and least <= value <= most):
+        bounds = "" if math.isinf(least) else f" >= {least:g}"
+        bounds += "" if math.isinf(most) else f" and at most {most:g}"
+        raise ValueError(f"{name} must be a finite number{bounds}, got {value!r}")
 
 
 class Rule(ABC):

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from fusion_bench_featcal.core.kernels import (
     with_kernel,
 )
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import LazyModel, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.experts.pairing import refuse_more_blocks
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.families.check import compare_with_model
@@ -136,9 +138,11 @@ def open_problem(
     processes.doing = "the models"
     stages = stages_of(family, inputs.merged)
     modules = open_modules(inputs.merged, stages, rule, options, runtime)
-    working, base, experts = open_models(inputs, rule, runtime, stages[-1][-1])
+    working, base, experts = open_models(inputs, rule, runtime, stages)
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
+    grant = limit_reads(experts, budget, order, working.merged, tasks, processes.gather)
+    modules = without_shared_statistics(modules, working, experts, processes)
     images = any(gives_images(inputs.merged.get_submodule(block)) for block in modules)
     streams = Streams(
         samples,
@@ -161,7 +165,7 @@ def open_problem(
         working=working,
         base=base,
         experts=experts,
-        grant=limit_reads(experts, budget, order, working.merged, tasks, processes.gather),
+        grant=grant,
         modules=modules,
         rule=rule,
         streams=streams,
@@ -227,7 +231,7 @@ def open_modules(
 
 
 def open_models(
-    inputs: Inputs, rule: Rule, runtime: Runtime, last_block: str
+    inputs: Inputs, rule: Rule, runtime: Runtime, stages: Sequence[Sequence[str]]
 ) -> tuple[WorkingModel, LazyModel | None, dict[str, LazyModel]]:
     """Open the calibrated model, the base and the experts of this process's tasks.
 
@@ -238,7 +242,7 @@ def open_models(
     """
     working = WorkingModel(inputs.merged, inputs.merged_weights, device=runtime.device)
     like, config = working.module, getattr(inputs.merged, "config", None)
-    optional, shared = set(tail_of(like, last_block)), hollow_copy(like, working.device)
+    optional, shared = set(tail_of(like, stages[-1][-1])), hollow_copy(like, working.device)
 
     def opened(label: str, model: Any) -> LazyModel:
         try:
@@ -249,12 +253,48 @@ def open_models(
             label, source, like, device=working.device, optional=optional, module=shared
         )
         check_same_function(label, source.config, config)
+        options: Any = {"device": working.device, "optional": optional, "module": shared}
+        lazy = LazyModel(label, source, like, **options)
+        refuse_more_blocks(label, source, lazy.keys, (name for stage in stages for name in stage))
         return lazy
 
     has_base = inputs.base is not None and rule.reads_base
     base = opened("base", inputs.base) if has_base else None
     tasks = runtime.processes.share(inputs.experts)
     return working, base, {t: opened(f"experts[{t!r}]", inputs.experts[t]) for t in tasks}
+
+
+def without_shared_statistics(
+    modules: Mapping[str, BlockModules],
+    working: WorkingModel,
+    experts: Mapping[str, LazyModel],
+    processes: Processes,
+) -> dict[str, BlockModules]:
+    """Leave out BatchNorms whose running statistics all experts share with the merged model.
+
+    Experts that were tuned with these frozen normalise by them, not by statistics of their data.
+    """
+
+    def is_shared(name: str) -> bool:
+        tensors = (f"{name}.running_mean", f"{name}.running_var")
+        return all(
+            torch.allclose(expert.tensor(tensor), working.tensor(tensor), rtol=1e-5)
+            for expert in experts.values()
+            for tensor in tensors
+        )
+
+    sites = (site for of_block in modules.values() for site in of_block.sites)
+    mine = {site.name for site in sites if site.kind == "statistics" and is_shared(site.name)}
+    shared = set.intersection(*processes.gather(mine))
+    if shared:
+        logger.warning(
+            "the experts share the statistics of %s, which stay as merged",
+            counted(len(shared), "BatchNorm"),
+        )
+    return {
+        block: replace(part, sites=tuple(site for site in part.sites if site.name not in shared))
+        for block, part in modules.items()
+    }
 
 
 def check_merged(problem: Problem) -> None:

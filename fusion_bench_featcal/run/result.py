@@ -10,7 +10,7 @@ from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.run.log import CalibrationLog
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CalibrationResult:
     """A calibrated model and its history.
 
@@ -35,3 +35,5 @@ class CalibrationResult:
         drifts = ", ".join(f"{t} {drift:.3g}" for t, drift in self.log.final_drift.items())
         of_features = "drift before the head, relative to the experts' features"
         return f"{text}; {of_features}: {drifts}" if drifts else text
+
+    __repr__ = __str__  # a notebook shows it, and would print the whole model

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.errors import CalibrationError
 
+_BATCHES = (Tensor, Mapping, tuple)
+
 
 def to_device(inputs: Any, device: torch.device) -> Any:
     """Return a batch with all its tensors on a device."""
@@ -43,8 +45,8 @@ def joined(batches: Sequence[Any], size: int) -> Any:
     return torch.cat(list(batches))
 
 
-def batch_size(label: str, inputs: Any) -> int:
-    """Return the number of samples in a batch.
+def batch_shape(label: str, inputs: Any) -> torch.Size:
+    """Return the shape of a batch's first tensor, which begins with the number of samples.
 
     Args:
         label: Names the batch in messages.
@@ -53,13 +55,13 @@ def batch_size(label: str, inputs: Any) -> int:
     Raises:
         CalibrationError: If there is no tensor with samples in it.
     """
-    tensors = list(_named_tensors(inputs).values())
-    if not tensors or tensors[0].ndim == 0:
+    tensors = list(_named_tensors(inputs).values()) if isinstance(inputs, _BATCHES) else []
+    if not tensors or tensors[0].ndim == 0 or len(tensors[0]) == 0:
         raise CalibrationError(
-            f"{label} must be a tensor, or a mapping or tuple with tensors, batch first; got "
-            f"{type(inputs).__name__}"
+            f"{label} must be a tensor, or a mapping or tuple with tensors, batch first, of at "
+            f"least one sample; got {_kinds_in(inputs)}"
         )
-    return len(tensors[0])
+    return tensors[0].shape
 
 
 def largest_tensor(inputs: Any) -> int:
@@ -126,6 +128,17 @@ def vocabulary_size(model: nn.Module) -> int | None:
     except NotImplementedError:
         return None
     return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def _kinds_in(inputs: Any) -> str:
+    """Return the class of a batch, and its shape or the classes of its entries."""
+    if isinstance(inputs, Tensor):
+        return f"a tensor {list(inputs.shape)}"
+    if not isinstance(inputs, _BATCHES):
+        return type(inputs).__name__
+    entries = inputs.values() if isinstance(inputs, Mapping) else inputs
+    kinds = dict.fromkeys(type(value).__name__ for value in entries)
+    return f"a {type(inputs).__name__} of {', '.join(kinds) or 'nothing'}"
 
 
 def _named_tensors(inputs: Any) -> dict[Any, Tensor]:

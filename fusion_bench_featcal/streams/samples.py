@@ -19,7 +19,7 @@ from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import (
-    batch_size,
+    batch_shape,
     check_token_ids,
     largest_tensor,
     part_of,
@@ -47,6 +47,9 @@ def check_inputs(
         CalibrationError: If a task lacks its expert or its data, or has one batch in place of
             several.
     """
+    for name, mapping in (("experts", experts), ("batches", batches)):
+        if not isinstance(mapping, Mapping) or not all(isinstance(task, str) for task in mapping):
+            raise TypeError(f"{name} must map names of tasks to their values, not {mapping!r:.80}")
     if base is None and rule.needs_base:
         rho = getattr(rule, "anchor_rho", None)
         remedy = "" if rho is None else "; without one set anchor_rho to 1"
@@ -127,10 +130,15 @@ def take_samples(
 
     Other arguments and errors are those of `take`.
     """
-    taken = 0
+    taken, rank = 0, None
     for number, batch in enumerate(batches):
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
-        size = batch_size(label := f"batches[{task!r}][{number}]", inputs)
+        size, *rest = batch_shape(label := f"batches[{task!r}][{number}]", inputs)
+        if len(rest) != (rank := len(rest) if rank is None else rank):
+            raise CalibrationError(
+                f"{label} has {len(rest) + 1} dimensions, and the first batch {rank + 1}: a single "
+                "sample is a batch of one, sample[None]"
+            )
         if limit is not None and size > limit - taken:
             inputs, size = part_of(inputs, size, slice(limit - taken)), limit - taken
         check_token_ids(inputs, model, partial(_location_of_row, label, batches, taken))
