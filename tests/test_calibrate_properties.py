@@ -15,12 +15,14 @@ import variations as vary
 from calibrations import EXACT, PAPER, PLUS, assert_identical, assert_same, distance, run_fast
 from model_types import suite_named
 from oracle import Knobs
+from posing import Posing
 from tiny_convs import tower_suite
 from tiny_models import ROUNDING, Suite, clip_suite
 from torch import Tensor, nn
 from tricky_models import biased, stack_suite
 
 from fusion_bench_featcal import CalibrationResult, Plus, SafetensorsExpert
+from fusion_bench_featcal.core import products
 
 SUITES: dict[str, Callable[[], Suite]] = {
     "clip": partial(clip_suite, tasks=2),
@@ -121,6 +123,20 @@ def test_the_context_of_the_caller_does_not_matter():
         with context():
             model = run_fast(suite).model
         assert_identical(model, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["clip", "llama"])
+@pytest.mark.parametrize("work", [1, products.LEAST_WORK])
+def test_the_operations_of_a_gpu_give_the_same_model(
+    name: str, rule: str, work: int, monkeypatch: pytest.MonkeyPatch
+):
+    expected = reference(name, rule).model
+    monkeypatch.setattr(products, "LEAST_WORK", work)
+    monkeypatch.setattr(products, "SMALL", 2)  # with little work, Gram matrices are in strips
+    with Posing():
+        result = run_fast(SUITES[name](), device=torch.device("cuda"), **RULES[rule])
+    assert_same(result.model, expected, BOUNDS.get(name, EXACT))
 
 
 def test_autocast_wraps_forward_passes_but_no_statistics():

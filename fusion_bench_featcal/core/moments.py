@@ -1,6 +1,6 @@
 """Statistics of calibration: sums over rows of inputs and of features paired with them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -9,7 +9,8 @@ from torch import Tensor
 from fusion_bench_featcal.core.products import (
     add_lower_gram,
     add_product,
-    columns_of,
+    factor_of,
+    in_parts,
     mirror_lower,
 )
 
@@ -17,7 +18,7 @@ MOST_ROWS = 4096
 """Rows multiplied at a time: products may copy them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Moments:
     """Sums over rows of inputs `x` and of paired features `y` (Eq. 13).
 
@@ -29,6 +30,7 @@ class Moments:
         x: `sum x`, `[d]`.
         y: `sum y`, `[r]`.
         count: Number of rows, or the sum of their weights, a scalar.
+        uncounted: Number of added rows that are not in `count` yet.
     """
 
     gram: Float[Tensor, "d d"]
@@ -36,6 +38,7 @@ class Moments:
     x: Float[Tensor, " d"]
     y: Float[Tensor, " r"]
     count: Float[Tensor, ""]
+    uncounted: int = field(default=0, init=False)
 
     @classmethod
     def zeros(cls, inputs: int, outputs: int, like: Tensor) -> "Moments":
@@ -60,21 +63,21 @@ class Moments:
             x: Inputs, `[n, d]`.
             y: Paired features, `[n, r]`, or None for zeros.
         """
-        self.count.add_(len(x))
-        for start in range(0, len(x), MOST_ROWS):
-            part = slice(start, start + MOST_ROWS)
-            rows = x[part].to(self.gram.dtype)
-            columns = columns_of(rows)
-            self.x.add_(rows.sum(0))
-            add_lower_gram(self.gram, columns)
-            if y is not None:
-                features = y[part].to(self.gram.dtype)
-                self.y.add_(features.sum(0))
-                add_product(self.cross, columns_of(features), columns)
+        self.uncounted += len(x)
+        for parts in in_parts(MOST_ROWS, x, *([] if y is None else [y])) if len(x) else ():
+            rows, *features = (part.to(self.gram.dtype) for part in parts)
+            factor = factor_of(rows)
+            add_lower_gram(self.gram, factor)
+            for part in features:
+                add_product(self.cross, factor_of(part), factor)
+            sums = [part.sum(0) for part in (rows, *features)]
+            torch._foreach_add_([self.x, self.y][: len(sums)], sums)
 
     def mirrored(self) -> "Moments":
-        """Complete the Gram matrix, of which `add` forms the lower triangle, in place."""
+        """Complete the Gram matrix, of which `add` forms the lower triangle, and the count."""
         mirror_lower(self.gram)
+        self.count.add_(self.uncounted)
+        self.uncounted = 0
         return self
 
     def merge(self, other: "Moments", weight: Tensor) -> None:
@@ -84,8 +87,7 @@ class Moments:
 
     def __add__(self, other: "Moments") -> "Moments":
         """Return the sums over the rows of both."""
-        pairs = zip(self.tensors(), other.tensors(), strict=True)
-        return Moments(*(one + two for one, two in pairs))
+        return Moments(*torch._foreach_add(self.tensors(), other.tensors()))
 
     def means(self, *, centred: bool) -> "Moments":
         """Return means over rows. `count` does not change.
@@ -119,9 +121,9 @@ class Moments:
         torch's float32 norm of a large matrix is biased on CPUs. The norm of row norms is not.
         """
         rows = torch.linalg.vector_norm(self.gram, dim=-1)
-        wide = rows if rows.device.type == "mps" else rows.double()
-        return torch.linalg.vector_norm(wide).to(self.gram.dtype) / self.count
+        wide = None if rows.device.type == "mps" else torch.float64
+        return torch.linalg.vector_norm(rows, dtype=wide).to(self.gram.dtype) / self.count
 
     def row_weight(self, eps: float) -> Tensor:
         """Return the weight of one row, `w_i / n` with `w_i = 1 / max(|G_i|_F, eps)` (Eq. 14)."""
-        return 1 / (self.gram_norm().clamp_min(eps) * self.count)
+        return (self.gram_norm().clamp_min(eps) * self.count).reciprocal()
