@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import tricky_models as tricky
 from calibrations import PLUS, assert_same, run_fast
 from model_types import suite_named
 from oracle import Knobs
+from posing import CPU, GPU, Posing
 from tiny_models import Suite, clip_model, clip_suite, decoder_suite, residual_suite, t5_suite
 from torch import Tensor, nn
 from tricky_models import Masked, plain, stack_suite
@@ -121,17 +123,19 @@ def test_message(
         run_fast(suite, **more)
 
 
-def test_padding_may_hold_anything_but_rows_that_count_may_not():
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_padding_may_hold_anything_but_rows_that_count_may_not(device: str):
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
     batch = {"x": tiny.normal(0, 3, 3, 4), "attention_mask": mask}
     block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
     suite = tiny.listed(Masked(block), {"task": [batch]}, ["layers.0"], seed=0)
     expected = run_fast(suite).model
     batch["x"][mask == 0] = NAN
-    assert_same(run_fast(suite).model, expected)
-    batch["x"][1, 0, 2] = NAN
-    with refused(r"task task, block layers\.0, module layers\.0\.[01]:.*(NaN|infinite)"):
-        run_fast(suite)
+    with nullcontext() if device == CPU else Posing():
+        assert_same(run_fast(suite, device=torch.device(device)).model, expected)
+        batch["x"][1, 0, 2] = NAN
+        with refused(r"task task, block layers\.0, module layers\.0\.[01]:.*(NaN|infinite)"):
+            run_fast(suite, device=torch.device(device))
 
 
 def test_parameter_that_overflows_is_refused_by_name_and_not_loaded():

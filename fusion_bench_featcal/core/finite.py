@@ -1,5 +1,6 @@
 """Checks for NaN and infinity in large tensors, and one transfer of many scalars to the host."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ def all_finite(tensor: Tensor) -> bool:
 
     A sum of finite entries seldom overflows. If it does, the entries are checked one by one.
     """
-    return not bool(not_finite(tensor)) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(_sum_of(tensor).item()) or bool(torch.isfinite(tensor).all())
 
 
 def is_sound(tensor: Tensor, *, is_parameter: bool) -> bool:
@@ -27,18 +28,24 @@ def is_sound(tensor: Tensor, *, is_parameter: bool) -> bool:
     return not bool(torch.isnan(tensor).any())
 
 
-def not_finite(tensor: Tensor) -> Tensor:
-    """Return 1 if an entry is NaN or infinite, or if the sum of all entries is, else 0.
+def finiteness(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a scalar for each floating-point tensor, NaN or infinite if one of its entries is.
 
-    The result is a scalar on the tensor's device, so that nothing is synchronised here. It takes
-    one pass and no memory of the tensor's size.
+    On the CPU it also is if the sum of all entries overflows. Scalars stay on the device, for
+    `read_back`. It takes one pass and no memory of a tensor's size, and on a GPU one operation.
     """
-    if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-        chunks = tensor.flatten().split(_PART)  # torch makes a wide copy of each
-        total = torch.stack([chunk.sum(dtype=torch.float32) for chunk in chunks]).sum()
-    else:
-        total = tensor.sum()
-    return torch.isfinite(total).logical_not()
+    if all(tensor.is_cpu for tensor in tensors):  # whose maxima are slower than sums
+        return [_sum_of(tensor) for tensor in tensors]
+    entries = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    return list(torch._foreach_norm(entries, math.inf))
+
+
+def _sum_of(tensor: Tensor) -> Tensor:
+    """Return the sum of all entries, of half-precision ones in float32."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize >= 4:
+        return tensor.sum()
+    chunks = tensor.flatten().split(_PART)  # torch makes a wide copy of each
+    return torch.stack([chunk.sum(dtype=torch.float32) for chunk in chunks]).sum()
 
 
 def read_back(values: Sequence[Tensor]) -> list[float]:
@@ -52,5 +59,6 @@ def read_back(values: Sequence[Tensor]) -> list[float]:
     """
     if not values:
         return []
-    wide = torch.float32 if values[0].device.type == "mps" else torch.float64
-    return torch.cat([value.reshape(-1).to(wide) for value in values]).tolist()
+    if any(value.ndim for value in values):
+        return torch.cat([value.reshape(-1) for value in values]).tolist()
+    return torch.stack(list(values)).tolist()

@@ -1,5 +1,6 @@
 """Whole models: copies, modes, and the tensors that running a model needs."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.finite import all_finite, is_sound, not_finite, read_back
+from fusion_bench_featcal.core.finite import all_finite, finiteness, is_sound, read_back
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under, put_tensor
 from fusion_bench_featcal.experts.copies import copied_module
@@ -16,7 +17,7 @@ from fusion_bench_featcal.modules.sites import BlockModules
 
 def tensors_of_block(model: nn.Module, block: str) -> list[str]:
     """Return names of the tensors that running one block needs."""
-    return names_under(model.state_dict(), [block])
+    return names_under(model.state_dict(keep_vars=True), [block])
 
 
 def tensors_before_stage(
@@ -117,9 +118,10 @@ def refuse_not_finite(
     parameters = {id(parameter) for parameter in model.parameters()}
     stored = model.state_dict(keep_vars=True)
     tensors = {name: t.detach() for name, t in stored.items() if t.is_floating_point()}
-    signs = read_back([not_finite(tensor) for tensor in tensors.values()])
+    signs = read_back(finiteness([*tensors.values()]))
     for (name, tensor), sign in zip(tensors.items(), signs, strict=True):
-        if sign and not is_sound(tensor, is_parameter=id(stored[name]) in parameters):
+        is_parameter = id(stored[name]) in parameters
+        if not math.isfinite(sign) and not is_sound(tensor, is_parameter=is_parameter):
             for read in sources:
                 read(name)
             raise CalibrationError(f"{label}: tensor {name!r} has NaN or infinite values. {advice}")
@@ -165,11 +167,11 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], ad
     Raises:
         CalibrationError: If a value does not fit the dtype.
     """
-    tensors = model.state_dict()
+    tensors = model.state_dict(keep_vars=True)
     new = {name: value.to(tensors[name]) for name, value in updates.items()}
-    signs = read_back([not_finite(value) for value in new.values()])
+    signs = read_back(finiteness([*new.values()]))
     for (name, value), sign in zip(new.items(), signs, strict=True):
-        if sign and not all_finite(value):
+        if not math.isfinite(sign) and not all_finite(value):
             raise CalibrationError(
                 f"block {block}: the new {name} is not finite in {value.dtype}. {advice}, or "
                 "merge in a wider dtype"

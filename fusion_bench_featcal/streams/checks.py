@@ -1,15 +1,15 @@
 """Checks of a turn's sums, with one transfer to the host for all of them."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.finite import not_finite, read_back
+from fusion_bench_featcal.core.finite import finiteness, read_back
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.errors import CalibrationError
 
@@ -24,20 +24,15 @@ class Checks:
         """Start with no sums."""
         self._block = block
         self._places: list[tuple[str, str]] = []
-        self._numbers: list[Tensor] = []
+        self._figures: list[tuple[list[Tensor], ...]] = []
 
     def add(self, task: str, module: str, sums_of_task: list[Any], sums: list[Tensor]) -> None:
         """Add a task's sums for a group, which a module names, and the sums over tasks so far."""
         self._places.append((task, module))
         tensors = [*sums, *(tensor for part in sums_of_task for tensor in part.tensors())]
-        broken = torch.stack([not_finite(tensor) for tensor in tensors]).any()
-        count = torch.stack([part.count for part in sums_of_task]).sum()
-        norm = (
-            sums_of_task[0].gram_norm()
-            if isinstance(sums_of_task[0], Moments)
-            else torch.ones_like(count)
-        )
-        self._numbers += [broken.to(norm), count.to(norm), norm]
+        counts = [part.count for part in sums_of_task]
+        norms = [part.gram_norm() for part in sums_of_task[:1] if isinstance(part, Moments)]
+        self._figures.append((finiteness(tensors), counts, norms))
 
     def run(self, gather: Callable[[Any], list[Any]]) -> None:
         """Check all sums.
@@ -49,10 +44,8 @@ class Checks:
             CalibrationError: If no position counts, sums are not finite, or a task's inputs are
                 almost zero, naming task, block and module.
         """
-        numbers = iter(read_back(self._numbers))
-        figures = [(*key, *(next(numbers) for _ in range(3))) for key in self._places]
         norms: dict[str, dict[str, float]] = defaultdict(dict)
-        for task, module, broken, count, norm in chain(*gather(figures)):
+        for task, module, broken, count, norm in chain(*gather(self._read())):
             place = f"task {task}, block {self._block}"
             if count == 0:
                 raise CalibrationError(
@@ -78,3 +71,13 @@ class Checks:
                         f"weight would swamp the bias. Check its expert and its "
                         "calibration data, or drop the task"
                     )
+
+    def _read(self) -> list[tuple[str, str, bool, float, float]]:
+        """Return tasks and modules, if sums are not finite, number of rows, and Gram norm."""
+        tensors = (tensor for parts in self._figures for part in parts for tensor in part)
+        numbers, read = iter(read_back(list(tensors))), list[tuple[str, str, bool, float, float]]()
+        for (task, module), parts in zip(self._places, self._figures, strict=True):
+            signs, counts, norms = ([next(numbers) for _ in part] for part in parts)
+            broken = not all(map(math.isfinite, signs))
+            read.append((task, module, broken, sum(counts), norms[0] if norms else 1.0))
+        return read
