@@ -1,9 +1,14 @@
-"""Weights and biases of modules that share their input."""
+"""Weights and biases of modules that share their input, and the precision of features."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32, or as it is if its dtype is not less precise."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
 class Linear(NamedTuple):

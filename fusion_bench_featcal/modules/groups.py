@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm
 
-from fusion_bench_featcal.core.linear import Linear
+from fusion_bench_featcal.core.linear import Linear, at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.hooks import Recorded
 from fusion_bench_featcal.modules.sites import Site
@@ -66,10 +66,9 @@ class Group:
         """
         weights, biases = [], []
         for site in self.sites:
-            weights.append(site.oriented(get(site.weight_name).detach()))
+            weights.append(weight := site.oriented(get(site.weight_name)))
             has_bias = site.has_bias
-            zeros = weights[-1].new_zeros(len(weights[-1]))
-            biases.append(get(site.bias_name).detach() if has_bias else zeros)
+            biases.append(get(site.bias_name) if has_bias else weight.new_zeros(len(weight)))
         dtype = torch.promote_types(weights[0].dtype, dtype)
         # Stacked and converted at once: a wide copy of each weight would be large.
         weight = torch.cat(weights, out=weights[0].new_empty(0, dtype=dtype))
@@ -156,7 +155,7 @@ def _group_of(model: nn.Module, sites: tuple[Site, ...]) -> Group:
 
 def normalised(module: Any, site: Site, x: Tensor) -> Tensor:
     """Return a norm's normalised input with channels last, in float32 or better (Eq. 56)."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = at_least_float32(x)
     if isinstance(module, nn.GroupNorm):
         return group_norm(x, module.num_groups, eps=module.eps).movedim(1, -1)
     x = x.movedim(1, -1) if site.channels_first else x

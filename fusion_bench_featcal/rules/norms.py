@@ -10,29 +10,31 @@ from fusion_bench_featcal.rules.rule import Linear, Solved
 
 
 class NormRows:
-    """Sums over one task's normalised inputs `z` of one norm (Eq. 56).
-
-    Attributes:
-        sums: `sum z^2`, `sum z` and the number of rows, `[3, d]`.
-    """
+    """Sums over one task's normalised inputs `z` of one norm (Eq. 56)."""
 
     def __init__(self, width: int, like: Tensor) -> None:
         """Start with no rows."""
-        self.sums = like.new_zeros(3, width)
+        self._sums, self._rows = [like.new_zeros(width), like.new_zeros(width)], 0
 
     def tensors(self) -> list[Tensor]:
-        """Return the sums. Sums of other processes may be added to them in place."""
-        return [self.sums]
+        """Return `sum z^2` and `sum z`."""
+        return self._sums
+
+    @property
+    def sums(self) -> Tensor:
+        """Return `sum z^2`, `sum z` and the number of rows, `[3, d]`."""
+        return torch.stack([*self._sums, torch.full_like(self._sums[0], self._rows)])
 
     @property
     def count(self) -> Tensor:
         """Number of rows, a scalar."""
-        return self.sums[2, 0]
+        return self._sums[0].new_full((), self._rows)
 
     def add(self, z: Tensor) -> None:
         """Add rows: normalised inputs without gain and shift, `[n, d]`."""
-        z = z.to(self.sums.dtype)
-        self.sums += torch.stack([z.square().sum(0), z.sum(0), torch.full_like(z[0], len(z))])
+        z = z.to(self._sums[0].dtype)
+        torch._foreach_add_(self._sums, [z.square().sum(0), z.sum(0)])
+        self._rows += len(z)
 
 
 class StatisticsSums:

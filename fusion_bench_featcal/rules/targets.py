@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import multiply
+from fusion_bench_featcal.core.products import in_parts, multiply
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import Linear
 
-_STRIP = 2048
-"""Outputs per strip, which bounds the memory of intermediate matrices."""
+_STRIP, _ENTRIES = 2048, 2**22
+"""Outputs per strip, which bounds the memory of intermediate matrices. If there are fewer inputs,
+strips with this number of entries are no larger than those of other modules."""
 
 
 class Targets:
@@ -58,13 +59,15 @@ class Targets:
             self._drift.addcmul_(rows.cross, alpha * weight)
             gram = torch.add(gram, rows.cross, alpha=alpha)
         # By strips, because matrices of all outputs would be the largest of a run.
-        for part in strips(len(sums.y)):
-            step = expert.weight[part] - self.anchor.weight[part]
+        outputs = max(_STRIP, _ENTRIES // len(gram))
+        parts = in_parts(outputs, expert.weight, self.anchor.weight, sums.y, sums.cross)
+        for of_expert, of_anchor, sum_y, sum_cross in parts:
+            step = of_expert - of_anchor
             y = step @ rows.x
             if alpha:
-                y = y + alpha * (expert.weight[part] @ rows.y)
-            sums.y[part].addcmul_(y, weight)
-            sums.cross[part].addcmul_(multiply(step, gram, symmetric=not alpha), weight)
+                y = y + alpha * (of_expert @ rows.y)
+            sum_y.addcmul_(y, weight)
+            sum_cross.addcmul_(multiply(step, gram, symmetric=not alpha), weight)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums. Sums of other processes may be added to them in place."""
@@ -94,17 +97,13 @@ class Targets:
         wide, sums = solve_dtype(step.device), self.sums
         weight = step.new_empty(step.shape, dtype=self._dtype)
         change = torch.empty_like(sums.y, dtype=wide)
-        for part in strips(len(step)):
-            anchor = self.anchor.weight[part].to(wide)
-            weight[part] = anchor + step[part].to(wide)
-            change[part] = (weight[part].to(wide) - anchor) @ sums.x.to(wide)
+        mean = sums.x.to(wide)
+        for old, move, new, moved in in_parts(_STRIP, self.anchor.weight, step, weight, change):
+            anchor = old.to(wide)
+            new.copy_(anchor + move.to(wide))
+            torch.mv(new.to(wide) - anchor, mean, out=moved)
         shift = (sums.y.to(wide) - change) / (sums.count.to(wide) + pull)
         return Linear(weight, self.anchor.bias.to(wide) + shift)
-
-
-def strips(outputs: int) -> list[slice]:
-    """Divide outputs into strips, whose matrices are in memory at once."""
-    return [slice(start, start + _STRIP) for start in range(0, outputs, _STRIP)]
 
 
 def anchor_of(merged: Linear, base: Linear | None, rho: float) -> Linear:

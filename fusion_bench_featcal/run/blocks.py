@@ -171,9 +171,9 @@ def task_rows(
     model, rule, streams = problem.model, problem.rule, problem.streams
     follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
+    names = streams.tensors_of(block) if follows else needed
     for task in streams.tasks:
         problem.progress.at(f"{block} · {task}")
-        names = streams.tensors_of(block) if follows else needed
         with ExitStack() as stack:
             expert = stack.enter_context(problem.experts[task].loaded(names))
             rows = {group: empty_rows(group, model, expert, rule, problem.dtype) for group in turn}
@@ -206,7 +206,7 @@ def solve(
     """
     problem.progress.at(f"{block} · solve")
     updates, figures = dict[str, Tensor](), dict[str, Any]()
-    like = problem.model.state_dict()
+    like = problem.model.state_dict(keep_vars=True)
     for group in list(sums):
         try:
             solved = sums.pop(group).solve()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.finite import read_back
+from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.streams.batch import Batch, CountedRows, rows_of
@@ -18,7 +19,8 @@ class DriftLog:
     """Sums of drifts at the current block, by task.
 
     Attributes:
-        sums: Task -> result of `sums_of`, `[4]`.
+        sums: Task -> result of `sums_of`, `[3]`.
+        rows: Task -> number of rows.
     """
 
     def __init__(self, *, channels_first: bool = False) -> None:
@@ -28,6 +30,7 @@ class DriftLog:
             channels_first: Whether features of four dimensions are images `[batch, d, h, w]`.
         """
         self.sums: dict[str, Tensor] = {}
+        self.rows: dict[str, int] = {}
         self._channels_first = channels_first
 
     def add(self, task: str, batch: Batch, hidden: Tensor, expert: Tensor) -> None:
@@ -43,12 +46,14 @@ class DriftLog:
             rows = [self._rows(features, batch.rows.valid) for features in (hidden, expert)]
         except CalibrationError as error:
             raise CalibrationError(f"task {task}: a block's output {error}") from error
-        new = sums_of(*rows)
-        self.sums[task] = self.sums[task] + new if task in self.sums else new
+        new, wide = sums_of(*rows), solve_dtype(hidden.device)
+        self.sums[task] = self.sums[task].add_(new) if task in self.sums else new.to(wide)
+        self.rows[task] = self.rows.get(task, 0) + rows[0].shape[:-1].numel()
 
     def _rows(self, hidden: Tensor, counted: CountedRows | None) -> Tensor:
-        is_image = self._channels_first and hidden.ndim == 4
-        return rows_of(hidden.movedim(1, -1) if is_image else hidden, counted)
+        if self._channels_first and hidden.ndim == 4:
+            return rows_of(hidden.movedim(1, -1), counted)
+        return hidden if counted is None else counted.of(hidden)
 
     def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
         """Return each task's figures behind the block, and reset the sums.
@@ -61,31 +66,27 @@ class DriftLog:
             features, and number of rows.
         """
         numbers = iter(read_back(list(self.sums.values())))
-        read = {task: [next(numbers) for _ in range(len(sums))] for task, sums in self.sums.items()}
-        self.sums = {}
+        read = {task: [next(numbers) for _ in range(3)] + [self.rows[task]] for task in self.sums}
+        self.sums, self.rows = {}, {}
         records: dict[str, dict[str, Any]] = {}
         for of_process in gather(read):
             for task, (norms, squares, expert, rows) in of_process.items():
                 relative = (squares / expert) ** 0.5 if expert > 0 else None
                 records[task] = {"drift": norms / rows, "relative_drift": relative}
-                records[task]["rows"] = int(rows)
+                records[task]["rows"] = rows
         return records
 
 
 def sums_of(features: Tensor, expert: Tensor) -> Tensor:
-    """Return sums over rows, `[4]`.
+    """Return sums over rows, `[3]`.
 
-    The entries are: norm of the drift, its square, squares of the expert, number of rows. The
-    result stays on the device.
+    The entries are: norm of the drift, its square, squares of the expert. The result stays on the
+    device.
 
     Args:
-        features: Features of a model, `[n, d]`.
-        expert: Features of the expert for the same rows, `[n, d]`.
+        features: Features of a model, `[..., d]`.
+        expert: Features of the expert for the same rows, `[..., d]`.
     """
-    dtype = torch.promote_types(features.dtype, torch.float32)
-    features, expert = features.to(dtype), expert.to(dtype)
-    norms = torch.linalg.vector_norm(features - expert, dim=1)
-    sums = norms.sum(), (norms * norms).sum(), (expert * expert).sum()
-    rows = norms.new_full((), len(features))  # new_tensor would synchronise with a GPU
-    wide = solve_dtype(features.device)
-    return torch.stack([*sums, rows]).to(wide)
+    features, expert = at_least_float32(features), at_least_float32(expert)
+    norms = torch.linalg.vector_norm(features - expert, dim=-1)
+    return torch.stack([norms.sum(), (norms * norms).sum(), (expert * expert).sum()])
