@@ -4,7 +4,8 @@
     python benchmarks/engine_speed.py --against ../earlier   # beside an earlier version's checkout
 
 Sides are calibrated in turns, from the same random models in files and the same inputs. Figures
-are the least seconds and the largest peak of the turns, including reading the models.
+are the least seconds and the largest peak of the turns, including reading the models. On a GPU the
+number of operations bounds small models: `operations.py` counts them.
 """
 
 import argparse
