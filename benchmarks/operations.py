@@ -3,10 +3,10 @@
     python benchmarks/operations.py [--models vit-b-32 llama-narrow]
     python benchmarks/operations.py --against ../earlier   # beside an earlier version's checkout
 
-Every operation that torch dispatches counts, views included. Batches are small, as the numbers do
-not depend on their size. "GPU" is a run on the CPU in which all tensors name a GPU as their device.
-It lacks the copies of weights to the GPU. FeatCal+ tries two ridges instead of six, in the solve,
-which is not in these numbers.
+Every operation that torch dispatches counts, views included. Batches are small. Those of 16 images
+have the same numbers, larger ones more on a GPU, in strips of Gram matrices. "GPU" is a run on the
+CPU in which all tensors name a GPU as their device. It lacks the copies of weights to the GPU.
+FeatCal+ tries two ridges instead of six, in the solve, which is not in these numbers.
 """
 
 import argparse

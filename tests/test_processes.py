@@ -188,7 +188,7 @@ def test_the_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
     words = (
         "method=featcal", "modelpool=clip-vit-mini_alphabets2", "fabric.accelerator=cpu",
         "print_config=false", "method.compare_with=[]", "method.presets={}",
-        "samples_per_task=8", 'merged_model_save_path="{log_dir}/model"',
+        "method.samples_per_task=8", 'merged_model_save_path="{log_dir}/model"',
     )  # fmt: skip
     saved: list[CLIPVisionModel] = []
     for devices in (1, 2):

@@ -82,7 +82,7 @@ def _solved(
 ) -> tuple[Tensor, float, str]:
     """Return a solution, its residual, and what is wrong with it, if anything."""
     lower, failed = torch.linalg.cholesky_ex(system)
-    step = divided(right, lower)
+    step = right_solved(right, lower)
     noise = rounding * system.diagonal().max()
     margin = lower.diagonal().square().min() - PIVOT_MARGIN * len(system) * noise
     numbers = read_back([failed, margin, noise, relative_residual(step, system, right)])
@@ -96,7 +96,7 @@ def _solved(
     return step, residual, ""
 
 
-def divided(right: Float[Tensor, "m d"], lower: Float[Tensor, "d d"]) -> Float[Tensor, "m d"]:
+def right_solved(right: Float[Tensor, "m d"], lower: Float[Tensor, "d d"]) -> Float[Tensor, "m d"]:
     """Return `R (L L')^-1`. Unlike `torch.cholesky_solve` it does not copy the factor."""
     half = torch.linalg.solve_triangular(lower.mT, right, upper=True, left=False)
     return torch.linalg.solve_triangular(lower, half, upper=False, left=False)

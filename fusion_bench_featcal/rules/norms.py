@@ -9,7 +9,7 @@ from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.rules.rule import Linear, Solved
 
 
-class NormRows:
+class NormMoments:
     """Sums over one task's normalised inputs `z` of one norm (Eq. 56)."""
 
     def __init__(self, width: int, like: Tensor) -> None:
@@ -52,7 +52,9 @@ class StatisticsSums:
         """Return the sums over tasks."""
         return [self._sums]
 
-    def add(self, task: str, expert: Linear | None, rows: NormRows, held_out: Any = None) -> None:
+    def add(
+        self, task: str, expert: Linear | None, rows: NormMoments, held_out: Any = None
+    ) -> None:
         """Add a task's mean square and mean."""
         sums = rows.sums.to(self._sums.dtype)
         self._sums += torch.cat([sums[:2] / sums[2], torch.ones_like(sums[:1])])
@@ -76,7 +78,7 @@ class NormSums:
         """Return the sums over tasks."""
         return [self._sums]
 
-    def add(self, task: str, expert: Linear, rows: NormRows, held_out: Any = None) -> None:
+    def add(self, task: str, expert: Linear, rows: NormMoments, held_out: Any = None) -> None:
         """Add a task's means of `z^2`, `z`, the expert's outputs, and outputs times `z`."""
         square, mean, count = rows.sums.to(self._sums.dtype)
         square, mean = square / count, mean / count

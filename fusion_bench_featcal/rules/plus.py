@@ -138,6 +138,8 @@ class PlusSums:
     ) -> None:
         """Add a task's targets once in full, and random combinations of the held-out ones."""
         anchor, rule = self._targets.anchor, self._rule
+        # All samples give the targets, and held-out ones are subtracted where ridges are compared:
+        # one set of `[m, d]` sums in place of two.
         whole = rows if held_out is None else rows + held_out
         step = expert.minus(anchor)
         mismatch = energy(step, whole)
@@ -149,6 +151,8 @@ class PlusSums:
             gamma = rule.gammas.get(task, rule.gamma)
             self._rows.add(expert.weight, step.weight, gamma, of_samples, weight * mismatch)
         self._targets.add(whole, expert, weight)
+        # `Targets` sums `u x'` without biases, as the paper's system has none (Eq. 17). Here they
+        # are part of the target.
         self._targets.sums.cross.addr_(step.bias, whole.x * weight)
         if held_out is not None:
             self._held_out.merge(self._probed(held_out, expert, step), weight)
@@ -165,6 +169,8 @@ class PlusSums:
 
     def solve(self) -> Solved:
         """Return the step with the ridge of least held-out error, and the bias from the means."""
+        # `finished` returns the sums themselves, so that the rows from weights, which join them in
+        # `_join_rows`, are in `sums` too.
         sums, facts = self._targets.finished(), self._join_rows()
         means, step, residual = sums.means(centred=self._centred), torch.zeros_like(sums.cross), 0.0
         scale, square = means.gram.diagonal().mean(), sums.gram.diagonal().mean() / sums.count
@@ -212,6 +218,8 @@ class PlusSums:
         means = fitted.means(centred=self._centred)
         scale, errors = means.gram.diagonal().mean(), dict[float, tuple[float, float]]()
         gram, right = means.gram / scale, means.cross / scale
+        # With targets `u`, the sum of `|E x + b - u|^2` is that of `|E x + b|^2 - 2 u' (E x + b)`
+        # plus `|u|^2`, which no ridge changes and which is therefore never summed.
         # The terms of an error are sums of at least `width` products, which round independently.
         rounding = torch.finfo(gram.dtype).eps * len(gram) ** 0.5
         for ridge in self._rule.ridges:

@@ -75,6 +75,8 @@ class Targets:
 
     def finished(self) -> Moments:
         """Return the sums over all tasks."""
+        # `W_a alpha D` and `W_a G` are linear in the sums over tasks: one product of `[m, d]` and
+        # `[d, d]` per group in place of one per task. A second call must not add them again.
         sums, weight = self.sums, self.anchor.weight
         if self._drift is not None:
             sums.cross.add_(multiply(weight, self._drift))

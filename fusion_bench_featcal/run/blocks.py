@@ -22,7 +22,7 @@ from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.run.trust import with_trust
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import naming_module
-from fusion_bench_featcal.streams.task_rows import TaskRows, empty_rows
+from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
 
 
 def calibrate_blocks(problem: Problem) -> None:
@@ -51,7 +51,8 @@ def calibrate_block(problem: Problem, block: str) -> None:
     for number, turn in enumerate(turns_of(problem.rule, groups)):
         sums = collect(problem, block, turn, None if number else groups)
         problem.processes.add_up(t for of_group in sums.values() for t in of_group.tensors())
-        new, of_turn = solve(problem, block, sums)  # every process solves the same systems
+        # Every process solves the same systems: while one solved, the others would only wait.
+        new, of_turn = solve(problem, block, sums)
         figures |= of_turn
         load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
     problem.progress.at(f"{block} · update")
@@ -144,13 +145,16 @@ def collect(
     """
     sums = {group: empty_sums(problem, group) for group in turn}
     checks = Checks(block)
-    for task, rows in task_rows(problem, block, turn, entering):
+    for task, of_task in sums_by_task(problem, block, turn, entering):
         with exact_products():
-            for group in rows:
-                of_task = rows[group].finished()
-                sums[group].add(task, rows[group].expert, *of_task)
-                checks.add(task, group.name, of_task, sums[group].tensors())
-        rows.clear()  # frees the rows before the next task
+            for group in of_task:
+                parts = of_task[group].finished()
+                sums[group].add(task, of_task[group].expert, *parts)
+                checks.add(task, group.name, parts, sums[group].tensors())
+        # The generator holds this dict, too. Emptied, a task's Gram matrices and the copies of its
+        # expert's parameters are freed before those of the next task are made.
+        of_task.clear()
+    # Once per turn, as each check waits for the device.
     checks.run(problem.processes.gather)
     return sums
 
@@ -164,10 +168,10 @@ def empty_sums(problem: Problem, group: Group) -> GroupSums:
     return problem.rule.sums(group, merged, base and group.linear(base.tensor, dtype))
 
 
-def task_rows(
+def sums_by_task(
     problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
-) -> Iterator[tuple[str, dict[Group, TaskRows]]]:
-    """Yield each task of this process with the sums over its rows. Arguments as for `collect`."""
+) -> Iterator[tuple[str, dict[Group, TaskSums]]]:
+    """Yield each task of this process with sums over its samples. Arguments as for `collect`."""
     model, rule, streams = problem.model, problem.rule, problem.streams
     follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
@@ -176,21 +180,24 @@ def task_rows(
         problem.progress.at(f"{block} · {task}")
         with ExitStack() as stack:
             expert = stack.enter_context(problem.experts[task].loaded(names))
-            rows = {group: empty_rows(group, model, expert, rule, problem.dtype) for group in turn}
+            options = model, expert, rule, problem.dtype
+            sums = {group: empty_task_sums(group, *options) for group in turn}
             if not follows:
-                stack.close()  # the rows have copies of the expert's parameters
+                stack.close()  # the sums have copies of the expert's parameters
             for batch in streams.visits(task):
+                # The expert first: it notes the inputs that are paired with the model's below, for
+                # all turns of the block, and its weights are in memory in the first turn only.
                 if follows:
                     streams.follow(task, batch, block, expert, entering or [])
                 if turn:
                     inputs = streams.inputs_of(task, batch, block, turn)
-                    for group in rows:
+                    for group in sums:
                         with naming_module(task, block, group.name), exact_products():
-                            rows[group].add(batch, inputs[group.name])
+                            sums[group].add(batch, inputs[group.name])
                     del inputs  # frees memory before the next batch runs
         if entering is not None:
             problem.progress.step()
-        yield task, rows
+        yield task, sums
 
 
 @exact_products()

@@ -15,7 +15,7 @@ from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.run.log import exchanged_samples
 from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.streams.samples import naming_module
-from fusion_bench_featcal.streams.task_rows import paired_rows
+from fusion_bench_featcal.streams.task_sums import paired_features
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def moment_of(problem: Problem, block: str, group: Group, number: int, into: Ten
         for batch in streams.visits(task):
             x = streams.inputs_of(task, batch, block, [group])[group.name]
             with naming_module(task, block, group.name):
-                for _, rows, _ in paired_rows(batch, group, x):
+                for _, rows, _ in paired_features(batch, group, x):
                     sums.add(rows)
         sums.mirrored()
         into.div_(into.norm().clamp_min(torch.finfo(into.dtype).tiny))

@@ -1,4 +1,4 @@
-"""Batches that pass through the models block by block, and the rows of them that are summed."""
+"""Batches that pass through the models block by block, and sums over their positions."""
 
 from fusion_bench_featcal.lazy import lazy_names
 

@@ -14,7 +14,7 @@ from fusion_bench_featcal.modules.sites import matches
 
 
 @dataclass(frozen=True)
-class CountedRows:
+class Positions:
     """Positions that count, if not all do. The mask is transferred to the host once.
 
     Attributes:
@@ -26,7 +26,7 @@ class CountedRows:
     index: Tensor | None = None
 
     @classmethod
-    def of_mask(cls, mask: Tensor) -> "CountedRows":
+    def of_mask(cls, mask: Tensor) -> "Positions":
         """Return the positions above 0 of a mask `[batch, positions]`.
 
         Raises:
@@ -50,7 +50,7 @@ class CountedRows:
         return self.shape.numel() if self.index is None else len(self.index)
 
     @classmethod
-    def first_of(cls, features: Tensor) -> "CountedRows":
+    def first_of(cls, features: Tensor) -> "Positions":
         """Return the first position of each sample of features `[batch, positions, d]`."""
         mask = features.new_zeros(features.shape[:-1])
         mask[:, 0] = 1
@@ -72,31 +72,29 @@ class CountedRows:
 
 
 @dataclass(frozen=True)
-class Rows:
+class StagePositions:
     """Counted positions of a stage, by the end of a module's name as in `families.base.Masks`."""
 
-    by_end: Mapping[str, CountedRows | None] = field(default_factory=dict)
+    by_end: Mapping[str, Positions | None] = field(default_factory=dict)
 
     @classmethod
-    def of_masks(cls, masks: Masks) -> "Rows":
+    def of_masks(cls, masks: Masks) -> "StagePositions":
         """Return the counted positions of masks. Modules with one mask share them."""
-        counted = {
-            id(mask): CountedRows.of_mask(mask) for mask in masks.values() if mask is not None
-        }
+        counted = {id(mask): Positions.of_mask(mask) for mask in masks.values() if mask is not None}
         return cls({end: counted.get(id(mask)) for end, mask in masks.items()})
 
     @property
-    def valid(self) -> CountedRows | None:
+    def valid(self) -> Positions | None:
         """Return the counted positions in the stage's features, or None for all."""
         return self.by_end.get("")
 
-    def of(self, module: str) -> CountedRows | None:
+    def of(self, module: str) -> Positions | None:
         """Return the counted positions of a module's input, or None for all."""
         ends = (end for end in self.by_end if end and matches(module, end))
         return self.by_end.get(next(ends, ""))
 
 
-def rows_of(features: Tensor, counted: CountedRows | None) -> Tensor:
+def rows_of(features: Tensor, counted: Positions | None) -> Tensor:
     """Return features `[..., d]` as rows `[n, d]`: counted ones, or all if there is no mask."""
     return features.reshape(-1, features.shape[-1]) if counted is None else counted.of(features)
 
@@ -111,11 +109,11 @@ class Batch:
         start: Number of the task's samples before it.
         copy: Number of the changed copy of the samples that it has, or 0 for the samples.
         held_out: Samples held out to choose ridges, bool `[samples]`, or None.
-        cal: Input of the calibrated model's next block.
-        exp: Input of the expert's next block, or None if experts do not run.
-        rows: Positions that count in the stage.
+        calibrated: Input of the calibrated model's next block.
+        expert: Input of the expert's next block, or None if experts do not run.
+        positions: Those that count in the stage.
         later: Number of them without the first one of each sample.
-        noted: The expert's inputs of modules that are not solved yet.
+        expert_inputs: The expert's inputs of modules that are not solved yet.
     """
 
     inputs: Any
@@ -123,14 +121,14 @@ class Batch:
     start: int = 0
     copy: int = 0
     held_out: Tensor | None = None
-    cal: Any = None
-    exp: Any = None
-    rows: Rows = field(default_factory=Rows)
+    calibrated: Any = None
+    expert: Any = None
+    positions: StagePositions = field(default_factory=StagePositions)
     later: int = 0
-    noted: dict[str, Tensor] = field(default_factory=dict)
+    expert_inputs: dict[str, Tensor] = field(default_factory=dict)
     _places: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def parts(self, samples: range, counted: CountedRows | None, rows: Tensor) -> Any:
+    def parts(self, samples: range, counted: Positions | None, rows: Tensor) -> Any:
         """Return the positions of rows of fitted samples and of held-out ones, computed once.
 
         Args:

@@ -10,7 +10,7 @@ from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.streams.batch import Batch, CountedRows, rows_of
+from fusion_bench_featcal.streams.batch import Batch, Positions, rows_of
 
 Gather = Callable[[Any], list[Any]]
 
@@ -43,14 +43,14 @@ class DriftLog:
             expert: The expert's features.
         """
         try:
-            rows = [self._rows(features, batch.rows.valid) for features in (hidden, expert)]
+            rows = [self._rows(features, batch.positions.valid) for features in (hidden, expert)]
         except CalibrationError as error:
             raise CalibrationError(f"task {task}: a block's output {error}") from error
         new, wide = sums_of(*rows), solve_dtype(hidden.device)
         self.sums[task] = self.sums[task].add_(new) if task in self.sums else new.to(wide)
         self.rows[task] = self.rows.get(task, 0) + rows[0].shape[:-1].numel()
 
-    def _rows(self, hidden: Tensor, counted: CountedRows | None) -> Tensor:
+    def _rows(self, hidden: Tensor, counted: Positions | None) -> Tensor:
         if self._channels_first and hidden.ndim == 4:
             return rows_of(hidden.movedim(1, -1), counted)
         return hidden if counted is None else counted.of(hidden)

@@ -189,7 +189,7 @@ def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.
     return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
-def rows_named(decoder_rows: str, inputs: Any) -> str:
+def resolved_decoder_rows(decoder_rows: str, inputs: Any) -> str:
     """Return `decoder_rows`, with `auto` resolved for a batch of a model's inputs."""
     if decoder_rows != "auto":
         return decoder_rows

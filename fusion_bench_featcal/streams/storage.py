@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.streams.batch import Batch
 
-STATE = ("cal", "exp", "noted")
+STATE = ("calibrated", "expert", "expert_inputs")
 """Fields of a batch that contain features."""
 
 

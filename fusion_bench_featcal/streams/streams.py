@@ -20,10 +20,10 @@ from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.streams.batch import Batch, CountedRows, Rows
+from fusion_bench_featcal.streams.batch import Batch, Positions, StagePositions
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
-from fusion_bench_featcal.streams.samples import naming_task, rows_named
+from fusion_bench_featcal.streams.samples import naming_task, resolved_decoder_rows
 from fusion_bench_featcal.streams.storage import DeviceStorage
 
 
@@ -81,20 +81,20 @@ class Streams:
                 with naming_task(task):
                     for batch in self.storage.visits(batches):
                         inputs = to_device(batch.inputs, self.working.device)
-                        counted = rows_named(self.decoder_rows, inputs)
+                        counted = resolved_decoder_rows(self.decoder_rows, inputs)
                         masks = self.family.masks(self.model, inputs, index, counted)
-                        batch.rows = Rows.of_masks(masks)
-                        if index == 0 and batch.rows.valid is None:  # padding may be arbitrary
+                        batch.positions = StagePositions.of_masks(masks)
+                        if index == 0 and batch.positions.valid is None:  # padding may be arbitrary
                             check_finite_inputs(inputs, batch.start)
-                        batch.cal = self._begun(self.model, inputs, index, batch.cal)
-                        valid = batch.rows.valid
-                        count = valid.count if valid else batch.cal.hidden.shape[:-1].numel()
+                        batch.calibrated = self._begun(self.model, inputs, index, batch.calibrated)
+                        valid = batch.positions.valid
+                        count = valid.count if valid else batch.calibrated.hidden.shape[:-1].numel()
                         batch.later = count - batch.samples
         for task, batches in self.tasks.items() if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, naming_task(task):
                 for batch in self.storage.visits(batches):
                     inputs = to_device(batch.inputs, self.working.device)
-                    batch.exp = self._begun(expert, inputs, index, batch.exp)
+                    batch.expert = self._begun(expert, inputs, index, batch.expert)
         if index == len(self.stages) - 1:
             for batch in (batch for batches in self.tasks.values() for batch in batches):
                 batch.inputs = None
@@ -153,29 +153,33 @@ class Streams:
         }
         return min(batches.items())
 
-    def record_largest(self, block: str, names: Sequence[str]) -> tuple[Recorded, Rows]:
+    def record_largest(self, block: str, names: Sequence[str]) -> tuple[Recorded, StagePositions]:
         """Run the largest batch through a block to its end and record the inputs of modules."""
         _, batch = self.largest
         with self.storage.loaded(batch):
-            run = partial(self.step, self.model, block, batch.cal)
-            return record(self.model, names, run), batch.rows
+            run = partial(self.step, self.model, block, batch.calibrated)
+            return record(self.model, names, run), batch.positions
 
     def feeding_first(self, block: str, sites: Iterable[Site]) -> list[str]:
         """Return modules whose other rows reach the first one, such as keys and values."""
         _, batch = self.largest
         with self.storage.loaded(batch):
-            result = self.step(self.model, block, batch.cal).hidden[:, 0]
+            result = self.step(self.model, block, batch.calibrated).hidden[:, 0]
             return [
                 site.name
                 for site in sites
-                if not torch.equal(result, self._first_with_changes(block, batch.cal, site.name))
+                if not torch.equal(
+                    result, self._first_with_changes(block, batch.calibrated, site.name)
+                )
             ]
 
     def narrow(self, names: Iterable[str]) -> None:
         """Count only first positions, except in the inputs of some modules."""
         for batch in (batch for task in self.tasks for batch in self.visits(task)):
-            of_sites = {name: batch.rows.of(name) for name in names}
-            batch.rows = Rows({"": CountedRows.first_of(batch.cal.hidden)} | of_sites)
+            of_sites = {name: batch.positions.of(name) for name in names}
+            batch.positions = StagePositions(
+                {"": Positions.first_of(batch.calibrated.hidden)} | of_sites
+            )
 
     def _first_with_changes(self, block: str, call: Any, name: str) -> Tensor:
         """Return a block's first output if a module's other outputs change their signs."""
@@ -196,8 +200,8 @@ class Streams:
     ) -> None:
         """Run a batch through the expert's block and note the inputs of the groups' modules."""
         names = [g.name for g in groups if g.kind == "linear"] if self.rule.runs_experts else []
-        recorded = record(expert, names, partial(self.step, expert, block, batch.exp))
-        batch.exp, batch.noted = recorded.result, recorded.inputs
+        recorded = record(expert, names, partial(self.step, expert, block, batch.expert))
+        batch.expert, batch.expert_inputs = recorded.result, recorded.inputs
 
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group]
@@ -216,7 +220,7 @@ class Streams:
         Raises:
             CalibrationError: If modules of a group receive different tensors.
         """
-        run = partial(self.step, self.model, block, batch.cal)
+        run = partial(self.step, self.model, block, batch.calibrated)
         names = [site.name for group in groups for site in group.sites]
         recorded = record(self.model, names, run, to_end=False)
         for group in groups:
@@ -234,6 +238,6 @@ class Streams:
             return
         for task in self.tasks:
             for batch in self.visits(task):
-                batch.cal = self.step(self.model, block, batch.cal)
+                batch.calibrated = self.step(self.model, block, batch.calibrated)
                 if self.drift is not None:
-                    self.drift.add(task, batch, batch.cal.hidden, batch.exp.hidden)
+                    self.drift.add(task, batch, batch.calibrated.hidden, batch.expert.hidden)

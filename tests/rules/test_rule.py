@@ -11,7 +11,7 @@ from tricky_models import few_outputs, stack_suite
 
 from fusion_bench_featcal import Paper, calibrate
 from fusion_bench_featcal.rules import GroupSums, Linear, Rule
-from fusion_bench_featcal.rules.norms import NormRows, NormSums
+from fusion_bench_featcal.rules.norms import NormMoments, NormSums
 from fusion_bench_featcal.rules.targets import anchor_of
 
 
@@ -44,7 +44,7 @@ def test_defaults_of_the_base_class_are_enough():
 def test_a_channel_of_a_norm_that_does_not_vary_gives_finite_values():
     gain, shift = normal(3, 2, 2).double()
     expert = Linear(gain, shift)
-    sums, rows = NormSums(expert, 0.0, 1e-8), NormRows(2, torch.zeros(1, dtype=torch.float64))
+    sums, rows = NormSums(expert, 0.0, 1e-8), NormMoments(2, torch.zeros(1, dtype=torch.float64))
     rows.add(torch.ones(4, 2, dtype=torch.float64))
     sums.add("a", expert, rows)
     solved = sums.solve().linear

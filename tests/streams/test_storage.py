@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 
 def batch_of(*tensors: Any) -> Any:
     call = Call(tensors[0], tensors[1:])
-    return Batch(None, 1, cal=call, exp={"all": [call.hidden]}, noted={"fc1": tensors[0]})
+    return Batch(
+        None, 1, calibrated=call, expert={"all": [call.hidden]}, expert_inputs={"fc1": tensors[0]}
+    )
 
 
 def test_a_calibration_with_features_in_host_memory_has_the_same_bits(
@@ -43,12 +45,12 @@ def test_values_and_layout_of_tensors_are_restored_and_one_batch_is_loaded_at_a_
     batches = [batch_of(value, torch.empty(0), "text") for value in TENSORS]
     storage = HostStorage(CPU)
     for number, batch in enumerate(storage.visits(batches)):
-        assert isinstance(batch.cal.hidden, Tensor)
-        assert {type(other.cal.hidden) for other in batches[:number]} <= {StoredTensor}
+        assert isinstance(batch.calibrated.hidden, Tensor)
+        assert {type(other.calibrated.hidden) for other in batches[:number]} <= {StoredTensor}
     for batch, value in zip(batches, TENSORS, strict=True):
         with storage.loaded(batch):
-            hidden, (empty, text) = batch.cal.hidden, batch.cal.args
-            assert batch.exp["all"][0] is hidden is batch.noted["fc1"]  # stored once
+            hidden, (empty, text) = batch.calibrated.hidden, batch.calibrated.args
+            assert batch.expert["all"][0] is hidden is batch.expert_inputs["fc1"]  # stored once
         torch.testing.assert_close(hidden, value, rtol=0, atol=0, equal_nan=True)
         assert [s == 0 for s in hidden.stride()] == [s == 0 for s in value.stride()]
         order = [sorted(range(t.ndim), key=lambda d, t=t: -t.stride(d)) for t in (hidden, value)]

@@ -26,9 +26,9 @@ from fusion_bench_featcal.modules.models import (
 from fusion_bench_featcal.run.inputs import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.rules import value_of
-from fusion_bench_featcal.streams.batch import CountedRows, Rows, rows_of
+from fusion_bench_featcal.streams.batch import Positions, StagePositions, rows_of
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
-from fusion_bench_featcal.streams.samples import naming_task, rows_named, take_samples
+from fusion_bench_featcal.streams.samples import naming_task, resolved_decoder_rows, take_samples
 
 COLUMNS = (
     "drift", "drift_sq", "expert_sq", "mismatch", "propagation", "propagation_sq", "product",
@@ -179,12 +179,12 @@ def _compare(
 
 def _counted(
     family: Family, model: nn.Module, inputs: Any, settings: FeatCalSettings
-) -> dict[str, CountedRows | None]:
+) -> dict[str, Positions | None]:
     """Return the positions that count at each block's output, or None if all count."""
-    rows, counted = dict[str, CountedRows | None](), value_of(settings, "decoder_rows")
+    rows, counted = dict[str, Positions | None](), value_of(settings, "decoder_rows")
     for index, stage in enumerate(family.stages(model)):
-        masks = family.masks(model, inputs, index, rows_named(counted, inputs))
-        rows |= dict.fromkeys(stage, Rows.of_masks(masks).valid)
+        masks = family.masks(model, inputs, index, resolved_decoder_rows(counted, inputs))
+        rows |= dict.fromkeys(stage, StagePositions.of_masks(masks).valid)
     return rows
 
 
@@ -243,7 +243,7 @@ def split_drift(features: Tensor, expert: Tensor, crossed: Tensor) -> Tensor:
     return torch.stack([e, e**2, expert.square().sum(1), m, p, p**2, product], dim=1)
 
 
-def item_means(values: Tensor, items: int, counted: CountedRows | None) -> Tensor:
+def item_means(values: Tensor, items: int, counted: Positions | None) -> Tensor:
     """Return means over each item's rows, in float64.
 
     Args:

@@ -20,7 +20,7 @@ from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import same_as, setting
-from fusion_bench_featcal.streams.batch import CountedRows, rows_of
+from fusion_bench_featcal.streams.batch import Positions, rows_of
 from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.streams.samples import naming_task, take_samples
 
@@ -38,7 +38,7 @@ class Lesson:
     """
 
     inputs: Any
-    rows: CountedRows | None
+    rows: Positions | None
     target: Tensor
     norm: Tensor
     pooling: Pooling | None

@@ -13,8 +13,8 @@ from fusion_bench_featcal.families.base import call_model, stop_forward, stoppab
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.modules.models import head_of
-from fusion_bench_featcal.streams.batch import CountedRows, Rows
-from fusion_bench_featcal.streams.samples import rows_named
+from fusion_bench_featcal.streams.batch import Positions, StagePositions
+from fusion_bench_featcal.streams.samples import resolved_decoder_rows
 
 _PROJECTION = "visual_projection.weight"
 
@@ -65,14 +65,14 @@ def _capture(model: nn.Module, register: Callable[..., Any], inputs: Any) -> Ten
     return captured[0] if isinstance(captured[0], Tensor) else captured[0][0]
 
 
-def final_rows(model: nn.Module, family: Family, inputs: Any) -> CountedRows | None:
+def final_rows(model: nn.Module, family: Family, inputs: Any) -> Positions | None:
     """Return the positions of the final features that predict a target, or None for all.
 
     Without labels these are all positions except padding.
     """
-    rows = rows_named("auto", inputs)
+    rows = resolved_decoder_rows("auto", inputs)
     masks = family.masks(model, inputs, len(family.stages(model)) - 1, rows)
-    return Rows.of_masks(masks).valid
+    return StagePositions.of_masks(masks).valid
 
 
 def find_final_norm(models: PoolModels, final_norm: str | None) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.lab.rivals.regmean import LeastSquaresSums
-from fusion_bench_featcal.rules.norms import NormRows
+from fusion_bench_featcal.rules.norms import NormMoments
 from fusion_bench_featcal.rules.rule import Linear, Solved
 from fusion_bench_featcal.settings.fields import setting
 
@@ -64,7 +64,7 @@ class GainSums:
         self._shift, self._scale = shift, scale
         self._sums = self._gain.new_zeros(2, len(self._gain))
 
-    def add(self, task: str, expert: Linear, rows: NormRows) -> None:
+    def add(self, task: str, expert: Linear, rows: NormMoments) -> None:
         """Add an expert's gain and the mean square of its normalised inputs."""
         energy = (rows.sums[0] / rows.sums[2]).to(self._sums.dtype)
         step = expert.weight.to(self._sums.dtype) - self._gain

@@ -28,7 +28,7 @@ from fusion_bench_featcal.settings import FeatCalSettings, Options
 from fusion_bench_featcal.settings.fields import same_as
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
-from fusion_bench_featcal.streams.task_rows import empty_rows
+from fusion_bench_featcal.streams.task_sums import empty_task_sums
 
 
 class Merger(Rule, SampleSettings):
@@ -123,7 +123,7 @@ class Merger(Rule, SampleSettings):
         for task in problem.streams.tasks:
             with problem.experts[task].loaded(problem.streams.tensors_of(block)) as expert:
                 options = problem.model, expert, self, problem.dtype
-                rows = {group: empty_rows(group, *options) for group in groups}
+                rows = {group: empty_task_sums(group, *options) for group in groups}
                 for batch in problem.streams.visits(task):
                     inputs = self.expert_inputs(problem, block, expert, batch, groups)
                     for group in groups:
@@ -139,10 +139,10 @@ class Merger(Rule, SampleSettings):
         self, problem: Problem, block: str, expert: nn.Module, batch: Batch, groups: Sequence[Group]
     ) -> dict[str, Tensor]:
         """Run a batch through an expert's block, and return the inputs of its modules."""
-        call = batch.cal if self.features == "merged" else batch.exp
+        call = batch.calibrated if self.features == "merged" else batch.expert
         run = partial(problem.streams.step, expert, block, call)
         recorded = record(expert, [group.name for group in groups], run)
-        batch.exp = recorded.result
+        batch.expert = recorded.result
         return recorded.inputs
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> Any:

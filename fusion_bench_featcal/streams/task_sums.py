@@ -12,12 +12,12 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.modules.groups import Group, normalised
-from fusion_bench_featcal.rules.norms import NormRows
+from fusion_bench_featcal.rules.norms import NormMoments
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import Batch, rows_of
 
 
-class LinearRows:
+class LinearTaskSums:
     """Moments of the calibrated model's inputs `x` and of paired features `y`.
 
     `y` is the drift `x_exp - x`. If there are few outputs it is the expert's weight times the
@@ -43,9 +43,9 @@ class LinearRows:
             batch: The batch.
             x: Input of the group's modules in the calibrated model.
         """
-        expert_x = batch.noted.pop(self._group.name) if self._alpha > 0 else None
-        counted = batch.rows.of(self._group.name)
-        for samples, rows, expert_rows in paired_rows(batch, self._group, x, expert_x):
+        expert_x = batch.expert_inputs.pop(self._group.name) if self._alpha > 0 else None
+        counted = batch.positions.of(self._group.name)
+        for samples, rows, expert_rows in paired_features(batch, self._group, x, expert_x):
             features = None if expert_rows is None else self._features(rows, expert_rows)
             if len(self.parts) == 1:
                 self.parts[0].add(rows, features)
@@ -67,7 +67,7 @@ class LinearRows:
         return [part.mirrored() for part in self.parts]
 
 
-class AffineRows:
+class NormTaskSums:
     """Sums over normalised inputs of one norm.
 
     Attributes:
@@ -81,26 +81,30 @@ class AffineRows:
         """Start with no rows."""
         self.expert = group.linear(expert.get_parameter, dtype)
         self._site, self._module = group.sites[0], model.get_submodule(group.name)
-        self.parts = [NormRows(group.inputs, self.expert.weight)]
+        self.parts = [NormMoments(group.inputs, self.expert.weight)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch."""
         z = normalised(self._module, self._site, x)
-        self.parts[0].add(rows_of(z, batch.rows.of(self._site.name)))
+        self.parts[0].add(rows_of(z, batch.positions.of(self._site.name)))
 
-    def finished(self) -> list[NormRows]:
+    def finished(self) -> list[NormMoments]:
         """Return the sums."""
         return self.parts
 
 
-class StatisticsRows(AffineRows):
+class StatisticsTaskSums(NormTaskSums):
     """Sums over inputs of one BatchNorm, whose parameters stay as merged."""
 
     def __init__(self, group: Group, model: nn.Module) -> None:
         """Start with no rows."""
         mean = model.get_buffer(f"{group.name}.running_mean")
         like = mean.new_empty(0, dtype=solve_dtype(mean.device))
-        self.expert, self._site, self.parts = None, group.sites[0], [NormRows(group.inputs, like)]
+        self.expert, self._site, self.parts = (
+            None,
+            group.sites[0],
+            [NormMoments(group.inputs, like)],
+        )
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch.
@@ -108,17 +112,17 @@ class StatisticsRows(AffineRows):
         Raises:
             CalibrationError: If only some positions count, because statistics include all.
         """
-        if batch.rows.of(self._site.name) is not None:
+        if batch.positions.of(self._site.name) is not None:
             raise CalibrationError("is BatchNorm, and some positions are padding")
         self.parts[0].add(x.movedim(1, -1).reshape(-1, x.shape[1]))
 
 
-TaskRows = LinearRows | AffineRows
+TaskSums = LinearTaskSums | NormTaskSums
 
 
-def empty_rows(
+def empty_task_sums(
     group: Group, model: nn.Module, expert: nn.Module, rule: Rule, dtype: torch.dtype
-) -> TaskRows:
+) -> TaskSums:
     """Return sums over no rows of one task.
 
     Args:
@@ -129,13 +133,13 @@ def empty_rows(
         dtype: Least precise dtype of the sums.
     """
     if group.kind == "statistics":
-        return StatisticsRows(group, model)
+        return StatisticsTaskSums(group, model)
     if group.kind == "norm":
-        return AffineRows(group, model, expert, dtype)
-    return LinearRows(group, expert, rule, dtype)
+        return NormTaskSums(group, model, expert, dtype)
+    return LinearTaskSums(group, expert, rule, dtype)
 
 
-def paired_rows(
+def paired_features(
     batch: Batch, group: Group, x: Tensor, y: Tensor | None = None
 ) -> Iterator[tuple[range, Tensor, Any]]:
     """Yield samples of a batch, and the rows `[n, d]` of a group's inputs that count.
@@ -146,7 +150,7 @@ def paired_rows(
     Raises:
         CalibrationError: If padding cannot be identified in the inputs.
     """
-    patches, counted = group.sites[0].patches, batch.rows.of(group.name)
+    patches, counted = group.sites[0].patches, batch.positions.of(group.name)
     if patches is None:
         everyone = range(batch.samples)
         yield everyone, rows_of(x, counted), None if y is None else rows_of(y, counted)
