@@ -19,7 +19,7 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus,
 from fusion_bench_featcal.families import Stack
 
 
-def arguments(suite: Suite) -> tuple[Any, ...]:
+def arguments(suite: Suite) -> tuple[Any, Any, Any, Any]:
     return suite.merged, suite.base, suite.experts, suite.inputs
 
 
