@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.experts.source import refuse_adapters
+from fusion_bench_featcal.experts.source import refuse_unusable
 from fusion_bench_featcal.families.open_clip import fused
 from fusion_bench_featcal.modules.models import (
     Modes,
@@ -76,7 +76,8 @@ def calibrate(
         augment: Jittered copies of images in addition to them: `none`, `auto` (none of anything
             else) or `jitter`. By default the rule's.
         modules: Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in
-            front to exclude. By default every linear module, convolution and norm of the blocks.
+            front to exclude. By default every linear module and convolution of the blocks, and
+            norms if the rule calibrates them.
         decoder_rows: Decoder positions that count: `all` but padding, `targets`, or `auto`. By
             default the rule's.
         expert_read_budget: Limit on the bytes of expert weights that are read: a number, an amount
@@ -119,7 +120,8 @@ def calibrate(
     )
     if not isinstance(merged, nn.Module):
         raise TypeError(f"merged must be a torch.nn.Module, not {merged!r:.80}")
-    refuse_adapters(merged)
+    if merged_weights is None:
+        refuse_unusable(merged)
     rule, options = rule_and_options(rule, given)
     check_inputs(base, experts, batches, rule)
     if merged_weights is not None and options.checkpoint_dir is None:

@@ -178,3 +178,19 @@ def test_attention_of_torch_is_left_as_merged_without_a_setting() -> None:
         if not torch.equal(parameter, suite.merged.get_parameter(name))
     }
     assert changed == {"linear1", "linear2"}
+
+
+def test_labels_of_another_length_and_models_without_weights_are_named() -> None:
+    suite = decoder_suite()
+    suite.inputs["task_0"][0]["labels"] = torch.zeros(
+        len(suite.inputs["task_0"][0]["input_ids"]), 3, dtype=torch.int64
+    )
+    with pytest.raises(CalibrationError, match=r"task task_0: labels have the shape .* -100"):
+        calibrate(*arguments(suite), progress=False)
+    suite = residual_suite()
+    suite.experts["task_1"].to("meta")
+    with pytest.raises(CalibrationError, match=r"experts\['task_1'\]: a Stack is on the meta"):
+        calibrate(*arguments(suite), progress=False)
+    suite.merged.to("meta")
+    with pytest.raises(CalibrationError, match=r"^a Stack is on the meta device"):
+        calibrate(*arguments(suite), progress=False)

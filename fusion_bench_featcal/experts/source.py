@@ -126,7 +126,7 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     Raises:
         CalibrationError: If it is neither, or has an adapter.
     """
-    refuse_adapters(model)
+    refuse_unusable(model)
     if isinstance(model, nn.Module):
         return InMemoryExpert(model)
     if not isinstance(model, ExpertSource):
@@ -137,8 +137,8 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     return model
 
 
-def refuse_adapters(model: Any) -> None:
-    """Refuse a model of PEFT, whose names are not those of the model inside.
+def refuse_unusable(model: Any) -> None:
+    """Refuse a model of PEFT, whose names are not those of the model inside, and one without data.
 
     Raises:
         CalibrationError: With the way out.
@@ -146,6 +146,10 @@ def refuse_adapters(model: Any) -> None:
     if callable(getattr(model, "merge_and_unload", None)):
         raise CalibrationError(
             f"a {type(model).__name__} has an adapter: give model.merge_and_unload()"
+        )
+    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+        raise CalibrationError(
+            f"a {type(model).__name__} is on the meta device, without weights: load them"
         )
 
 

@@ -153,6 +153,12 @@ class Stack(Family):
         if decoder_rows != "targets" or not predicts_next(model):
             return {"": mask}
         labelled: Any = labelled_rows(inputs, needed=True)
+        ids = inputs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.shape != labelled.shape:
+            raise CalibrationError(
+                f"labels have the shape {tuple(labelled.shape)}, and input_ids {tuple(ids.shape)}: "
+                "give a label for each token, -100 where there is none"
+            )
         predicts = torch.zeros_like(labelled)
         predicts[:, :-1] = labelled[:, 1:]
         return {"": predicts if mask is None else predicts * (mask > 0)}

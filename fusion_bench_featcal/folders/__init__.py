@@ -23,10 +23,9 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
         The folder of the calibrated model.
 
     Raises:
-        ValueError: If an option is unknown, or models or data are missing or do not fit. Nothing
-            was loaded in that case.
-        CalibrationError: If the calibration cannot go on. Finished blocks are kept. Messages of
-            both name the command's options.
+        ValueError: If an option is unknown, or models or data do not fit.
+        CalibrationError: If a model is missing, or the calibration cannot go on. Finished blocks
+            are kept. Messages of both name the command's options.
     """
     # Imported here, because the command line reads this package's options without loading torch.
     from fusion_bench_featcal.folders.job import run

@@ -36,7 +36,8 @@ class Options(Settings):
     modules: Sequence[str] | None = setting(
         None,
         "Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in front "
-        "to exclude. Null: every linear module, convolution and norm of the blocks.",
+        "to exclude. Null: every linear module and convolution of the blocks, and norms if the "
+        "rule calibrates them.",
         accepts="a non-empty list of patterns",
         check=lambda value: is_text_list(value) and len(value) > 0,
         convert=tuple,
