@@ -35,7 +35,7 @@ help: ## show this list
 PLUGIN := $(wildcard fusion_bench_featcal/_hydra_plugin/*.py)
 
 $(VENV)/.installed: pyproject.toml $(PLUGIN) constraints/default.txt constraints/shared.txt | $(BIN)/python
-	$(BIN)/python $(install) --constraint constraints/default.txt --editable '.[dev,mergekit]' && touch $@
+	$(BIN)/python $(install) --constraint constraints/default.txt --editable '.[dev,encoders,mergekit]' && touch $@
 
 $(VENV_4.57)/.installed: pyproject.toml $(PLUGIN) constraints/transformers-4.57.txt constraints/shared.txt | $(VENV_4.57)/bin/python
 	$(VENV_4.57)/bin/python $(install) --constraint constraints/transformers-4.57.txt --editable '.[test]' && touch $@

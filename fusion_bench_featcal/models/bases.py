@@ -1,0 +1,63 @@
+"""Names that a model's card and configs give to the model it was fine-tuned from."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from fusion_bench_featcal.files.untrusted import MAX_YAML, parse_json, parse_yaml, read_bytes
+
+_HEAD = re.compile(r"---\s*\n(.*?)\n---\s*\n", re.DOTALL)
+FILES = ("README.md", "config.json", "config_sentence_transformers.json")
+
+
+def without_base(places: Sequence[str], argument: str) -> str:
+    """Return a sentence on what a base would add, with its name if all experts name the same.
+
+    Args:
+        places: The experts' folders or hub ids.
+        argument: How a base is given, such as `base={!r}`.
+    """
+    named = [bases_of(place) for place in places]
+    common = (name for name in named[0] if all(name in names for names in named))
+    base = next(common, None) if len(named) > 1 else None  # a single expert's place may be its own
+    return (
+        "without a base only texts count. With the model that the experts were fine-tuned from, "
+        "their weights count too, and fewer texts repair more"
+        + ("" if base is None else f". The experts name it: {argument.format(base)}")
+    )
+
+
+def bases_of(place: str) -> list[str]:
+    """Return the names of a model's base in its card and configs, the card's first.
+
+    Args:
+        place: The model's folder or hub id. Only local files are read. A model in memory has the
+            place that it was loaded from: if it was trained since, this is its base, the last name.
+    """
+    contents = [c for name in FILES if isinstance(c := read_local(place, name), Mapping)]
+    values = [content.get(key) for content in contents for key in ("base_model", "_name_or_path")]
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    return [str(name) for names in (*lists, [place]) for name in names if name]
+
+
+def read_local(place: str, name: str) -> Any:
+    """Return the content of a JSON file or the head of a card, {} if it is missing or damaged.
+
+    Args:
+        place: A folder, or a hub id that may be in the cache.
+        name: The file.
+    """
+    try:
+        file = Path(place, name) if Path(place).is_dir() else try_to_load_from_cache(place, name)
+        if not isinstance(file, str | Path):  # not in the cache
+            return {}
+        data = read_bytes(Path(file), MAX_YAML)
+        if name.endswith(".json"):
+            return parse_json(data, Path(file))
+        head = _HEAD.match(data.decode())
+        return parse_yaml(head[1]) if head else {}
+    except (OSError, ValueError):  # also of a place that is neither
+        return {}
