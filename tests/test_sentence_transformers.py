@@ -1,0 +1,478 @@
+"""Encoders of sentence-transformers in memory: merge, repair, save, load and use the four kinds."""
+
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, BertModel, BertTokenizer
+
+st = pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
+pytest.importorskip("mergekit", reason="extra `encoders`")
+pytest.importorskip("fusion_bench_featcal.sentence_transformers")
+
+from sentence_transformers.base.modules import (  # noqa: E402
+    Dense,
+    Normalize,
+    Router,
+    Transformer,
+)
+from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
+    Pooling,
+    StaticEmbedding,
+    WordWeights,
+)
+
+from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
+from fusion_bench_featcal.sentence_transformers import (  # noqa: E402
+    calibrate_encoder,
+    calls_of,
+    read_texts,
+    record_batches,
+    repair,
+    save,
+)
+
+TASKS = ("math", "code")
+NOUNS = ("lamp", "river", "stone", "cloud", "piano", "garden", "window", "rocket", "button")
+WORDS = [*NOUNS, "of", "and", "query", "passage"]
+WIDTH = 24
+LOGGER = "fusion_bench_featcal.sentence_transformers"
+
+
+def backbone(folder: Path, kind: Any = BertModel, width: int = WIDTH) -> str:
+    """Write a random BERT of two blocks, whose tokenizer has a few words."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]", ":"]
+    numbers = {word: number for number, word in enumerate([*vocabulary, *WORDS])}
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(numbers), hidden_size=width, intermediate_size=2 * width,
+        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,
+        initializer_range=0.1,
+    )  # fmt: skip
+    kind(config).save_pretrained(folder)
+    BertTokenizer(vocab=numbers, do_lower_case=False).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return backbone(tmp_path_factory.mktemp("bert"))
+
+
+def sentence_model(plain: str, *behind: nn.Module, lower: bool = False, **options: Any) -> Any:
+    transformer = Transformer(plain, do_lower_case=lower)
+    modules = [transformer, Pooling(WIDTH, pooling_mode="mean"), *behind]
+    return st.SentenceTransformer(modules=modules, device="cpu", **options)
+
+
+def tuned(base: Any, seed: int) -> Any:
+    """Return a copy whose blocks are moved by noise of rank 4."""
+    model, random = copy.deepcopy(base), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and ".encoder.layer." in name:
+                left, right = (torch.randn(n, 4, generator=random) for n in parameter.shape)
+                step = left @ right.T
+                parameter += 0.2 * step / step.norm() * parameter.norm()
+    return model.eval()
+
+
+def texts_of(seed: int, count: int = 48) -> list[str]:
+    random = torch.Generator().manual_seed(seed)
+    words = WORDS[seed % 2 :: 2]
+    lengths = torch.randint(2, 8, (count,), generator=random).tolist()
+    return [
+        " ".join(words[n] for n in torch.randint(len(words), (length,), generator=random))
+        for length in lengths
+    ]
+
+
+def outputs(model: Any, rows: list[Any]) -> torch.Tensor:
+    """Return what a user gets of rows, one vector for each."""
+    if isinstance(model, st.CrossEncoder):
+        return torch.as_tensor(model.predict(rows)).reshape(len(rows), -1)
+    if isinstance(model, st.MultiVectorEncoder):
+        both = model.encode_query(rows), model.encode_document(rows)
+        return torch.cat([torch.stack([v.sum(0) for v in vectors]) for vectors in both], 1)
+    vectors = model.encode(rows, convert_to_tensor=True)
+    return vectors.to_dense() if vectors.is_sparse else vectors
+
+
+@dataclass
+class Case:
+    """A merge of two models, its repair, and the folders of both."""
+
+    base: Any
+    experts: dict[str, Any]
+    merged: Any
+    repaired: Any
+    folder: Path
+    saved: Path
+    states: dict[str, dict[str, torch.Tensor]]
+
+    @property
+    def models(self) -> dict[str, Any]:
+        return {"base": self.base, "merged": self.merged, **self.experts}
+
+
+def rows_of(model: Any, seed: int) -> list[Any]:
+    if isinstance(model, st.CrossEncoder):
+        return list(zip(texts_of(seed), texts_of(seed + 2), strict=True))
+    return texts_of(seed)
+
+
+PROMPTS = {"query": "query : ", "document": "passage : "}
+MAKERS: dict[str, tuple[Callable[[str, str], Any], bool]] = {
+    # name -> makes the base from a BERT and a masked BERT, and whether the base is given
+    "SentenceTransformer": (
+        lambda plain, mlm: sentence_model(
+            plain, Dense(WIDTH, 16), Normalize(),
+            prompts=PROMPTS, default_prompt_name="query", similarity_fn_name="dot",
+        ),
+        True,
+    ),
+    "CrossEncoder": (
+        lambda plain, mlm: st.CrossEncoder(
+            plain, num_labels=1, activation_fn=nn.Identity(), max_length=20, device="cpu"
+        ),
+        True,
+    ),
+    "SparseEncoder": (lambda plain, mlm: st.SparseEncoder(mlm, device="cpu"), False),
+    "MultiVectorEncoder": (
+        lambda plain, mlm: st.MultiVectorEncoder(plain, prompts=PROMPTS, device="cpu"),
+        False,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def case(
+    request: pytest.FixtureRequest, plain: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp(request.param)
+    make, has_base = MAKERS[request.param]
+    torch.manual_seed(1)
+    base = make(plain, backbone(folder / "mlm", BertForMaskedLM)).eval()
+    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
+    merged = type(base).merge([*experts.values()], "linear")
+    models = {"base": base, "merged": merged, **experts}
+    states = {n: {k: t.clone() for k, t in m.state_dict().items()} for n, m in models.items()}
+    merged.save_pretrained(str(folder / "merged"))
+    (folder / "merged" / "LICENSE").write_text("as you like")
+    texts = {task: rows_of(base, seed) for seed, task in enumerate(TASKS)}
+    origin = base if has_base else None
+    merged.train()
+    repaired = repair(merged, experts=experts, texts=texts, base=origin, progress=False)
+    assert merged.training and repaired.training and not base.training
+    save(repaired, folder / "out", folder / "merged")
+    yield Case(base, experts, merged, repaired, folder, folder / "out", states)
+
+
+def test_outputs_come_nearer_to_the_experts(case: Case) -> None:
+    for seed, (task, expert) in enumerate(case.experts.items(), 10):
+        rows = rows_of(case.base, seed)
+        right = outputs(expert, rows)
+        before, after = ((outputs(m, rows) - right).norm() for m in (case.merged, case.repaired))
+        assert after < 0.8 * before, task
+
+
+def test_inputs_are_unchanged(case: Case) -> None:
+    for name, model in case.models.items():
+        state = model.state_dict()
+        assert all(torch.equal(value, state[key]) for key, value in case.states[name].items())
+        assert not any(m._forward_pre_hooks for m in model.modules()), name
+
+
+def test_all_but_the_blocks_is_the_merged_models(case: Case) -> None:
+    repaired, merged = case.repaired, case.merged
+    assert type(repaired) is type(merged) and repaired is not merged
+    before, after = merged.state_dict(), repaired.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(".encoder.layer." in name for name in changed)
+    assert {after[n].data_ptr() for n in after}.isdisjoint(before[n].data_ptr() for n in before)
+    for name in ("prompts", "default_prompt_name", "max_seq_length"):
+        assert getattr(repaired, name) == getattr(merged, name), name
+    similarity = "similarity_fn_name"
+    assert getattr(repaired, similarity, None) == getattr(merged, similarity, None)
+    if isinstance(merged, st.CrossEncoder):
+        assert isinstance(repaired.activation_fn, nn.Identity)
+
+
+def test_a_saved_model_has_every_file_and_equal_outputs(case: Case) -> None:
+    names = [{p.relative_to(f) for p in f.rglob("*")} for f in (case.folder / "merged", case.saved)]
+    assert Path("LICENSE") in names[1] and names[0] <= names[1]
+    loaded = type(case.base)(str(case.saved), device="cpu")
+    rows = rows_of(case.base, 20)
+    torch.testing.assert_close(outputs(loaded, rows), outputs(case.repaired, rows))
+    assert loaded.prompts == case.merged.prompts
+    if isinstance(loaded, st.CrossEncoder):
+        assert isinstance(loaded.activation_fn, nn.Identity)
+
+
+HEADS = {
+    "SentenceTransformer": "2.linear",
+    "CrossEncoder": "0.model.classifier",
+    "SparseEncoder": "0.model.cls.predictions.transform.dense",
+    "MultiVectorEncoder": "1.linear",
+}
+
+
+def test_heads_that_differ_and_a_base_are_named_once(case: Case, caplog: Any) -> None:
+    kind = type(case.base).__name__
+    head, folders = HEADS[kind], {task: case.folder / task for task in case.experts}
+    for task, expert in case.experts.items():
+        expert = copy.deepcopy(expert)
+        expert.get_submodule(head).weight.data += 0.1 * (task == "math")
+        expert.save_pretrained(str(folders[task]))
+        (folders[task] / "README.md").write_text("---\nbase_model: org/base\n---\n# An expert\n")
+    texts = {task: rows_of(case.base, seed) for seed, task in enumerate(TASKS)}
+    with caplog.at_level(logging.WARNING, LOGGER):
+        again = repair(case.merged, experts=folders, texts=texts, progress=False)
+    base, heads = [r.getMessage() for r in caplog.records if r.name == LOGGER]
+    assert base.endswith("fewer texts repair more. The experts name it: base='org/base'")
+    assert heads == f"experts differ in {head}, which stay as merged"
+    if not MAKERS[kind][1]:  # no base there either
+        assert equal(again, case.repaired)
+
+
+# --- texts ---
+
+
+@pytest.fixture(scope="module")
+def encoders(plain: str) -> tuple[Any, dict[str, Any], Any]:
+    """A base, two experts and the merged model, with prompts."""
+    base = sentence_model(plain, prompts=PROMPTS)
+    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
+    return base, experts, st.SentenceTransformer.merge([*experts.values()], "linear")
+
+
+TEXTS = {task: texts_of(seed, 12) for seed, task in enumerate(TASKS)}
+
+
+def repaired_by(encoders: Any, **changes: Any) -> Any:
+    base, experts, merged = encoders
+    arguments = {"base": base, "experts": experts, "texts": TEXTS, "progress": False} | changes
+    return repair(arguments.pop("merged", merged), **arguments)
+
+
+def equal(one: Any, other: Any) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_rows_are_read_as_the_library_reads_them(encoders: Any) -> None:
+    """In all forms of a pair, the first text gets the prompt of queries, the other of documents."""
+    pairs = [*zip(texts_of(5, 12), texts_of(6, 12), strict=True)]
+    columns = {"anchor": [a for a, _ in pairs], "positive": [b for _, b in pairs]}
+    forms: list[Any] = [
+        pairs,
+        [[*pair] for pair in pairs],
+        [{"question": a, "label": 1, "answer": b, "score": 0.5} for a, b in pairs],
+        {**columns, "label": [0] * len(pairs)},
+    ]
+    models = [repaired_by(encoders, texts=dict.fromkeys(TASKS, rows)) for rows in forms]
+    assert all(equal(models[0], model) for model in models[1:])
+    model = encoders[2]
+    written = {"encode": [f"query : {a}" for a, _ in pairs] + [f"passage : {b}" for _, b in pairs]}
+    with_prompts = read_texts(model, dict.fromkeys(TASKS), dict.fromkeys(TASKS, pairs))["math"]
+    tokens = [
+        [ids for batch in record_batches(model, calls) for ids in batch["input_ids"].tolist()]
+        for calls in (with_prompts, written)
+    ]
+    assert {tuple(i for i in ids if i) for ids in tokens[0]} == {
+        tuple(i for i in ids if i) for ids in tokens[1]
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "calls"),
+    [
+        ("a", [("encode", "a")]),
+        ({"text": "a", "labels": [1, 2]}, [("encode", "a")]),
+        (["a", "b"], [("encode_query", "a"), ("encode_document", "b")]),
+        (
+            {"anchor": "a", "positive": "b", "negative": "c"},
+            [("encode_query", "a"), ("encode_document", "b"), ("encode_document", "c")],
+        ),
+        ({"sentence1": "a", "sentence2": "b", "score": 0.5}, [("encode", "a"), ("encode", "b")]),
+    ],
+)  # fmt: skip
+def test_methods_of_rows(encoders: Any, row: Any, calls: Any) -> None:
+    assert calls_of(encoders[2], "texts['math'][0]", row) == calls
+
+
+def test_one_column_named_as_a_prompt_gets_it(encoders: Any) -> None:
+    for name, prompt in (("query", "query : "), ("passage", "passage : ")):
+        named = {task: [{name: text} for text in TEXTS[task]] for task in TASKS}
+        written = {task: [prompt + text for text in TEXTS[task]] for task in TASKS}
+        assert equal(repaired_by(encoders, texts=named), repaired_by(encoders, texts=written))
+
+
+def test_triplets_of_a_reranker_are_pairs(plain: str) -> None:
+    torch.manual_seed(0)
+    base = st.CrossEncoder(plain, num_labels=1, device="cpu")
+    models = base, {task: tuned(base, n) for n, task in enumerate(TASKS)}, tuned(base, 3)
+    triplets = [*zip(texts_of(1, 12), texts_of(2, 12), texts_of(3, 12), strict=True)]
+    pairs = [pair for a, b, c in triplets for pair in ((a, b), (a, c))]
+    of = [repaired_by(models, texts=dict.fromkeys(TASKS, rows)) for rows in (triplets, pairs)]
+    assert equal(*of)
+    with pytest.raises(TypeError, match=r"^texts\['math'\]\[0\] is a single text, but a CrossEnc"):
+        repaired_by(models)
+
+
+def test_lower_casing_is_the_librarys(plain: str) -> None:
+    models = []
+    for lower, change in ((True, str.upper), (False, str.lower)):
+        base = sentence_model(plain, lower=lower)
+        experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
+        texts = {task: [*map(change, TEXTS[task])] for task in TASKS}
+        models.append(repaired_by((base, experts, tuned(base, 3)), texts=texts))
+    assert equal(*models)
+
+
+def test_word_weights_stay(plain: str) -> None:
+    vocabulary = list(BertTokenizer.from_pretrained(plain).get_vocab())
+    weights = WordWeights(vocabulary, {"lamp": 0.5})
+    base = st.SentenceTransformer(
+        modules=[Transformer(plain), weights, Pooling(WIDTH)], device="cpu"
+    )
+    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
+    merged = st.SentenceTransformer.merge([*experts.values()], "linear")
+    model = repaired_by((base, experts, merged))
+    assert equal(model[1], merged[1]) and model[1].word_weights == {"lamp": 0.5}
+
+
+def test_the_log_is_there_and_arguments_are_those_of_calibrate(encoders: Any) -> None:
+    base, experts, merged = encoders
+    result = calibrate_encoder(merged, base, experts, TEXTS, seed=7, progress=False)
+    assert set(result.log.final_drift) == {*TASKS}
+    assert not equal(result.model, repaired_by(encoders))
+    assert equal(result.model, repaired_by(encoders, seed=7))
+
+
+# --- folders ---
+
+
+def without_sentence_files(folder: Path) -> None:
+    """Leave the files of transformers alone, as mergekit or a plain Trainer writes them."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name == "modules.json" or "sentence" in path.name:
+            path.unlink()
+
+
+def test_folders_of_transformers(encoders: Any, plain: str, tmp_path: Path) -> None:
+    """Only experts and base may lack modules.json, which merged needs."""
+    base = sentence_model(plain, Normalize())
+    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
+    merged = st.SentenceTransformer.merge([*experts.values()], "linear")
+    expected = repaired_by((base, experts, merged))
+    for name, model in {"base": base, "merged": merged, **experts}.items():
+        model.save_pretrained(str(tmp_path / name))
+        without_sentence_files(tmp_path / name)
+    folders = {task: str(tmp_path / task) for task in TASKS}
+    assert equal(repaired_by((tmp_path / "base", folders, merged)), expected)
+    opened = st.SentenceTransformer(str(tmp_path / "merged"), device="cpu")
+    message = r"^experts\['math'\] has the modules .*'Normalize'\], but merged has .* modules.json"
+    with pytest.raises(ValueError, match=message):
+        repaired_by((base, experts, opened))
+
+
+def test_saving_skips_modules_and_weights_that_the_library_writes(
+    encoders: Any, tmp_path: Path
+) -> None:
+    merged, model = tmp_path / "merged", encoders[2]
+    model.save_pretrained(str(merged))
+    (merged / "onnx").mkdir()
+    (merged / "docs").mkdir()
+    for name in ("onnx/config.json", "pytorch_model.bin", "docs/use.md", "1_Pooling/old.txt"):
+        (merged / name).write_text("old")
+    save(model, tmp_path / "out", merged)
+    names = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*")}
+    assert "docs/use.md" in names and names.isdisjoint(
+        {"onnx", "pytorch_model.bin", "1_Pooling/old.txt"}
+    )
+    assert json.loads((tmp_path / "out" / "modules.json").read_text())
+
+
+# --- careless inputs ---
+
+
+def changed_row(row: Any) -> dict[str, Any]:
+    return {**TEXTS, "math": [*TEXTS["math"][:3], row]}
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (
+            {**TEXTS, "math": "a text"},
+            r"texts\['math'\] is a single row, but must be a list: \[row",
+        ),
+        ({**TEXTS, "math": {"query": "a", "answer": "b"}}, r"texts\['math'\] is a single row"),
+        ({**TEXTS, "math": []}, r"texts\['math'\] is empty: each expert needs texts"),
+        ({"math": ["a"]}, r"experts are \['math', 'code'\], texts \['math'\]: each expert needs"),
+        (changed_row(None), r"texts\['math'\]\[3\] is None, without a text"),
+        (changed_row({"label": 1}), r"texts\['math'\]\[3\] is \{'label': 1\}, without a text"),
+        (changed_row(("a", 0.5)), r"texts\['math'\]\[3\]\[1\] is 0.5, not a text: leave such"),
+        (changed_row({"text": "a", "rank": 2}), r"texts\['math'\]\[3\]\['rank'\] is 2, not a text"),
+        (changed_row({"query_id": "q7"}), r"texts\['math'\]\[3\]\['query_id'\] is an ID: give its"),
+    ],
+)
+def test_careless_texts(encoders: Any, texts: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        repaired_by(encoders, texts=texts)
+
+
+def test_careless_models(encoders: Any, plain: str, tmp_path: Path) -> None:
+    base, experts, _ = encoders
+    reranker = st.CrossEncoder(plain, num_labels=1, device="cpu")
+    reranker.save_pretrained(str(tmp_path / "reranker"))
+    narrow = backbone(tmp_path / "narrow", width=16)
+    modules = [Transformer(narrow), Pooling(16)]
+    other_words = copy.deepcopy(base)
+    other_words.tokenizer.add_tokens(["dragon"])
+    routes = Router.for_query_document([Transformer(plain)], [Transformer(plain)])
+    static = StaticEmbedding(base.tokenizer, embedding_dim=8)
+
+    def model(*modules: nn.Module) -> Any:
+        return st.SentenceTransformer(modules=[*modules], device="cpu")
+
+    code = experts["code"]
+    careless: list[tuple[dict[str, Any], str]] = [
+        ({"merged": "merged"}, r"merged is 'merged', not a model: \['SentenceTransformer'"),
+        ({"experts": {}}, r"experts are \[\], texts \['math', 'code'\]"),
+        (
+            {"experts": {"math": reranker, "code": code}},
+            r"experts\['math'\] is a CrossEncoder, but merged is a SentenceTransformer",
+        ),
+        (
+            {"experts": {"math": tmp_path / "reranker", "code": code}},
+            r"experts\['math'\] is a CrossEncoder, but merged is a SentenceTransformer",
+        ),
+        (
+            {"experts": {"math": model(*modules), "code": code}},
+            r"experts\['math'\]: tensor .* has shape \(\d+, 16\), the merged model's has",
+        ),
+        ({"base": model(*modules)}, r"base: tensor .* has shape \(\d+, 16\)"),
+        ({"base": other_words}, "base has another vocabulary than merged"),
+        (
+            {"experts": {"math": model(Transformer(plain), Pooling(WIDTH, "cls")), "code": code}},
+            r"experts\['math'\] has the modules \['Transformer', 'Pooling cls'\], but merged has",
+        ),
+        ({"merged": model(routes, Pooling(WIDTH))}, "merged has a Router: only models with one"),
+        ({"merged": model(static)}, r"merged has 0 transformers, .* in \['StaticEmbedding'\]"),
+        ({"wrong": 1}, "calibrate\\(\\) got an unexpected keyword argument 'wrong'"),
+    ]
+    for changes, message in careless:
+        with pytest.raises((TypeError, ValueError, CalibrationError), match=f"^{message}"):
+            repaired_by(encoders, **changes)
