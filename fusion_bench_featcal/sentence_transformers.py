@@ -180,9 +180,11 @@ def differing_behind(last_block: str, merged: Any, experts: Sequence[Any]) -> li
     modules, names = dict(merged.named_modules()), list(merged.state_dict())
     prefix = next(n for n, module in modules.items() if module is merged.transformers_model)
     last = max(n for n, name in enumerate(names) if name.startswith(f"{prefix}.{last_block}."))
-    first, *others = [expert.state_dict() for expert in experts]
-    tail = [n for n in names[last + 1 :] if any(not torch.equal(first[n], o[n]) for o in others)]
-    differing = dict.fromkeys(name.rpartition(".")[0] for name in tail)
+    states, differing = [expert.state_dict() for expert in experts], dict[str, None]()
+    for name in names[last + 1 :]:
+        first, *others = [state[name].cpu() for state in states if name in state] or [None]
+        if any(not torch.equal(first, other) for other in others):
+            differing[name.rpartition(".")[0]] = None
     tables = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
     return [name for name in differing if name not in tables]  # tables of positions: for blocks
 
@@ -227,9 +229,11 @@ def calls_of(model: Any, label: str, row: Row) -> list[tuple[str, Any]]:
         return [("predict", (first, text)) for _, text in others]
     if not others and name in ("query", "document", "passage", "corpus"):  # names of prompts
         return [("encode_query" if name == "query" else "encode_document", first)]
-    if not others and isinstance(model, st.MultiVectorEncoder):  # reads either one or the other
+    has_roles = isinstance(model, st.MultiVectorEncoder)  # reads either queries or documents
+    if not others and has_roles:
         return [("encode_query", first), ("encode_document", first)]
-    if all(str(column).startswith("sentence") for column in columns) or not others:
+    symmetric = not has_roles and all(str(name).startswith("sentence") for name in columns)
+    if not others or symmetric:
         return [("encode", text) for text in columns.values()]
     return [("encode_query", first), *(("encode_document", text) for _, text in others)]
 
@@ -239,12 +243,13 @@ def columns_of(label: str, row: Any) -> dict[Any, str]:
     if isinstance(row, Mapping):
         columns = {name: value for name, value in row.items() if name not in TARGETS}
     else:
-        columns = dict(enumerate([row] if isinstance(row, str) else row or []))
+        row = [row] if isinstance(row, str) or not isinstance(row, Iterable) else [*row]
+        columns = dict(enumerate(row))
     if not columns:
         raise TypeError(f"{label} is {row!r}, without a text")
     for name, value in columns.items():
         if not isinstance(value, str):
-            raise TypeError(f"{label}[{name!r}] is {value!r}, not a text: leave such columns out")
+            raise TypeError(f"{label}[{name!r}] is {value!r}, not a text: leave it out")
         if str(name) == "id" or str(name).endswith(("_id", "_ids", "_idx")):
             raise ValueError(f"{label}[{name!r}] is an ID: give its text, or leave the column out")
     return columns

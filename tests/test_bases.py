@@ -18,9 +18,9 @@ def expert(folder: Path, *, card: str = "", config: str = "") -> str:
     return str(folder)
 
 
-def test_cards_come_before_configs_and_the_place_last(tmp_path: Path) -> None:
+def test_the_place_comes_before_cards_and_configs(tmp_path: Path) -> None:
     place = expert(tmp_path / "a", card=CARD, config="old/base")
-    assert bases_of(place) == ["org/base", "org/other", "old/base", place]
+    assert bases_of(place) == [place, "org/base", "org/other", "old/base"]
     assert bases_of("org/never-fetched") == ["org/never-fetched"]
     assert bases_of(str(tmp_path / "missing")) == [str(tmp_path / "missing")]
 
@@ -45,6 +45,6 @@ def test_a_base_is_named_if_all_experts_name_it(
 
 def test_one_place_of_all_experts_is_their_base(tmp_path: Path) -> None:
     """Models of one place that differ were trained since. A single one may be as it was."""
-    place = expert(tmp_path / "base")
+    place = expert(tmp_path / "base", card=CARD)
     assert without_base([place, place], "base={!r}").endswith(f"base={place!r}")
     assert without_base([place], "base={!r}").endswith("fewer texts repair more")

@@ -372,7 +372,7 @@ def without_sentence_files(folder: Path) -> None:
 
 def test_folders_of_transformers(encoders: Any, plain: str, tmp_path: Path) -> None:
     """Only experts and base may lack modules.json, which merged needs."""
-    base = sentence_model(plain, Normalize())
+    base = sentence_model(plain, Dense(WIDTH, 8), Normalize())
     experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
     merged = st.SentenceTransformer.merge([*experts.values()], "linear")
     expected = repaired_by((base, experts, merged))
@@ -421,9 +421,11 @@ def changed_row(row: Any) -> dict[str, Any]:
         ({**TEXTS, "math": {"query": "a", "answer": "b"}}, r"texts\['math'\] is a single row"),
         ({**TEXTS, "math": []}, r"texts\['math'\] is empty: each expert needs texts"),
         ({"math": ["a"]}, r"experts are \['math', 'code'\], texts \['math'\]: each expert needs"),
-        (changed_row(None), r"texts\['math'\]\[3\] is None, without a text"),
+        (changed_row(None), r"texts\['math'\]\[3\]\[0\] is None, not a text: leave it out"),
+        (changed_row(7), r"texts\['math'\]\[3\]\[0\] is 7, not a text: leave it out"),
+        (changed_row([]), r"texts\['math'\]\[3\] is \[\], without a text"),
         (changed_row({"label": 1}), r"texts\['math'\]\[3\] is \{'label': 1\}, without a text"),
-        (changed_row(("a", 0.5)), r"texts\['math'\]\[3\]\[1\] is 0.5, not a text: leave such"),
+        (changed_row(("a", 0.5)), r"texts\['math'\]\[3\]\[1\] is 0.5, not a text: leave it out"),
         (changed_row({"text": "a", "rank": 2}), r"texts\['math'\]\[3\]\['rank'\] is 2, not a text"),
         (changed_row({"query_id": "q7"}), r"texts\['math'\]\[3\]\['query_id'\] is an ID: give its"),
     ],

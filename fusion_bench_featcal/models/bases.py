@@ -31,16 +31,16 @@ def without_base(places: Sequence[str], argument: str) -> str:
 
 
 def bases_of(place: str) -> list[str]:
-    """Return the names of a model's base in its card and configs, the card's first.
+    """Return names of a model's base: its place, then those in its card and configs.
 
     Args:
-        place: The model's folder or hub id. Only local files are read. A model in memory has the
-            place that it was loaded from: if it was trained since, this is its base, the last name.
+        place: The folder or hub id that the model was loaded from. If it was trained since, this is
+            its base, and card and configs there name the base's own base.
     """
     contents = [c for name in FILES if isinstance(c := read_local(place, name), Mapping)]
     values = [content.get(key) for content in contents for key in ("base_model", "_name_or_path")]
     lists = [value if isinstance(value, list) else [value] for value in values]
-    return [str(name) for names in (*lists, [place]) for name in names if name]
+    return [str(name) for names in ([place], *lists) for name in names if name]
 
 
 def read_local(place: str, name: str) -> Any:
