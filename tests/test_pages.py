@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ TEXTS = {page.name: page.read_text(encoding="utf-8") for page in write_tables.PA
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 SHELLS = ("bash", "sh")
+LANGUAGES = (*SHELLS, "python")
 COMMAND = re.compile(r"(?:^|[ /])(fusion_bench(?:\.scripts\.cli)?|featcal) +(.+?)(?: &)?$")
 
 
@@ -50,6 +53,8 @@ TUTORIALS = [
     ("calibrate.md", "LoRA adapters"),
     ("calibrate.md", "CLIP"),
     ("calibrate.md", "Classifiers"),
+    ("encoders.md", "An embedding model"),
+    ("encoders.md", "A reranker"),
     ("python.md", "A model of Hugging Face"),
     ("python.md", "A model of your own"),
     ("own_tasks.md", "A model family"),
@@ -68,12 +73,17 @@ def section(page: str, title: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "title"), TUTORIALS)
 def test_a_section_runs_as_printed(page: str, title: str, tmp_path: Path) -> None:
-    """All commands and Python of a section, as one script in a checkout's root."""
-    scripts = [
-        f"python - <<'END'\n{block}END\n" if language == "python" else block
-        for language, block in BLOCK.findall(section(page, title))
-        if language in (*SHELLS, "python")
-    ]
+    """All commands and Python of a section, as one script in a checkout's root.
+
+    Blocks of Python that follow each other are one program.
+    """
+    if page == "encoders.md":
+        pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
+    kept = [(lang, b) for lang, b in BLOCK.findall(section(page, title)) if lang in LANGUAGES]
+    scripts = list[str]()
+    for language, group in groupby(kept, key=itemgetter(0)):
+        texts = [block for _, block in group]
+        scripts += [f"python - <<'END'\n{''.join(texts)}END\n"] if language == "python" else texts
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if shutil.which("mergekit-yaml", path=path) is None:
@@ -138,5 +148,7 @@ def test_python_compiles_and_imports_public_names(page: str) -> None:
     for block in blocks(TEXTS[page], "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and "fusion_bench_featcal" in str(node.module):
+                if str(node.module).endswith(".sentence_transformers"):
+                    pytest.importorskip("sentence_transformers", minversion="6.2")
                 module: Any = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names)
