@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import importlib
 import logging
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -194,3 +196,10 @@ def test_labels_of_another_length_and_models_without_weights_are_named() -> None
     suite.merged.to("meta")
     with pytest.raises(CalibrationError, match=r"^a Stack is on the meta device"):
         calibrate(*arguments(suite), progress=False)
+
+
+def test_encoders_without_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    monkeypatch.delitem(sys.modules, "fusion_bench_featcal.sentence_transformers", raising=False)
+    with pytest.raises(ImportError, match=r"^needs sentence-transformers 6.2 .*\[encoders\]'$"):
+        importlib.import_module("fusion_bench_featcal.sentence_transformers")
