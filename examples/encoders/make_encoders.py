@@ -78,7 +78,7 @@ def pair_loss(model: Any, pairs: Pairs, random: torch.Generator) -> Tensor:
 def tuned(model: Any, pairs: Pairs, steps: int, rate: float, loss_of: Loss) -> Any:
     """Return a trained copy of a model."""
     model, random = copy.deepcopy(model).train(), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    optimizer, loss = torch.optim.AdamW(model.parameters(), rate), torch.zeros(())
     for _ in range(steps):
         loss = loss_of(model, pairs, random)
         optimizer.zero_grad()

@@ -1,0 +1,179 @@
+"""Merged all-MiniLM-L6-v2 before and after its repair, by sentence-transformers' own evaluator.
+
+    python benchmarks/encoders.py weights/minilm FOLDER
+
+Three models are fine-tuned from all-MiniLM-L6-v2 on texts of the suites and kept in FOLDER. Three
+are merged with the base named (task arithmetic) and two without one (slerp), and repaired from 16
+or 64 texts per expert. A query finds texts of the same intent among others. Prints a table with the
+gain over the merged model and its 95 % interval, paired over queries.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from torch.nn import functional as F
+
+from fusion_bench_featcal.sentence_transformers import repair
+from fusion_bench_featcal.suites import load_text_split
+
+TASKS = ("banking77", "snips_intent", "clinc_home")
+METRICS = ("accuracy@1", "mrr@10", "ndcg@10")
+QUERIES, CORPUS = 300, 300
+SECONDS = 45  # CPU time of each fine-tuning
+DRAWS = (0, 1)  # of calibration texts
+
+Rows = list[tuple[str, int]]
+Scores = dict[str, np.ndarray]
+"""Task -> values `[queries, metrics]`."""
+
+
+def rows_of(task: str, split: str, count: int | None = None, seed: int = 1) -> Rows:
+    """Return different texts with their labels, all or a random draw."""
+    rows = load_text_split(task, split, "classes")
+    rows = [*{row["text"]: row["label"] for row in rows}.items()]
+    order = np.random.default_rng(seed).permutation(len(rows))
+    return rows if count is None else [rows[n] for n in order[:count]]
+
+
+def contrastive_loss(model: Any, rows: Rows, random: np.random.Generator) -> torch.Tensor:
+    """Return the supervised contrastive loss of up to 48 texts of up to 24 labels."""
+    labels = sorted({label for _, label in rows})
+    chosen = list[tuple[str, int]]()
+    few = random.permutation(labels)[:24]
+    for label in few:
+        of_label = [row for row in rows if row[1] == label]
+        count = min(len(of_label), max(2, 32 // len(few)))
+        chosen += [of_label[n] for n in random.permutation(len(of_label))[:count]]
+    texts, targets = [text for text, _ in chosen], torch.tensor([label for _, label in chosen])
+    vectors = F.normalize(model(model.preprocess(texts))["sentence_embedding"], dim=-1)
+    same = torch.eye(len(chosen), dtype=torch.bool)
+    scores = (vectors @ vectors.T / 0.07).masked_fill(same, -1e9)
+    positive = (targets[:, None] == targets) & ~same
+    return (-(scores.log_softmax(1) * positive).sum(1) / positive.sum(1).clamp_min(1)).mean()
+
+
+def tuned(minilm: Path, task: str, folder: Path) -> SentenceTransformer:
+    """Return a fine-tuned model, from its folder if it is there."""
+    if folder.exists():
+        return SentenceTransformer(str(folder), device="cpu")
+    model, rows = SentenceTransformer(str(minilm), device="cpu"), rows_of(task, "train")
+    torch.manual_seed(0)
+    random, start, steps = np.random.default_rng(0), time.process_time(), 0
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    model.train()
+    while time.process_time() - start < SECONDS:
+        optimizer.zero_grad()
+        contrastive_loss(model, rows, random).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        steps += 1
+    print(f"{task}: {steps} steps", file=sys.stderr, flush=True)
+    model.eval().save_pretrained(str(folder))
+    return model
+
+
+class PerQuery(InformationRetrievalEvaluator):
+    """The library's evaluator, which also keeps the metrics of every query."""
+
+    def compute_metrics(self, queries_result_list: list[Any]) -> dict[str, Any]:
+        """Return the metrics of all queries, computed from those of each."""
+        queries, ids, values = self.queries, self.queries_ids, []
+        for number, hits in enumerate(queries_result_list):
+            self.queries, self.queries_ids = [queries[number]], [ids[number]]
+            found = super().compute_metrics([hits])
+            values.append([found["accuracy@k"][1], found["mrr@k"][10], found["ndcg@k"][10]])
+        self.queries, self.queries_ids, self.values = queries, ids, 100 * np.array(values)
+        return super().compute_metrics(queries_result_list)
+
+
+def evaluator_of(task: str) -> PerQuery:
+    """Return the evaluator of a task: texts of the same label among texts of all labels."""
+    queries = rows_of(task, "test", QUERIES)
+    known = {text for text, _ in queries}
+    corpus = [row for row in rows_of(task, "train", CORPUS + QUERIES) if row[0] not in known]
+    corpus = corpus[:CORPUS]
+    relevant = {
+        str(number): {str(n) for n, (_, other) in enumerate(corpus) if other == label}
+        for number, (_, label) in enumerate(queries)
+    }
+    return PerQuery(
+        {str(number): text for number, (text, _) in enumerate(queries) if relevant[str(number)]},
+        {str(number): text for number, (text, _) in enumerate(corpus)},
+        relevant,
+        accuracy_at_k=[1],
+        name=task,
+        write_csv=False,
+    )
+
+
+def scores_of(model: Any, evaluators: Sequence[PerQuery]) -> Scores:
+    """Return the metrics of every query of some tasks."""
+    scores = dict[str, np.ndarray]()
+    for evaluate in evaluators:
+        found = evaluate(model)
+        averages = [100 * found[f"{evaluate.name}_cosine_{metric}"] for metric in METRICS]
+        assert np.allclose(evaluate.values.mean(0), averages)
+        scores[evaluate.name] = evaluate.values
+    return scores
+
+
+def line_of(label: str, scores: Sequence[Scores], merged: Scores | None, seconds: float) -> str:
+    """Return a line of the table: averages over tasks and draws, and gains if there is a merged."""
+    tasks = {task: np.mean([s[task] for s in scores], axis=0) for task in scores[0]}
+    cells = []
+    for column, _ in enumerate(METRICS):
+        cell = f"{np.mean([values[:, column].mean() for values in tasks.values()]):.1f}"
+        if merged is not None:
+            steps = [values[:, column] - merged[t][:, column] for t, values in tasks.items()]
+            error = np.sqrt(sum(step.var(ddof=1) / len(step) for step in steps)) / len(steps)
+            cell += f" ({np.mean([step.mean() for step in steps]):+.1f} ± {1.96 * error:.1f})"
+        cells.append(cell)
+    return f"| {label} | {' | '.join(cells)} | {f'{seconds:.0f}' if seconds else ''} |"
+
+
+def study(
+    title: str, merged: Any, base: Any, experts: dict[str, Any], evaluators: dict[str, PerQuery]
+) -> None:
+    """Print the table of one merge: the experts on their own tasks, and all repairs."""
+    chosen = [evaluators[task] for task in experts]
+    print(f"\n| {title} | {' | '.join(METRICS)} | CPU s |\n|---|--:|--:|--:|--:|")
+    own = {t: scores_of(expert, [evaluators[t]])[t] for t, expert in experts.items()}
+    before = scores_of(merged, chosen)
+    print(line_of("experts, each on its own task", [own], None, 0))
+    print(line_of("merged", [before], None, 0), flush=True)
+    for count in (16, 64):
+        for label, origin in (("no base", None), ("base", base)):
+            scores, seconds = list[Scores](), 0.0
+            for draw in DRAWS:
+                texts = {
+                    t: [text for text, _ in rows_of(t, "calibration", count, 100 + draw)]
+                    for t in experts
+                }
+                start = time.process_time()
+                model = repair(merged, experts=experts, texts=texts, base=origin, progress=False)
+                seconds += (time.process_time() - start) / len(DRAWS)
+                scores.append(scores_of(model, chosen))
+            print(line_of(f"repaired, {label}, {count} texts", scores, before, seconds), flush=True)
+
+
+def main(minilm: Path, folder: Path) -> None:
+    """Fine-tune, merge, repair and evaluate."""
+    experts = {task: tuned(minilm, task, folder / task) for task in TASKS}
+    base, merge = SentenceTransformer(str(minilm), device="cpu"), SentenceTransformer.merge
+    evaluators = {task: evaluator_of(task) for task in TASKS}
+    weight = {"weight": 0.3}
+    merged = merge([*experts.values()], "task_arithmetic", base_model=base, parameters=weight)
+    study("task arithmetic of three", merged, base, experts, evaluators)
+    two = {task: experts[task] for task in ("banking77", "clinc_home")}
+    study("slerp of two", merge([*two.values()], "slerp"), base, two, evaluators)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
