@@ -1,4 +1,4 @@
-"""What a calibration is given: models, samples, and where it runs."""
+"""Inputs of a calibration, models and samples, and where it runs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -57,7 +57,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where a calibration runs, as documented in `calibrate`."""
+    """Device, precision and processes of a calibration, as documented in `calibrate`."""
 
     device: torch.device
     autocast: Autocast = nullcontext

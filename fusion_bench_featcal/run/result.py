@@ -1,4 +1,4 @@
-"""What a calibration gives: the model, its log, and a count of reads."""
+"""Result of a calibration: the model, its log, and a count of reads."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a calibration needs besides models, samples and a rule: keywords of `calibrate`."""
+"""Options of a calibration besides models, samples and a rule: keywords of `calibrate`."""
 
 import os
 from collections.abc import Iterator, Sequence
