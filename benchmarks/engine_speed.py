@@ -21,7 +21,8 @@ from straightforward import calibrate_plainly
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 
-PLAIN, EARLIER, PAPER, PLUS = "straightforward", "earlier version", "paper", "FeatCal+"
+PLAIN, PAPER, PLUS = "straightforward", "paper", "FeatCal+"
+EARLIER = {f"earlier {side}": side for side in (PAPER, PLUS)}
 
 
 def calibrated(side: str, options: argparse.Namespace) -> Any:
@@ -38,7 +39,7 @@ def calibrated(side: str, options: argparse.Namespace) -> Any:
         base, *experts = (load(folder / name, *sizes) for name in ["base", *names])
         calibrate_plainly(merged, base, dict(zip(names, experts, strict=True)), inputs, settings)
         return merged
-    if side == PLUS:
+    if EARLIER.get(side, side) == PLUS:
         settings = FeatCalSettings.plus(samples_per_task=options.samples, augment="none")
     sources = {name: SafetensorsExpert(folder / name) for name in names}
     base = SafetensorsExpert(folder / "base")
@@ -70,15 +71,14 @@ def main() -> None:
         write_models(Path(folder), options.model, options.layers, options.tasks)
 
         def measure(side: str) -> Costs:
-            env = {"PYTHONPATH": options.against} if side == EARLIER else {}
+            env = {"PYTHONPATH": options.against} if side in EARLIER else {}
             return finish(start("--side", side, "--folder", folder, env=env))
 
-        sides = [EARLIER if options.against else PLAIN, PAPER, PLUS]
-        costs = in_turns(sides, options.repeats, measure)
-        difference = largest_difference(Path(folder), sides)
-    sizes = f"{options.layers} blocks, {options.tasks} tasks, {options.samples} samples per task"
-    print(f"{options.model}, {sizes}, turns: {options.repeats}. {machine()}\n")
-    print(f"{table(costs)}\n\n{difference}")
+        sizes = f"{options.layers} blocks, {options.tasks} tasks, {options.samples} samples"
+        print(f"{options.model}, {sizes} per task, turns: {options.repeats}. {machine()}")
+        for sides in EARLIER.items() if options.against else [(PLAIN, PAPER, PLUS)]:
+            costs = in_turns(sides, options.repeats, measure)
+            print(f"\n{table(costs)}\n\n{largest_difference(Path(folder), sides)}", flush=True)
 
 
 if __name__ == "__main__":
