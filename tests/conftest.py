@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -19,6 +20,12 @@ os.environ["HF_HOME"] = CACHE.name
 # Before torch is imported, here and in the programs that tests start: the models are so small that
 # threads waiting for each other made the suite up to 60 times slower on two busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave encoders to CI: sentence-transformers alone takes ten seconds to import."""
+    is_fast = config.getoption("markexpr") == "not slow"
+    return True if is_fast and collection_path.name == "test_sentence_transformers.py" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

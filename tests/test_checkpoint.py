@@ -180,6 +180,8 @@ def blocks_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("block-*.safetensors"))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_no_damage_of_a_finished_block_is_silent(finished: Any, tmp_path: Path):
     suite = small_clip()
     for number, damage in enumerate(DAMAGES):

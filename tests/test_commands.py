@@ -180,6 +180,8 @@ def test_version_and_folders_of_suites():
 # --- plans ---
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_plan_of_a_suite_and_its_settings():
     def plan_of(*words: str) -> dict[str, Any]:
         return json.loads(featcal("plan", TA6, *words, "--json").out)

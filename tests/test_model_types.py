@@ -6,7 +6,8 @@ import pytest
 from model_types import ROWS, Row, examined
 from tiny_models import ROUNDING
 
-TABLE = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.slow) for row in ROWS]
+IN_CI = [pytest.mark.slow, pytest.mark.ci]
+TABLE = [pytest.param(row, id=row.name, marks=IN_CI[: 2 - row.slow]) for row in ROWS]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules

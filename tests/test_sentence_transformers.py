@@ -40,6 +40,8 @@ from fusion_bench_featcal.sentence_transformers import (  # noqa: E402
     save,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]  # see conftest.py
+
 TASKS = ("math", "code")
 NOUNS = ("lamp", "river", "stone", "cloud", "piano", "garden", "window", "rocket", "button")
 WORDS = [*NOUNS, "of", "and", "query", "passage"]

@@ -171,6 +171,8 @@ def test_lora_adapters_are_experts(finished):
     assert AutoTokenizer.from_pretrained(run.out).chat_template == CHAT
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_an_encoder_decoder_whose_expert_writes_missing_targets(finished):
     run = finished("t5")
     names = changed(type(run.models["base"]).from_pretrained(run.out), run.models["merged"])

@@ -144,7 +144,7 @@ def test_choices_of_tasks_that_cannot_be_made_are_refused(words, message):
     ("name", "task"),
     [
         (f"{CLIP}_alphabets2", image.ALPHABETS2[0]),
-        (FLAN, "clinc_auto"),
+        pytest.param(FLAN, "clinc_auto", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param(LLAMA, "clinc_auto", marks=pytest.mark.slow),
         pytest.param(RESNET, "mini_notmnist", marks=pytest.mark.slow),
     ],
