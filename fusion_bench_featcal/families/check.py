@@ -91,6 +91,8 @@ def _difference(family: Family, model: nn.Module, inputs: Any) -> str | None:
 def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tuple[str, Tensor]]:
     """Return the blocks that a pass of the model runs, in order, and their outputs.
 
+    The pass ends where a block runs again, or a matrix behind the last block.
+
     Raises:
         CalibrationError: If the model cannot take the inputs.
     """
@@ -104,7 +106,19 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
 
         return hook
 
+    def stop_behind(_: nn.Module, __: Any) -> None:
+        if len(outputs) >= len(blocks):
+            raise stop_forward()
+
     hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in blocks]
+    inside = tuple(f"{name}." for name in blocks)
+    # A head of language models is by far larger than all that the comparison needs.
+    hooks += [
+        module.register_forward_pre_hook(stop_behind)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside)
+        and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+    ]
     with stoppable(*hooks):
         try:
             call_model(model, inputs)
