@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
 from fusion_bench_featcal.run.problem import BASE, Problem, check_merged, open_problem
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
+from fusion_bench_featcal.run.run_digest import digest_of_run
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.settings.rules import rule_of
@@ -106,7 +108,7 @@ def calibrate(
             base model and there is none.
         TypeError: If `rule` is neither a rule nor settings.
     """
-    given = Options(
+    options = Options(
         samples_per_task=samples_per_task,
         seed=seed,
         augment=augment,
@@ -122,7 +124,7 @@ def calibrate(
         raise TypeError(f"merged must be a torch.nn.Module, not {merged!r:.80}")
     if merged_weights is None:
         refuse_unusable(merged)
-    rule, options = rule_and_options(rule, given)
+    rule, options = rule_and_options(rule, options)
     check_inputs(base, experts, batches, rule)
     if merged_weights is not None and options.checkpoint_dir is None:
         raise ValueError("merged_weights needs checkpoint_dir, where the calibrated model goes")
@@ -174,7 +176,8 @@ def calibrate_inputs(
         with problem.computing():
             if inputs.merged_weights is None:
                 check_merged(problem)
-            problem.output.start(problem, options)
+            digest = partial(digest_of_run, problem, options)
+            problem.output.start(digest, problem.modules, problem.progress)
             if problem.output.is_complete:
                 restore(problem)
             else:

@@ -78,8 +78,7 @@ def groups_of(problem: Problem, block: str) -> list[Group]:
 
     They are equal in all processes, which add up sums over them.
     """
-    sites, estimates = problem.modules[block].sites, problem.rule.estimates_statistics
-    sites = [site for site in sites if estimates or site.kind != "statistics"]
+    sites = problem.modules[block].sites
     if not sites:
         return []
     recorded, rows = problem.streams.record_largest(block, [site.name for site in sites])
@@ -148,9 +147,9 @@ def collect(
     for task, of_task in sums_by_task(problem, block, turn, entering):
         with exact_products():
             for group in of_task:
-                parts = of_task[group].finished()
-                sums[group].add(task, of_task[group].expert, *parts)
-                checks.add(task, group.name, parts, sums[group].tensors())
+                moments = of_task[group].finished()
+                sums[group].add(task, of_task[group].expert, *moments)
+                checks.add(task, group.name, moments, sums[group].tensors())
         # The generator holds this dict, too. Emptied, a task's Gram matrices and the copies of its
         # expert's parameters are freed before those of the next task are made.
         of_task.clear()

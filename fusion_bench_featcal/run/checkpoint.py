@@ -5,37 +5,23 @@ last block the remaining tensors and an index are written. With its config.json 
 the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from fusion_bench_featcal.core.float32_products import products_in_force
 from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
-from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.files.locks import locked_folder
 from fusion_bench_featcal.files.tensors import INDEX, write_index
-from fusion_bench_featcal.run.digests import (
-    InputsDigest,
-    digest_model,
-    digest_tensor,
-    own_code,
-    versions_of_software,
-    without_addresses,
-)
 from fusion_bench_featcal.run.finished import FinishedBlocks, naming_room
 from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.run.processes import Processes
-from fusion_bench_featcal.settings.options import Options
-
-if TYPE_CHECKING:  # a problem stores its blocks in a checkpoint
-    from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.run.progress import Progress
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
 WRITTEN = r"(block|rest)-\d+\.safetensors|.*\.json"
@@ -58,7 +44,7 @@ class Checkpoint:
         """Return the calibrated weights in files, or None if there are no files."""
         return None
 
-    def start(self, problem: "Problem", options: Options) -> None:
+    def start(self, digest: Callable[[], str], blocks: Iterable[str], progress: Progress) -> None:
         """Begin with the first block."""
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
@@ -112,18 +98,19 @@ class CheckpointFolder(Checkpoint):
         """Return the calibrated weights in files."""
         return self._blocks
 
-    def start(self, problem: "Problem", options: Options) -> None:
+    def start(self, digest: Callable[[], str], blocks: Iterable[str], progress: Progress) -> None:
         """Begin with the first block, or continue after the blocks of an earlier run.
 
         Args:
-            problem: The `Problem` before its first solve.
-            options: Its options.
+            digest: Returns the digest of the run, which is costly (`run_digest.py`).
+            blocks: All blocks, in order.
+            progress: Says how many of them are finished.
 
         Raises:
             CalibrationError: If a block belongs to another run, or its file is damaged.
         """
-        self._blocks = FinishedBlocks(self.folder, digest_of_run(problem, options))
-        self._files = {block: BLOCK.format(number) for number, block in enumerate(problem.modules)}
+        self._blocks = FinishedBlocks(self.folder, digest())
+        self._files = {block: BLOCK.format(number) for number, block in enumerate(blocks)}
         is_gap = False
         for block, file in self._files.items():
             if is_present := (self.folder / file).exists():
@@ -138,7 +125,7 @@ class CheckpointFolder(Checkpoint):
             )
         self.is_complete = len(self._finished) == len(self._files)
         if self._finished:
-            problem.progress.resumed(len(self._finished), self.folder)
+            progress.resumed(len(self._finished), self.folder)
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
         """Return the tensors of a block that an earlier run has finished, none for other blocks.
@@ -250,41 +237,3 @@ def open_checkpoint(options: Any, processes: Processes) -> Iterator[Checkpoint]:
         if refusal := processes.gather(refusal)[0]:
             raise CalibrationError(refusal)
         yield CheckpointFolder(folder, resume=options.resume, processes=processes)
-
-
-def digest_of_run(problem: "Problem", options: Options) -> str:
-    """Return a digest of all that a finished block depends on, equal in every process.
-
-    Args:
-        problem: The `Problem` before its first solve.
-        options: Its options.
-    """
-    streams, working, processes = problem.streams, problem.working, problem.processes
-    device = working.device.type
-    samples = {task: InputsDigest() for task in streams.tasks}
-    for task, batches in streams.tasks.items():
-        for batch in batches:
-            samples[task].add(batch.inputs)
-    texts = {task: digest.text() for task, digest in samples.items()}
-    texts |= {f"model {n}": digest_model(model.source) for n, model in problem.models.items()}
-    whole = dict(problem.merged.named_buffers()) | problem.merged.state_dict()
-    with streams.autocast():
-        on = torch.is_autocast_enabled(device)
-        autocast = str(torch.get_autocast_dtype(device)) if on else None
-    facts = [
-        options.of_the_model(),
-        [
-            without_addresses(repr(value))
-            for value in (problem.rule, streams.family, problem.merged)
-        ],
-        [list(stage) for stage in streams.stages],
-        [own_code(type(value)) for value in (problem.rule, streams.family)],
-        {name: digest_tensor(tensor) for name, tensor in whole.items()}
-        if working.is_in_memory
-        else digest_model(working.source),
-        processes.size,
-        [device, autocast, products_in_force(), problem.kernel],
-        versions_of_software(),
-        sorted(item for part in processes.gather(texts) for item in part.items()),
-    ]
-    return digest_json(facts)

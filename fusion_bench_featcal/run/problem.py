@@ -142,7 +142,7 @@ def open_problem(
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
     grant = limit_reads(experts, budget, order, working.merged, tasks, processes.gather)
-    modules = without_shared_statistics(modules, working, experts, processes)
+    modules = with_estimated_statistics(modules, rule, working, experts, processes)
     images = any(gives_images(inputs.merged.get_submodule(block)) for block in modules)
     streams = Streams(
         samples,
@@ -249,12 +249,9 @@ def open_models(
             source = source_of(model)
         except CalibrationError as error:
             raise CalibrationError(f"{label}: {error}") from error
-        lazy = LazyModel(
-            label, source, like, device=working.device, optional=optional, module=shared
-        )
-        check_same_function(label, source.config, config)
         options: Any = {"device": working.device, "optional": optional, "module": shared}
         lazy = LazyModel(label, source, like, **options)
+        check_same_function(label, source.config, config)
         refuse_more_blocks(label, source, lazy.keys, (name for stage in stages for name in stage))
         return lazy
 
@@ -264,15 +261,17 @@ def open_models(
     return working, base, {t: opened(f"experts[{t!r}]", inputs.experts[t]) for t in tasks}
 
 
-def without_shared_statistics(
+def with_estimated_statistics(
     modules: Mapping[str, BlockModules],
+    rule: Rule,
     working: WorkingModel,
     experts: Mapping[str, LazyModel],
     processes: Processes,
 ) -> dict[str, BlockModules]:
-    """Leave out BatchNorms whose running statistics all experts share with the merged model.
+    """Return modules without BatchNorms whose running statistics stay as merged.
 
-    Experts that were tuned with these frozen normalise by them, not by statistics of their data.
+    These are all, if the rule estimates none, and those that all experts share with the merged
+    model: tuned with frozen statistics, experts normalise by them and not by those of their data.
     """
 
     def is_shared(name: str) -> bool:
@@ -283,16 +282,15 @@ def without_shared_statistics(
             for tensor in tensors
         )
 
-    sites = (site for of_block in modules.values() for site in of_block.sites)
-    mine = {site.name for site in sites if site.kind == "statistics" and is_shared(site.name)}
-    shared = set.intersection(*processes.gather(mine))
-    if shared:
-        logger.warning(
-            "the experts share the statistics of %s, which stay as merged",
-            counted(len(shared), "BatchNorm"),
-        )
+    sites = [site for of_block in modules.values() for site in of_block.sites]
+    fixed = {site.name for site in sites if site.kind == "statistics"}
+    if rule.estimates_statistics:
+        fixed = set.intersection(*processes.gather({*filter(is_shared, fixed)}))
+        if fixed:
+            shared = counted(len(fixed), "BatchNorm")
+            logger.warning("the experts share the statistics of %s, which stay as merged", shared)
     return {
-        block: replace(part, sites=tuple(site for site in part.sites if site.name not in shared))
+        block: replace(part, sites=tuple(site for site in part.sites if site.name not in fixed))
         for block, part in modules.items()
     }
 

@@ -14,7 +14,7 @@ from fusion_bench_featcal.settings.fields import (
     setting,
     shared_part,
 )
-from fusion_bench_featcal.settings.options import SETTINGS_OF_THE_RUN, Options
+from fusion_bench_featcal.settings.options import OPTIONS_BY_RULE, SETTINGS_OF_THE_RUN, Options
 
 __all__ = [
     "BY_RULE", "CORRUPTIONS", "OF_RULES", "SETTINGS_OF_THE_RUN", "SEVERITIES", "CalibrationError",
@@ -26,7 +26,7 @@ OF_RULES = (
 )  # fmt: skip
 """Settings that a rule has as fields, or does not have."""
 
-BY_RULE = ("augment", "decoder_rows", "calibrate_norm")
+BY_RULE = (*OPTIONS_BY_RULE, "calibrate_norm")
 """Settings whose null stands for the rule's attribute of the same name."""
 
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")

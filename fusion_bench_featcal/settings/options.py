@@ -11,7 +11,7 @@ from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 SETTINGS_OF_THE_RUN = ("activations", "checkpoint_dir", "resume")
 """Options of storage and reading, which do not change the calibrated model."""
 
-_BY_RULE = ("augment", "decoder_rows")
+OPTIONS_BY_RULE = ("augment", "decoder_rows")
 """Options whose null stands for the rule's attribute of the same name."""
 
 
@@ -86,7 +86,7 @@ class Options(Settings):
 
     def of_rule(self, rule: Any) -> "Options":
         """Return a copy with the rule's values in place of null."""
-        unset = [name for name in _BY_RULE if getattr(self, name) is None]
+        unset = [name for name in OPTIONS_BY_RULE if getattr(self, name) is None]
         return replace(self, **{name: getattr(rule, name) for name in unset})
 
     def of_the_model(self) -> dict[str, Any]:
