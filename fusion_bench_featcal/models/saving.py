@@ -20,7 +20,7 @@ from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files import free_space, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
-from fusion_bench_featcal.files.untrusted import MAX_YAML, parse_yaml, read_bytes
+from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Run, frame_of, versions
 from fusion_bench_featcal.results.joining import join
@@ -37,7 +37,6 @@ TRANSFORMERS = {"library_name": "transformers"}
 SENTENCES = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity"}
 PAPER = "https://arxiv.org/abs/2605.13030"
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_HEAD = re.compile(r"---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 _ABOVE = re.compile(r"(?<![^\s=,(\[{\"'])~?/(?:[^/,=\"'{}\[\]]+/)+(?=[^/\s])")
 """Folders in a full path before its last part, which have names of users and machines."""
 
@@ -184,11 +183,7 @@ def card_text(
 def card_tags(folder: Path) -> list[str]:
     """Return the tags of a merged model's card. A merge by mergekit has mergekit's without one."""
     tags = ["mergekit"] if (folder / "mergekit_config.yml").is_file() else []
-    try:
-        head = _HEAD.match(read_bytes(folder / CARD, MAX_YAML).decode())
-        content = parse_yaml(head[1]) if head else None
-    except (OSError, ValueError):  # nothing but tags depends on it
-        return tags
+    content = read_local(str(folder), CARD)
     named = content.get("tags") if isinstance(content, Mapping) else None
     return [tag for tag in named if isinstance(tag, str)] if isinstance(named, list) else tags
 
