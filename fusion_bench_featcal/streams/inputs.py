@@ -45,8 +45,8 @@ def joined(batches: Sequence[Any], size: int) -> Any:
     return torch.cat(list(batches))
 
 
-def batch_shape(label: str, inputs: Any) -> torch.Size:
-    """Return the shape of a batch's first tensor, which begins with the number of samples.
+def size_and_rank(label: str, inputs: Any) -> tuple[int, int]:
+    """Return the number of samples in a batch, and the most dimensions of its tensors.
 
     Args:
         label: Names the batch in messages.
@@ -61,7 +61,7 @@ def batch_shape(label: str, inputs: Any) -> torch.Size:
             f"{label} must be a tensor, or a mapping or tuple with tensors, batch first, of at "
             f"least one sample; got {_kinds_in(inputs)}"
         )
-    return tensors[0].shape
+    return len(tensors[0]), max(tensor.ndim for tensor in tensors)
 
 
 def largest_tensor(inputs: Any) -> int:
@@ -81,7 +81,8 @@ def check_finite_inputs(inputs: Any, start: int) -> None:
     """
     for name, value in _named_tensors(inputs).items():
         if value.is_floating_point() and not all_finite(value):
-            row = int((~value.isfinite()).flatten(1).any(1).nonzero()[0])
+            wrong = (~value.isfinite()).reshape(len(value) if value.ndim else 1, -1)
+            row = int(wrong.any(1).nonzero()[0])
             raise CalibrationError(
                 f"sample {start + row}, input {name!r}, has NaN or infinite values. Check the data"
             )

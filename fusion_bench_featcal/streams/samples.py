@@ -19,10 +19,10 @@ from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import (
-    batch_shape,
     check_token_ids,
     largest_tensor,
     part_of,
+    size_and_rank,
 )
 
 log = logging.getLogger(__name__)
@@ -133,11 +133,11 @@ def take_samples(
     taken, rank = 0, None
     for number, batch in enumerate(batches):
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
-        size, *rest = batch_shape(label := f"batches[{task!r}][{number}]", inputs)
-        if len(rest) != (rank := len(rest) if rank is None else rank):
+        size, dimensions = size_and_rank(label := f"batches[{task!r}][{number}]", inputs)
+        if dimensions != (rank := dimensions if rank is None else rank):
             raise CalibrationError(
-                f"{label} has {len(rest) + 1} dimensions, and the first batch {rank + 1}: a single "
-                "sample is a batch of one, sample[None]"
+                f"{label} has {dimensions} dimensions, and the first batch {rank}: a single sample "
+                "is a batch of one, sample[None]"
             )
         if limit is not None and size > limit - taken:
             inputs, size = part_of(inputs, size, slice(limit - taken)), limit - taken

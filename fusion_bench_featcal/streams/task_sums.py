@@ -100,11 +100,8 @@ class StatisticsTaskSums(NormTaskSums):
         """Start with no rows."""
         mean = model.get_buffer(f"{group.name}.running_mean")
         like = mean.new_empty(0, dtype=solve_dtype(mean.device))
-        self.expert, self._site, self.parts = (
-            None,
-            group.sites[0],
-            [NormMoments(group.inputs, like)],
-        )
+        self.expert, self._site = None, group.sites[0]
+        self.parts = [NormMoments(group.inputs, like)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch.
