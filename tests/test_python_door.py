@@ -203,7 +203,9 @@ def test_labels_of_another_length_and_models_without_weights_are_named() -> None
 
 def test_encoders_without_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    monkeypatch.delitem(sys.modules, "fusion_bench_featcal.sentence_transformers", raising=False)
+    rooms = ("fusion_bench_featcal.encoders", "fusion_bench_featcal.sentence_transformers")
+    for name in [name for name in sys.modules if name.startswith(rooms)]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match=r"^needs sentence-transformers 6.2 .*\[encoders\]'$"):
         importlib.import_module("fusion_bench_featcal.sentence_transformers")
 

@@ -1,0 +1,104 @@
+"""Rows of texts: the methods of an encoder that read them, and the batches that they become."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.encoders.library import st
+from fusion_bench_featcal.encoders.models import transformer_of
+from fusion_bench_featcal.modules.models import Modes
+
+Row = str | Sequence[str] | Mapping[str, Any]
+
+TARGETS = ("label", "labels", "score", "scores", "dataset_name")
+"""Columns that the library's trainers do not read as inputs."""
+
+
+def read_texts(
+    merged: Any, experts: Mapping[str, Any], texts: Mapping[str, Iterable[Row]]
+) -> dict[str, dict[str, list[Any]]]:
+    """Return task -> name of a method of the merged model -> the inputs that it reads."""
+    if not experts or {*experts} != {*texts}:
+        raise ValueError(
+            f"experts are {list(experts)}, texts {list(texts)}: each expert needs texts"
+        )
+    calls = {task: dict[str, list[Any]]() for task in experts}
+    for task, of_task in calls.items():
+        for number, row in enumerate(rows_of(f"texts[{task!r}]", texts[task])):
+            for method, value in calls_of(merged, f"texts[{task!r}][{number}]", row):
+                of_task.setdefault(method, []).append(value)
+        if not of_task:
+            raise ValueError(f"texts[{task!r}] is empty: each expert needs texts")
+    return calls
+
+
+def rows_of(label: str, rows: Any) -> list[Any]:
+    """Return rows as a list. A DataFrame and a dictionary of columns are divided into rows."""
+    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):
+        rows = rows.to_dict("list")
+    columns = rows.values() if isinstance(rows, Mapping) else ()
+    if isinstance(rows, str) or any(isinstance(column, str) for column in columns):
+        raise TypeError(f"{label} is a single row, but must be a list: [row]")
+    if columns:
+        return [dict(zip(rows, row, strict=True)) for row in zip(*columns, strict=True)]
+    return list(rows)
+
+
+def calls_of(model: Any, label: str, row: Row) -> list[tuple[str, Any]]:
+    """Return the names of the methods that read a row, each with its input."""
+    columns = columns_of(label, row)
+    (name, first), *others = columns.items()
+    if isinstance(model, st.CrossEncoder):
+        if not others:
+            raise TypeError(f"{label} is a single text, but a CrossEncoder reads pairs of texts")
+        return [("predict", (first, text)) for _, text in others]
+    if not others and name in ("query", "document", "passage", "corpus"):  # names of prompts
+        return [("encode_query" if name == "query" else "encode_document", first)]
+    has_roles = isinstance(model, st.MultiVectorEncoder)  # reads either queries or documents
+    if not others and has_roles:
+        return [("encode_query", first), ("encode_document", first)]
+    symmetric = not has_roles and all(str(name).startswith("sentence") for name in columns)
+    if not others or symmetric:
+        return [("encode", text) for text in columns.values()]
+    return [("encode_query", first), *(("encode_document", text) for _, text in others)]
+
+
+def columns_of(label: str, row: Any) -> dict[Any, str]:
+    """Return the texts of a row by name of the column, or by number."""
+    if isinstance(row, Mapping):
+        columns = {name: value for name, value in row.items() if name not in TARGETS}
+    else:
+        row = [row] if isinstance(row, str) or not isinstance(row, Iterable) else [*row]
+        columns = dict(enumerate(row))
+    if not columns:
+        raise TypeError(f"{label} is {row!r}, without a text")
+    for name, value in columns.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{label}[{name!r}] is {value!r}, not a text: leave it out")
+        if str(name) == "id" or str(name).endswith(("_id", "_ids", "_idx")):
+            raise ValueError(f"{label}[{name!r}] is an ID: give its text, or leave the column out")
+    return columns
+
+
+def record_batches(model: Any, calls: Mapping[str, list[Any]]) -> list[dict[str, Tensor]]:
+    """Return the batches that reach a model's transformer when its methods read inputs."""
+    module, modes, batches = transformer_of("merged", model), Modes.of(model), list[Any]()
+    unpadded, accepted = module.unpad_inputs, signature(module.model.forward).parameters
+
+    def record(_: nn.Module, arguments: tuple[dict[str, Any]]) -> None:
+        tensors = {name: value for name, value in arguments[0].items() if name in accepted}
+        batches.append({name: t for name, t in tensors.items() if isinstance(t, Tensor)})
+
+    handle = module.register_forward_pre_hook(record)
+    try:
+        module.unpad_inputs = False  # otherwise a whole batch may be one row
+        for method, inputs in calls.items():
+            getattr(model, method)(inputs, batch_size=16, show_progress_bar=False)
+    finally:
+        handle.remove()
+        module.unpad_inputs = unpadded
+        modes.restore(model)
+    # Copies, because the library makes its batches in inference mode.
+    return [{name: tensor.clone() for name, tensor in batch.items()} for batch in batches]
