@@ -3,6 +3,10 @@
 try:
     import sentence_transformers as st
     from sentence_transformers.base.modules import Router, Transformer
+    from sentence_transformers.cross_encoder import evaluation as of_pairs
+    from sentence_transformers.multi_vector_encoder import evaluation as of_vectors
+    from sentence_transformers.sentence_transformer import evaluation as of_texts
+    from sentence_transformers.sparse_encoder import evaluation as of_terms
 
     KINDS = (st.SentenceTransformer, st.CrossEncoder, st.SparseEncoder, st.MultiVectorEncoder)
 except (ImportError, AttributeError) as error:
@@ -10,4 +14,4 @@ except (ImportError, AttributeError) as error:
         "needs sentence-transformers 6.2 or newer: pip install 'fusion_bench_featcal[encoders]'"
     ) from error
 
-__all__ = ["KINDS", "Router", "Transformer", "st"]
+__all__ = ["KINDS", "Router", "Transformer", "of_pairs", "of_terms", "of_texts", "of_vectors", "st"]
