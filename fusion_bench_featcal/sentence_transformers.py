@@ -16,7 +16,8 @@ from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.encoders.library import KINDS
-from fusion_bench_featcal.encoders.models import differing_behind, open_like, transformer_of
+from fusion_bench_featcal.encoders.models import differing_behind, transformer_of
+from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.texts import Row, read_texts, record_batches
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.rules.plus import Plus
@@ -56,8 +57,9 @@ def repair(
             reads the first text of a row together with each of the others.
         base: The model that the experts were fine-tuned from. None: FeatCal+ uses texts alone.
         rule: How a block is solved, as for `calibrate`.
-        options: Further arguments of `calibrate`, such as `seed` or `progress`. The two texts of a
-            pair are two of its samples.
+        options: `batch_size`, of texts that run together (16), and further arguments of
+            `calibrate`, such as `seed` or `progress`. The two texts of a pair are two of its
+            samples.
 
     Raises:
         TypeError: If a model or a row has the wrong type.
@@ -74,6 +76,8 @@ def calibrate_encoder(
     experts: Mapping[str, Any],
     texts: Mapping[str, Iterable[Row]],
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
+    *,
+    batch_size: int = 16,
     **options: Any,
 ) -> CalibrationResult:
     """Return the repaired model with the calibration's log. Arguments are those of `repair`."""
@@ -84,13 +88,13 @@ def calibrate_encoder(
     tuned = {task: open_like(merged, f"experts[{task!r}]", one) for task, one in experts.items()}
     origin = None if base is None else open_like(merged, "base", base)
     if origin is None:
-        places = [str(expert.transformers_model.name_or_path) for expert in tuned.values()]
+        places = [place_of(expert) for expert in experts.values()]
         logger.warning(without_base(places, "base={!r}"))
     result = calibrate(
         transformer,
         None if origin is None else origin.transformers_model,
         {task: expert.transformers_model for task, expert in tuned.items()},
-        {task: record_batches(merged, calls[task]) for task in tuned},
+        {task: record_batches(merged, calls[task], batch_size) for task in tuned},
         rule,
         **options,
     )
@@ -98,6 +102,11 @@ def calibrate_encoder(
     if names := differing_behind(last_block, merged, [*tuned.values()]):
         logger.warning("experts differ in %s, which stay as merged", ", ".join(names))
     return replace(result, model=copy.deepcopy(merged, {id(transformer): result.model}))
+
+
+def place_of(model: Any) -> str:
+    """Return the folder or hub id that a model comes from."""
+    return str(model if isinstance(model, str | Path) else model.transformers_model.name_or_path)
 
 
 def save(model: Any, folder: str | Path, merged: str | Path) -> None:

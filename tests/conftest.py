@@ -25,7 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave encoders to CI: sentence-transformers alone takes ten seconds to import."""
     is_fast = config.getoption("markexpr") == "not slow"
-    return True if is_fast and collection_path.name == "test_sentence_transformers.py" else None
+    names = ("test_sentence_transformers.py", "test_encoder_scores.py", "test_encoders.py")
+    return True if is_fast and collection_path.name in names else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Encoders in memory: opened like the merged one, and what they have behind the transformer."""
+"""Encoders in memory: their transformer, and what is behind its blocks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_bench_featcal.encoders.library import KINDS, Router, Transformer
-from fusion_bench_featcal.models.bases import read_local
+from fusion_bench_featcal.encoders.library import Router, Transformer
+from fusion_bench_featcal.families import resolve_family, stages_of
 
 
 def transformer_of(label: str, model: Any) -> Transformer:
@@ -21,34 +21,9 @@ def transformer_of(label: str, model: Any) -> Transformer:
     return modules[0]
 
 
-def open_like(merged: Any, label: str, model: Any) -> Any:
-    """Return a model, loaded if it is a folder or hub id, that has the merged model's modules."""
-    kind = next(kind for kind in KINDS if isinstance(merged, kind))
-    name, has_modules = type(model).__name__, True
-    if not isinstance(model, nn.Module):
-        model = kind(str(model), device=str(merged.device))
-        place = getattr(model.transformers_model, "name_or_path", "")
-        # The library converts other classes, with random weights in place of missing ones.
-        name = read_local(place, "config_sentence_transformers.json").get(
-            "model_type", kind.__name__
-        )
-        has_modules = bool(read_local(place, "modules.json"))  # else it is only a transformer
-    if not isinstance(model, kind) or name not in (kind.__name__, type(model).__name__):
-        raise TypeError(f"{label} is a {name}, but merged is a {kind.__name__}")
-    transformer_of(label, model)
-    modules, others = (
-        [f"{type(m).__name__} {getattr(m, 'pooling_mode', '')}".strip() for m in one]
-        for one in (model, merged)
-    )
-    if has_modules and modules != others:
-        raise ValueError(
-            f"{label} has the modules {modules}, but merged has {others}. If merged was a folder "
-            "without modules.json, copy this file and the folders that it names from the expert"
-        )
-    vocabularies = [getattr(one.tokenizer, "get_vocab", dict)() for one in (model, merged)]
-    if vocabularies[0] != vocabularies[1]:
-        raise ValueError(f"{label} has another vocabulary than merged: its tokens are other words")
-    return model
+def last_block_of(transformer: nn.Module, family: Any = "auto") -> str:
+    """Return the name of a transformer's last block."""
+    return stages_of(resolve_family(family, transformer), transformer)[-1][-1]
 
 
 def differing_behind(last_block: str, merged: Any, experts: Sequence[Any]) -> list[str]:

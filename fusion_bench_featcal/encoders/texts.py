@@ -77,12 +77,19 @@ def columns_of(label: str, row: Any) -> dict[Any, str]:
     for name, value in columns.items():
         if not isinstance(value, str):
             raise TypeError(f"{label}[{name!r}] is {value!r}, not a text: leave it out")
-        if str(name) == "id" or str(name).endswith(("_id", "_ids", "_idx")):
+        if is_id(name):
             raise ValueError(f"{label}[{name!r}] is an ID: give its text, or leave the column out")
     return columns
 
 
-def record_batches(model: Any, calls: Mapping[str, list[Any]]) -> list[dict[str, Tensor]]:
+def is_id(column: Any) -> bool:
+    """Return whether a column is named like one of numbers or names of rows."""
+    return str(column) == "id" or str(column).endswith(("_id", "_ids", "_idx"))
+
+
+def record_batches(
+    model: Any, calls: Mapping[str, list[Any]], batch_size: int = 16
+) -> list[dict[str, Tensor]]:
     """Return the batches that reach a model's transformer when its methods read inputs."""
     module, modes, batches = transformer_of("merged", model), Modes.of(model), list[Any]()
     unpadded, accepted = module.unpad_inputs, signature(module.model.forward).parameters
@@ -95,7 +102,7 @@ def record_batches(model: Any, calls: Mapping[str, list[Any]]) -> list[dict[str,
     try:
         module.unpad_inputs = False  # otherwise a whole batch may be one row
         for method, inputs in calls.items():
-            getattr(model, method)(inputs, batch_size=16, show_progress_bar=False)
+            getattr(model, method)(inputs, batch_size=batch_size, show_progress_bar=False)
     finally:
         handle.remove()
         module.unpad_inputs = unpadded

@@ -7,9 +7,8 @@ import torch
 
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.files.json_files import digest_json
-from fusion_bench_featcal.folders.models import Models
+from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 from fusion_bench_featcal.models.hub import commits
@@ -42,14 +41,14 @@ class Evaluation:
 
     def __init__(
         self,
-        models: Models,
+        opened: Opened,
         tasks: Mapping[str, Task],
         notes: Sequence[str],
         digests: Mapping[str, str],
     ) -> None:
         """Create a report with its first notes and no scores."""
         self.digests = digests
-        request = models.request
+        request = opened.request
         self.report = Run(
             suite=request.folder.name,
             merger=request.merger[0] or GIVEN,
@@ -58,21 +57,21 @@ class Evaluation:
         )
         self.report.note(*(Note(NOTE, text) for text in notes))
         self.heads: dict[str, Any] = {}
-        self._models = models
+        self._opened = opened
         self._tests = {name: task.tests for name, task in tasks.items() if task.tests}
         self._scores: dict[str, Mapping[str, Score]] = {}
 
-    def add_references(self, merged: ExpertSource) -> None:
-        """Add each expert on its task, and the merged model, given the weights of its body."""
-        models, scores = self._models, {}
+    def add_references(self, merged: Any) -> None:
+        """Add each expert on its task, and the merged model, given its weights."""
+        opened, scores = self._opened, {}
         if self._tests:
             tasks = counted(len(self._tests), "task")
             print(f"evaluating the experts and the merged model on {tasks}")
-        for task in models.experts if models.has_heads else self._tests:
-            expert = models.load_expert(task)
+        for task in opened.experts if opened.has_heads else self._tests:
+            expert = opened.load_expert(task)
             if task in self._tests:
                 scores[task] = self._tests[task].score(expert)
-            if models.has_heads:
+            if opened.has_heads:
                 self.heads[task] = expert
         if scores:
             self._add_row(EXPERTS, scores, Facts())
@@ -85,18 +84,16 @@ class Evaluation:
     def add(
         self,
         name: str,
-        body: ExpertSource,
+        weights: Any,
         facts: Facts | None = None,
         cost: Mapping[str, float] | None = None,
     ) -> None:
-        """Evaluate the merged model with the given weights of its body, and add its row."""
-        models, scores = self._models, {}
-        if self._tests or models.has_heads:  # heads are stored with their body
-            model = models.load(body)
+        """Evaluate the merged model with the given weights, and add its row."""
+        opened, scores = self._opened, {}
+        if self._tests or opened.has_heads:  # heads are stored with their body
+            model = opened.load(weights)
             for task, tests in self._tests.items():
-                whole = model
-                if models.has_heads:
-                    whole = models.with_body(task, self.heads[task], models.body(model))
+                whole = opened.with_head(task, model, self.heads.get(task))
                 scores[task] = tests.score(whole.eval())
         self._scores[name] = scores
         if scores or facts is not None:
@@ -123,7 +120,7 @@ class Evaluation:
         """Compare the calibrated model with the merged one, and complete the report."""
         report, name = self.report, row_of_rule(settings.rule)
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
-        held_back = self._tests.keys() - self._models.request.eval.keys()
+        held_back = self._tests.keys() - self._opened.request.eval.keys()
         verdict = compare(self._scores[report.merger], self._scores[name], advice, held_back)
         report.note(
             Note(VERDICT, verdict.sentence),

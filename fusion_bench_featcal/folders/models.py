@@ -1,7 +1,6 @@
 """All models of one `featcal calibrate`, compared with each other before they are loaded."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.working_model import offloaded
@@ -18,16 +16,16 @@ from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.folders.memory import free_bytes
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
-    ENCODER,
     ENCODERS,
     LANGUAGE_MODELS,
     TEXT_MODELS,
     ModelFolder,
     body_of,
 )
+from fusion_bench_featcal.folders.opened import require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.configs import compare_configs
-from fusion_bench_featcal.models.hub import MODULES, fetch
+from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.likeness import notes_on_experts
 from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.processors import (
@@ -61,18 +59,14 @@ class Models:
     def of(cls, request: Request) -> "Models":
         """Find all models, and compare configs, shapes and a sample of the weights."""
         merged = base = None
-        needs_base = rule_of(request.settings).needs_base  # raises if the rule cannot be made
+        # raises if the rule cannot be made
+        require_base(request, is_needed=rule_of(request.settings).needs_base)
         if request.merged is not None:
             merged = ModelFolder("merged", request.merged, "the merged model")
         if request.base is not None:
             base = ModelFolder("base", request.base, "--base")
             if base.is_adapter:
                 raise ValueError(f"{base.label} is an adapter: name the model that it changes")
-        elif merged is None or needs_base:
-            instead = "" if merged is None else ", or give --set anchor_rho=1"
-            raise ValueError(
-                f"--base is missing: name the model that the experts were tuned from{instead}"
-            )
         experts = {t: ModelFolder(t, path, "--expert") for t, path in request.expert.items()}
         models = cls(request, base, experts, merged)
         models._check()
@@ -218,43 +212,6 @@ class Models:
             return offloaded(LazyModel("the model", body, self.empty_body, device=device), device)
         return load().to(device)
 
-    @cached_property
-    def sentence_folder(self) -> Path | None:
-        """Folder with an encoder's files of sentence-transformers: MERGED's, else the base's."""
-        if self.like.kind != ENCODER:
-            return None
-        folders = [model.folder for model in (self.like, self.base) if model is not None]
-        return next((folder for folder in folders if (folder / MODULES).is_file()), None)
-
-    @cached_property
-    def pooling(self) -> Pooling:
-        """Pooling of encoders. If they are not scored, their files may lack it.
-
-        Raises:
-            ValueError: If there is none, or experts have another one.
-            CalibrationError: If the files name another way to an embedding.
-        """
-        folder = self.sentence_folder
-        if self.request.no_eval:
-            with suppress(CalibrationError):
-                return (folder and Pooling.of(folder)) or Pooling()
-            return Pooling()
-        if (pooling := folder and Pooling.of(folder)) is None:
-            raise ValueError(
-                f"{self.like.label} and its base have no {MODULES} of sentence-transformers, which "
-                "describes their pooling for scores: copy it with its folders (1_Pooling) into one "
-                "of them, or give --no-eval"
-            )
-        for model in filter(None, [self.base, *self.experts.values()]):
-            other = Pooling.of(model.folder) or pooling
-            if other.mode != pooling.mode:
-                raise ValueError(
-                    f"{model.label} has another pooling ({other.mode}) than {folder} "
-                    f"({pooling.mode}), so their embeddings cannot be compared: correct the "
-                    "config of 1_Pooling, or give --no-eval"
-                )
-        return pooling
-
     @property
     def notes(self) -> list[str]:
         """Sentences on the models, and on experts that may not belong together."""
@@ -266,9 +223,6 @@ class Models:
             for task, expert in self.experts.items()
         ]
         if self.base_source is None:
-            if self.like.kind == ENCODER:
-                embedder = "the merged model embeds the class names"
-                notes.append(f"no --base: {embedder}, and the repair is weaker")
             return notes
         named = {f"expert {task}": expert for task, expert in self._runnable.items()}
         if self.merged is not None:

@@ -9,9 +9,8 @@ import datasets
 
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
-from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.files.budgets import budget_in_bytes
-from fusion_bench_featcal.folders.models import Models
+from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.hub import hub_models
@@ -24,18 +23,17 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 
 def show_start(
-    models: Models, settings: FeatCalSettings, tasks: Mapping[str, Task], notes: Sequence[str]
+    opened: Opened, settings: FeatCalSettings, tasks: Mapping[str, Task], notes: Sequence[str]
 ) -> None:
     """Print the inputs of the run, its reads and its files.
 
     Raises:
         CalibrationError: If the disk is too small.
     """
-    request, like = models.request, models.like
-    print(f"{like.kind}: {like.calibrated_class.__name__}, {counted(len(tasks), 'task')}")
+    request, size, read = opened.request, opened.size, opened.read
+    print(f"{opened.title}, {counted(len(tasks), 'task')}")
     for note in notes:
         print(f"  {masked(note)}")
-    read = sum(total_bytes(models.sources[task]) for task in tasks)
     if settings.expert_read_budget is not None:
         read = min(read, budget_in_bytes(settings.expert_read_budget, read))
     row = row_of_rule(settings.rule)
@@ -43,10 +41,10 @@ def show_start(
     writes = {}
     if request.out is not None:
         writes = {
-            str(request.folder): written_bytes(like.size),
-            str(request.checkpoints): like.size,
+            str(request.folder): written_bytes(size),
+            str(request.checkpoints): size,
         }
-    plan = Plan(read=read, output=like.size, writes=writes, rows=rows, strengths=strengths)
+    plan = Plan(read=read, output=size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:
         show_plan(plan)
         print("nothing was run")
@@ -69,14 +67,17 @@ def show_downloads(request: Request) -> bool:
     return bool(sizes)
 
 
-def show_scores(report: Run, notes: Sequence[Note]) -> None:
-    """Print the verdict, accuracy and loss of every row by task, gains by task, and notes."""
+def show_scores(report: Run, notes: Sequence[Note], title: str) -> None:
+    """Print the verdict, accuracy and loss of every row by task, gains by task, and notes.
+
+    The title names both numbers.
+    """
     for note in notes:
         if note.is_conclusion:
             print(note.sentence)
     names, accuracy = list(report.accuracy), report.accuracy
     loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
-    lines = [["accuracy % (loss)", *names]]
+    lines = [[title, *names]]
     for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]:
         cells = [f"{100 * accuracy[n][task]:.1f} ({loss[n][task]:.3f})" for n in names]
         lines.append([task, *cells])
@@ -97,7 +98,12 @@ def quiet() -> Iterator[None]:
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     printed, package = StreamHandler(sys.stdout), "fusion_bench_featcal."
     # The plan lists every task's samples, and a note the samples that are not trusted.
-    levels = {"run.progress": INFO, "streams.samples": ERROR, "run.trust": ERROR}
+    levels = {
+        "run.progress": INFO,
+        "streams.samples": ERROR,
+        "run.trust": ERROR,
+        "sentence_transformers": ERROR,
+    }
     for name, of_run in levels.items():
         getLogger(package + name).setLevel(of_run)
     getLogger(f"{package}run.progress").addHandler(printed)

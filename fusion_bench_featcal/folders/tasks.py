@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from fusion_bench_featcal.data.draws import sample_order, spread
 from fusion_bench_featcal.data.labels import class_numbers
-from fusion_bench_featcal.data.scoring import Tests
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
 
@@ -37,14 +36,16 @@ class Task:
     Attributes:
         batches: Calibration samples: an iterable of the model's inputs.
         samples: Number of calibration samples.
-        tests: Test samples, or None.
+        tests: Test samples that score a model (`Tests`), or None.
         notes: Sentences on the samples.
+        title: What the scores are, a share in percent and a loss.
     """
 
     batches: Any
     samples: int
-    tests: Tests | None
+    tests: Any
     notes: Sequence[str] = ()
+    title: str = "accuracy % (loss)"
 
 
 def open_parts(
@@ -92,7 +93,7 @@ def sentence(
     calibration: Part,
     tests: Part,
     columns: Iterable[str] = (),
-    measure: str = "right answers",
+    measure: str = "share of right answers",
 ) -> str:
     """Describe a task's samples, the columns to read, and the rows of the evaluation."""
     named = {column: part for part, column in request.columns_of(task).items()}
@@ -105,7 +106,7 @@ def sentence(
         return f"{begin}; too few rows to hold any back, so it is not evaluated (--eval)"
     which = "of --eval" if task in request.eval else "of --data, held back"
     rows = counted(len(tests.indices), "row")
-    return f"{begin}; evaluated on {rows} {which}: share of {measure}"
+    return f"{begin}; evaluated on {rows} {which}: {measure}"
 
 
 def head_numbers(

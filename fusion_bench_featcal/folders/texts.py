@@ -1,4 +1,4 @@
-"""Text tasks: for language models (prompts with targets, chats, texts), classifiers, encoders."""
+"""Text tasks: for language models (prompts with targets, chats, texts) and classifiers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch import nn
 
 from fusion_bench_featcal.data.generation import targets_of
 from fusion_bench_featcal.data.loading import naming_setting
-from fusion_bench_featcal.data.scoring import Tests, class_tests, own_logits
+from fusion_bench_featcal.data.scoring import Tests, class_tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import FORMATS
@@ -18,7 +18,6 @@ from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.folders.encoders import NameHeads
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
     Part,
@@ -97,7 +96,7 @@ def open_language_task(
     tests, measure = None, ""
     if test.indices:
         tests = Tests(test.checked, targets_of, _counts_tokens(test))
-        measure = f"{'tokens' if tests.by_token else 'whole answers'} that are right"
+        measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
     read = calibration.columns("columns")
     notes = [sentence(task, request, *parts, read, measure)]
     notes += _notes_of_rows(task, calibration)
@@ -147,7 +146,7 @@ def open_class_task(
     task: str,
     request: Request,
     encoder: TextEncoder,
-    head: Sequence[str] | NameHeads,
+    classes: Sequence[str],
     *,
     pads: bool,
 ) -> Task:
@@ -157,7 +156,7 @@ def open_class_task(
         task: The task.
         request: The request.
         encoder: Converts texts to token ids.
-        head: Class names of the expert's head, by number, or heads of encoders.
+        classes: Class names of the expert's head, by number.
         pads: Whether the models know their padding token. Others are evaluated text by text.
     """
     names = _OF_CLASSIFIERS
@@ -173,8 +172,8 @@ def open_class_task(
                 f"its rows have no {column} (--columns {task}:label=COLUMN, or labelled rows by "
                 "--eval)"
             )
-        elif not isinstance(head, NameHeads):
-            reason = not_scored(values, head)
+        else:
+            reason = not_scored(values, classes)
     if reason:
         parts = calibration_part, test_part = open_parts(
             task, replace(request, no_eval=True), open_rows
@@ -186,17 +185,12 @@ def open_class_task(
     settings, labels = request.settings, [column]
     calibration, tests = batches(calibration_part, settings), None
     calibration.lengths()  # reads all texts
-    measure, logits = "right answers", own_logits
     if test_part.indices:
         one_by_one = settings if pads else settings.replace(batch_size=1)
-        classes: Any = head
-        if isinstance(head, NameHeads):
-            classes, measure = label_names(parts), "rows nearest to their class name"
-            logits = head.add(task, classes, request.prompt_of(task, "{}"))
         inputs, numbers = batches(test_part, one_by_one), head_labels(test_part, classes)
-        tests = class_tests(inputs.checked, one_by_one.batch_size, numbers, logits)
+        tests = class_tests(inputs.checked, one_by_one.batch_size, numbers)
     read = [*calibration.columns("columns"), *(labels if tests else [])]
-    notes = [sentence(task, request, *parts, read, measure)]
+    notes = [sentence(task, request, *parts, read)]
     notes += _notes_of_rows(task, calibration, labels)
     if reason:
         notes.append(f"{task}: not scored, as {reason}")
@@ -207,26 +201,6 @@ def _labels_of(part: Part) -> list[Any]:
     """Return the label of each row, None where it has none."""
     column = part.rows.columns.get(_LABEL, _LABEL)
     return [part.rows[index].get(column) for index in part.indices]
-
-
-def label_names(parts: Sequence[Part]) -> list[str]:
-    """Return the distinct labels of all rows of some datasets, and the names of their classes."""
-    names: set[Any] = set()
-    for part in parts:
-        column, rows = part.rows.columns.get(_LABEL, _LABEL), part.rows
-        values = rows.classes(_LABEL) or [rows[n].get(column) for n in range(len(rows))]
-        for number, value in enumerate(values):
-            if not isinstance(value, str | int | float | None):
-                raise ValueError(f"{rows.at(number)}: label {value!r:.60} is not one class name")
-        names |= {*values}
-    names -= {None}
-    are_words = all(isinstance(n, str) for n in names) and not all(map(str.isdecimal, names))
-    if names and not (are_words and len(names) > 1):
-        raise ValueError(
-            f"{parts[0].option}: the labels are {', '.join(sorted(map(str, names))):.80}, and "
-            "encoders are scored by class names: give at least two labels in words, or --no-eval"
-        )
-    return sorted(names)
 
 
 def head_labels(part: Part, classes: Sequence[str]) -> list[int]:

@@ -29,8 +29,11 @@ T = TypeVar("T")
 MODULES = "modules.json"
 """File of sentence-transformers that lists an encoder and its modules, with their folders."""
 _CONFIGS = ["*.json", "*.txt", "*.model", "*.jinja", "mergekit_config.yml"]
-# Folders of the modules behind the encoder, such as 1_Pooling.
-_MODULES = ["[1-9]_*/*.json", "[1-9]_*/*.safetensors", "[1-9]_*/*.bin"]
+# Folders of an encoder's modules, such as 1_Pooling.
+_ENDINGS = ("json", "txt", "model", "safetensors", "bin")
+_MODULES = [f"[1-9]_*/*.{ending}" for ending in _ENDINGS]
+_INNER = [f"0_*/*.{ending}" for ending in _ENDINGS]
+"""The transformer of an early encoder, which has none in the folder itself."""
 # Subfolders, files of training, and second copies of the weights.
 _UNUSED = ["*/*", "trainer_state.json", "*_results.json", "params.json", "consolidated*"]
 _WEIGHTS = (
@@ -161,7 +164,8 @@ def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
         return list(filter_repo_objects(used, allow_patterns=patterns))
 
     weight_files = next(filter(None, map(matching, _WEIGHTS)), []) if weights else []
-    modules = list(filter_repo_objects(names, allow_patterns=_MODULES)) if weights else []
+    patterns = _MODULES if weight_files else [*_MODULES, *_INNER]
+    modules = list(filter_repo_objects(names, allow_patterns=patterns)) if weights else []
     return matching(_CONFIGS) + modules + weight_files
 
 

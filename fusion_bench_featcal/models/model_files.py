@@ -215,11 +215,11 @@ class ModelFiles:
         except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
             raise self._error(f"cannot be loaded: {loading_cause(error)}") from error
         model.eval().requires_grad_(False)
-        for name in (missing := sorted(info["missing_keys"])):
-            if spare is None:
+        tensors, missing = model.state_dict(), sorted(info["missing_keys"])
+        for name in missing:
+            if spare is None or name not in spare:
                 raise self._error(f"lacks {counted(len(missing), 'tensor')}, such as {name}")
-            if name in spare:
-                model.state_dict()[name].copy_(spare[name])
+            tensors[name].copy_(spare[name])
         return model
 
     def loaded_with(self, base: "ModelFiles | None") -> nn.Module:

@@ -24,7 +24,6 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "bert": makers.classifier_folders,
     "vit": makers.image_classifier_folders,
     "clip": makers.clip_folders,
-    "encoders": makers.encoder_folders,
 }
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from encoder_pools import encoder, write_sentence_files
 from tiny_images import SHAPES, write_class_folders, write_clip
 from tiny_models import add_up, scatter
 from tiny_texts import TASKS, sentences, word_tokenizer, write_adapter
@@ -27,7 +26,6 @@ ROWS = 30
 HELD_OUT = ROWS // 5
 FEW = ("--set", "samples_per_task=12", "--set", "batch_size=4")
 PAPER = ("--preset", "paper")
-CLASSES = ["a b", "c", "d e f", "g"]
 Models = dict[str, Any]
 
 
@@ -144,26 +142,3 @@ def clip_folders(folder: Path) -> Models:
         experts[task] = expert
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)
     return write_models(folder, base, load_processor(), experts)
-
-
-def requests(task: str) -> list[dict[str, str]]:
-    """Texts of unequal length, some above an encoder's limit, with the names of their classes."""
-    start = TASKS.index(task)
-    return [
-        {
-            "text": " ".join("abcdefg"[(start + n * k) % 7] for k in range(1, 3 + n % 8)),
-            "label": CLASSES[(start + n) % 4],
-        }
-        for n in range(ROWS)
-    ]
-
-
-def encoder_folders(folder: Path) -> Models:
-    """Encoders with files of sentence-transformers, experts also as adapters, labelled texts."""
-    models = write_models(folder, encoder("bert"), word_tokenizer())
-    write_adapters(folder, models["base"])
-    for task in TASKS:
-        write_rows(folder / f"{task}.jsonl", requests(task))
-    for name in models:
-        write_sentence_files(folder / name)
-    return models

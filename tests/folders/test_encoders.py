@@ -1,125 +1,323 @@
-"""`featcal calibrate` on encoders: folders of sentence-transformers go in and come out whole."""
+"""`featcal calibrate` on models of sentence-transformers, which the library opens and saves."""
 
-import contextlib
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from encoder_pools import FILES, embeddings, encoder
-from made_folders import CLASSES, HELD_OUT, ROWS, requests, words, write_models
+from made_folders import change_json, write_rows
 from reports import error_of, featcal
-from safetensors.torch import load_file
-from sample_pools import RESCALE
-from tiny_images import write_class_folders
-from tiny_texts import TASKS, merged_by_hand, word_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny_texts import write_adapter
 from torch.nn import functional as F
-from transformers import BertForMaskedLM, BertModel, Dinov2Model
+from transformers import BertForMaskedLM, BertModel
 
-from fusion_bench_featcal.data import sample_order
-from fusion_bench_featcal.data.embeddings import Pooling
-from fusion_bench_featcal.results import read_run
+st = pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
+pytest.importorskip("mergekit", reason="extra `encoders`")
 
-LORA = ("one-lora", "two-lora")
-ADAPTERS = ("--merge", "task_arithmetic:0.4", "--prompt", "two=h {} i")
+from sentence_models import (  # noqa: E402
+    MAKERS,
+    TASKS,
+    WIDTH,
+    backbone,
+    outputs,
+    rows_of,
+    sentence_model,
+    texts_of,
+    tuned,
+)
+from sentence_transformers.base.modules import Dense, Normalize  # noqa: E402
+
+from fusion_bench_featcal.data import sample_order  # noqa: E402
+from fusion_bench_featcal.folders import calibrate_folder  # noqa: E402
+from fusion_bench_featcal.results import read_run  # noqa: E402
+from fusion_bench_featcal.sentence_transformers import repair  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.ci]  # see conftest.py
+
+ROWS = 48
+LABELS = [f"intent {n % 5}" for n in range(ROWS)]
+MODULES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 
 
-def calibrate(folder: Path, *more: str, **options: Any) -> str:
-    """Run the command and return its screen."""
-    with contextlib.chdir(folder):
-        done = featcal(*words(folder, *more, **options))
+def data_of(model: Any) -> dict[str, list[Any]]:
+    return {task: rows_of(model, seed) for seed, task in enumerate(TASKS)}
+
+
+def write(folder: Path, base: Any, merged: Any = None) -> dict[str, Any]:
+    """Write base, experts, merged model, and texts with labels or pairs."""
+    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
+    merged = merged or type(base).merge([*experts.values()], "linear")
+    models = {"base": base, "merged": merged, **experts}
+    for name, model in models.items():
+        model.save_pretrained(str(folder / name))
+    (folder / "merged" / "LICENSE").write_text("as you like")
+    for task, rows in data_of(base).items():
+        pairs = not isinstance(rows[0], str)
+        table = [
+            {"query": row[0], "document": row[1]} if pairs else {"text": row, "label": label}
+            for row, label in zip(rows, LABELS, strict=True)
+        ]
+        write_rows(folder / f"{task}.jsonl", table)
+    return models
+
+
+def words(folder: Path, *more: str, merged: str | None = "merged", base: bool = True) -> list[str]:
+    arguments = ["calibrate", *([str(folder / merged)] if merged else [])]
+    arguments += ["--base", str(folder / "base")] if base else []
+    for task in TASKS:
+        arguments += ["--expert", f"{task}={folder / task}"]
+        arguments += ["--data", f"{task}={folder / task}.jsonl"]
+    return [*arguments, "--out", str(folder / "out"), *more]
+
+
+def run(folder: Path, *more: str, **options: Any) -> str:
+    done = featcal(*words(folder, *more, **options))
     assert done.code == 0, done.err
     return done.out
 
 
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
-def usual(made: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and screen of a usual run."""
-    folder = shutil.copytree(made("encoders")[0], tmp_path_factory.mktemp("usual") / "run")
-    return folder, calibrate(folder)
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return backbone(tmp_path_factory.mktemp("bert"))
 
 
-def expert(folder: Path, location: str) -> Any:
-    if location not in LORA:
-        return BertModel.from_pretrained(folder / location)
-    return merged_by_hand(BertModel.from_pretrained(folder / "base"), folder / location, scale=0.5)
+@pytest.fixture(scope="module")
+def made(plain: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a sentence model, written once."""
+    folder = tmp_path_factory.mktemp("made")
+    write(folder, sentence_model(plain))
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("prompts", "locations"), [(("{}", "{}"), TASKS), (("{}", "h {} i"), LORA)]
-)
-def test_scores_are_cosines_with_embeddings_of_class_names(usual, copied, prompts, locations):
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "models")
+
+
+@pytest.fixture(scope="module")
+def usual(made: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the screen of a usual run without scores."""
+    folder = shutil.copytree(made, tmp_path_factory.mktemp("usual") / "models")
+    return folder, run(folder, "--no-eval")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_folder_is_the_object(kind: str, plain: str, tmp_path: Path) -> None:
+    make, has_base = MAKERS[kind]
+    torch.manual_seed(1)
+    base = make(plain, backbone(tmp_path / "mlm", BertForMaskedLM)).eval()
+    models = write(tmp_path, base)
+    screen = run(tmp_path, "--no-eval", base=has_base)
+    assert screen.startswith(f"{kind}: Bert") and ("without a base" in screen) != has_base
+    rows = data_of(base)
+    texts = {task: [rows[task][n] for n in sample_order(ROWS, task, 42)] for task in TASKS}
+    experts = {task: models[task] for task in TASKS}
+    origin = base if has_base else None
+    expected = repair(models["merged"], experts=experts, texts=texts, base=origin, progress=False)
+    out = type(base)(str(tmp_path / "out"), device="cpu")
+    state = expected.state_dict()
+    assert_equal({name: tensor for name, tensor in out.state_dict().items()}, state)
+    held = rows_of(base, 20)
+    torch.testing.assert_close(outputs(out, held), outputs(expected, held))
+    folders = [tmp_path / name for name in ("merged", "out")]
+    names = [{p.relative_to(folder) for p in folder.rglob("*")} for folder in folders]
+    assert names[0] <= names[1] and Path("LICENSE") in names[1]
+    for name in ("tokenizer.json", "tokenizer_config.json", *MODULES):
+        before, after = ((folder / name).read_text() for folder in folders)
+        assert before == after, name
+
+
+def test_labels_of_any_kind_are_scored_by_the_nearest_text(copied: Path) -> None:
+    for task in TASKS:
+        rows = read_rows(copied / f"{task}.jsonl")
+        write_rows(copied / f"{task}.jsonl", [{**r, "label": n % 5} for n, r in enumerate(rows)])
+    more = [part for task in TASKS for part in ("--eval", f"{task}={copied / task}.jsonl")]
+    screen = run(copied, *more)
+    assert "accuracy@1 % (1 - MRR@10)" in screen
+    report = read_run(copied / "out" / "featcal")
+    for name, row in (("merged", report.rows[1]), ("out", report.rows[-1])):
+        model = st.SentenceTransformer(str(copied / name), device="cpu")
+        for seed, task in enumerate(TASKS):
+            vectors = model.encode(texts_of(seed), convert_to_tensor=True)
+            vectors = F.normalize(vectors, dim=1)
+            cosines = (vectors @ vectors.T).fill_diagonal_(-1)
+            labels = torch.arange(ROWS) % 5
+            best = cosines.max(dim=1, keepdim=True).values
+            right = (labels == labels[:, None]) & (cosines > best - 1e-6)
+            wrong = (labels != labels[:, None]) & (cosines > best - 1e-6)
+            share = row.scores["accuracy"][task]  # equal texts may be found in any order
+            assert (right.any(1) & ~wrong.any(1)).double().mean() <= share + 1e-9
+            assert share <= right.any(1).double().mean() + 1e-9
+
+
+def test_names_of_labels_are_a_choice(copied: Path) -> None:
+    screen = run(copied, "--prompt", "{}")
+    assert "accuracy % (loss)" in screen and "nearest" in screen
+
+
+def test_the_card_is_the_librarys(usual: tuple[Path, str]) -> None:
     folder, screen = usual
-    if locations == LORA:
-        folder = copied("encoders")
-        screen = calibrate(folder, *ADAPTERS, merged=None, experts=LORA)
-    assert screen.startswith("encoder: BertModel, 2 tasks")
-    assert f"{HELD_OUT} rows of --data, held back: share of rows nearest to their class" in screen
-    report, embedder = read_run(folder / "out" / "featcal"), folder / "base"
-    base, out = (BertModel.from_pretrained(f) for f in (embedder, folder / "out"))
-    for task, prompt, location in zip(TASKS, prompts, locations, strict=True):
-        lines, order = requests(task), sample_order(ROWS, task, 42)
-        lines = [lines[number] for number in order[ROWS - HELD_OUT :]]
-        head = embeddings(base, embedder, [prompt.replace("{}", name) for name in CLASSES])
-        labels = torch.tensor([CLASSES.index(line["label"]) for line in lines])
-        for row, model in ((report.rows[0], expert(folder, location)), (report.rows[-1], out)):
-            texts = embeddings(model, embedder, [line["text"] for line in lines])
-            logits = texts @ head.T / 0.05
-            right = (logits.argmax(dim=1) == labels).double().mean()
-            assert row.scores["accuracy"][task] == pytest.approx(right)
-            loss = F.cross_entropy(logits, labels).item()
-            assert row.scores["loss"][task] == pytest.approx(loss, abs=1e-4)
+    head = (folder / "out" / "README.md").read_text().split("---\n")[1]
+    assert "library_name: sentence-transformers" in head and "- featcal" in head
+    assert "pipeline_tag: sentence-similarity" in head
+    assert "evaluated on" not in screen
 
 
-def test_a_folder_comes_out_whole(usual):
-    folder, _ = usual
-    out, merged = folder / "out", folder / "merged"
-    for name in (*FILES, "config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert (out / name).read_bytes() == (merged / name).read_bytes(), name
-    _, head, _ = (out / "README.md").read_text().split("---\n", 2)
-    assert yaml.safe_load(head) == {
-        "library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity",
-        "tags": ["merge", "featcal"],
-    }  # fmt: skip
-    before, after = (load_file(path / "model.safetensors") for path in (merged, out))
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all(name.startswith("encoder.layer.") for name in changed)
+@pytest.mark.parametrize("where", ["merged", "others"])
+def test_a_merge_of_weights_gets_the_modules_of_the_experts(
+    usual: tuple[Path, str], copied: Path, where: str
+) -> None:
+    """mergekit writes body and config, and names the class of the pretraining."""
+    names = ["merged"] if where == "merged" else ["merged", "base", TASKS[1]]
+    for name in names:
+        for file in MODULES:
+            (copied / name / file).unlink()
+        shutil.rmtree(copied / name / "1_Pooling")
+    merged = copied / "merged"
+    masked = {f"bert.{key}": tensor for key, tensor in weights(merged).items()}
+    save_file(masked, merged / "model.safetensors", {"format": "pt"})
+    change_json(merged / "config.json", {"architectures": ["BertForMaskedLM"]})
+    screen = run(copied, "--no-eval")
+    assert "has no modules.json: modules are those of --expert math=" in screen
+    assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
+    st.SentenceTransformer(str(copied / "out"), device="cpu").encode(["a lamp"])
 
 
-def test_a_base_without_pooler_does_not_take_the_first_experts(copied):
-    """The base is a masked language model, from which experts were trained."""
-    folder = copied("encoders")
-    body = BertModel.from_pretrained(folder / "base")
-    base = BertForMaskedLM(body.config)
-    base.bert.load_state_dict(body.state_dict(), strict=False)
-    write_models(folder / "mlm", base, word_tokenizer(), {})
-    calibrate(folder, "--merge", "task_arithmetic:0.4", merged=None, base="mlm/base")
-    out, *experts = (load_file(folder / n / "model.safetensors") for n in ("out", *TASKS))
-    for name in (name for name in out if name.startswith("pooler")):
-        average = torch.stack([weights[name] for weights in experts]).mean(dim=0)
-        torch.testing.assert_close(out[name], average)
-    assert Pooling.of(folder / "out") == Pooling.of(folder / "one")
+def test_a_transformer_in_a_folder_of_its_own(usual: tuple[Path, str], copied: Path) -> None:
+    for name in ("merged", "base", *TASKS):
+        inner, modules = copied / name / "0_Transformer", copied / name / "modules.json"
+        inner.mkdir()
+        for file in ("config.json", "model.safetensors", *MODULES[2:]):
+            (copied / name / file).rename(inner / file)
+        for file in (copied / name).glob("tokenizer*"):
+            file.rename(inner / file.name)
+        content = json.loads(modules.read_text())
+        content[0]["path"] = "0_Transformer"
+        modules.write_text(json.dumps(content))
+    run(copied, "--no-eval")
+    assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
 
 
-def test_image_encoders_without_scores(tmp_path):
-    models = write_models(tmp_path, encoder("dino"), RESCALE)
+def test_texts_are_lowered_where_the_model_lowers_them(
+    usual: tuple[Path, str], copied: Path
+) -> None:
+    for name in ("merged", "base", *TASKS):
+        change_json(copied / name / "sentence_bert_config.json", {"do_lower_case": True})
+    for task in TASKS:
+        file = copied / f"{task}.jsonl"
+        write_rows(file, [{**row, "text": row["text"].title()} for row in read_rows(file)])
+    run(copied, "--no-eval")
+    assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
+
+
+def test_merging_merges_all_modules(plain: str, tmp_path: Path) -> None:
+    models = write(tmp_path, sentence_model(plain, Dense(WIDTH, 8), Normalize()))
+    for task in TASKS:
+        with torch.no_grad():
+            models[task][2].linear.weight.mul_(1 + TASKS.index(task))
+        models[task].save_pretrained(str(tmp_path / task))
+    run(tmp_path, "--no-eval", "--merge", "simple_average", merged=None)
+    out = st.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    mean = torch.stack([models[task][2].linear.weight for task in TASKS]).mean(dim=0)
+    torch.testing.assert_close(out[2].linear.weight, mean)
+    for file in MODULES:
+        (tmp_path / "merged" / file).unlink()
+    shutil.rmtree(tmp_path / "out")
+    line = error_of(*words(tmp_path, "--no-eval"))
+    assert "merged has no modules.json, and lacks 2.linear.weight of " in line
+    assert "SentenceTransformer.merge" in line
+
+
+def test_adapters_are_experts(copied: Path) -> None:
+    body = BertModel.from_pretrained(copied / "base")
     for number, task in enumerate(TASKS):
-        write_class_folders(tmp_path / f"{task}-images", per_class=6, seed=number)
-    line = error_of(*words(tmp_path, data="{}-images"))
-    assert line.endswith("merged has no head to be scored with: give --no-eval")
-    assert "image encoder: Dinov2Model" in calibrate(tmp_path, "--no-eval", data="{}-images")
-    out: Any = Dinov2Model.from_pretrained(tmp_path / "out")
-    before = models["merged"].state_dict()
-    changed = [name for name, t in out.state_dict().items() if not torch.equal(t, before[name])]
-    assert len(changed) == 2 * 6 * 2  # weights and biases
+        shutil.rmtree(copied / task)
+        write_adapter(copied / task, body, number, lora_alpha=1)
+    screen = run(copied, "--merge", "task_arithmetic:0.5", "--no-eval", merged=None)
+    assert "math (adapter)" in screen
+    shutil.rmtree(copied / "out")
+    line = error_of(*words(copied, "--no-eval", base=False))
+    assert line.endswith("is an adapter: name its base by --base DIR")
 
 
-@pytest.mark.slow
-def test_sentence_transformers_loads_the_folder(usual):
-    sentence_transformers, (folder, _) = pytest.importorskip("sentence_transformers"), usual
-    texts = [row["text"] for row in requests("one")]
-    loaded = sentence_transformers.SentenceTransformer(str(folder / "out"), device="cpu")
-    expected = embeddings(BertModel.from_pretrained(folder / "out"), folder / "out", texts)
-    torch.testing.assert_close(torch.tensor(loaded.encode(texts)), expected)
+def test_a_base_without_pooler_takes_the_experts_average(copied: Path) -> None:
+    """The base is a masked language model, from which experts were trained."""
+    body: Any = BertModel.from_pretrained(copied / "base")
+    masked = BertForMaskedLM(body.config)
+    masked.bert.load_state_dict(body.state_dict(), strict=False)
+    shutil.rmtree(copied / "base")
+    masked.save_pretrained(copied / "base")
+    for number, task in enumerate(TASKS):
+        tensors = weights(copied / task)
+        changed = {n: t + number * n.startswith("pooler") for n, t in tensors.items()}
+        save_file(changed, copied / task / "model.safetensors", {"format": "pt"})
+    run(copied, "--merge", "task_arithmetic:0.4", "--no-eval", merged=None)
+    out, *experts = (weights(copied / name) for name in ("out", *TASKS))
+    for name in (name for name in out if name.startswith("pooler")):
+        average = torch.stack([of_expert[name] for of_expert in experts]).mean(dim=0)
+        torch.testing.assert_close(out[name], average)
+
+
+def test_an_interrupted_run_goes_on(
+    usual: tuple[Path, str], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    options: dict[str, Any] = {
+        "base": copied / "base", "out": copied / "out", "no_eval": True,
+        "expert": {task: copied / task for task in TASKS},
+        "data": {task: copied / f"{task}.jsonl" for task in TASKS},
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr("fusion_bench_featcal.folders.job.save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate_folder(copied / "merged", **options)
+    assert (copied / "out.blocks").is_dir()
+    calibrate_folder(copied / "merged", **options, resume=True)
+    assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
+
+
+CLS = {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True, "pooling_mode": "cls"}
+REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"code/1_Pooling/config.json": CLS}, [],
+     ["--expert code=", "has the modules ['Transformer', 'Pooling cls'", "'Pooling mean'"]),
+    ({"merged/config_sentence_transformers.json": {"model_type": "Guess"}}, [],
+     ["the merged model ", "is a Guess, not one of SentenceTransformer, CrossEncoder"]),
+    ({"merged/modules.json": "[{}]"}, [], ["the merged model ", " cannot be opened: "]),
+    ({"math.jsonl": '{"id": "a"}\n'}, [],
+     ["math.jsonl has the columns id, and none of them has texts: name them by --columns"]),
+    ({"math.jsonl": '{"text": "a"}\n{"text": ""}\n'}, [], ["line 2: text is '', not a text"]),
+    ({}, ["--columns", "query=ask"], ["text, label, so query=ask is wrong: name them by"]),
+    ({}, ["--tokenizer", "base"], ["--tokenizer: models of sentence-transformers have their own"]),
+    ({}, ["--set", "max_length=9"], ["--set max_length: sentence-transformers reads the texts"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "more", "messages"), REFUSED)
+def test_refused(copied: Path, files: dict[str, Any], more: list[str], messages: list[str]) -> None:
+    for name, content in files.items():
+        if isinstance(content, str):
+            (copied / name).write_text(content)
+        else:
+            change_json(copied / name, content)
+    line = error_of(*words(copied, "--no-eval", *more))
+    assert all(message in line for message in messages), line
+    assert not (copied / "out").exists() and not (copied / "out.blocks").exists()

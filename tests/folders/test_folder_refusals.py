@@ -112,11 +112,6 @@ MODELS: list[Case] = [
      ["--expert two=./two (named by ", "--expert NAME=DIR for every expert overrides"]),
     ("llama", merge_config("slerp", "one", "two", base_model="one"),
      NO_MODELS | {"more": "--preset paper"}, ["--base is missing", "--set anchor_rho=1"]),
-    ("encoders", {f"{name}/modules.json": None for name in ("merged", "base")}, {},
-     ["/merged and its base have no modules.json", "or give --no-eval"]),
-    ("encoders", {"two/1_Pooling/config.json":
-                  {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}}, {},
-     ["--expert two=", "another pooling (cls) than", "(mean)", "--no-eval"]),
 ]  # fmt: skip
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -149,12 +144,8 @@ DATA: list[Case] = [
      [*ROW, "label [0, 1] is none of the 2 classes"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": 0.85}]}, {},
      [*ROW, "label 0.85 is none of the 2 classes"]),
-    ("encoders", {"one.jsonl": [{"text": "a", "label": ["a", "b"]}]}, {},
-     [*ROW, "label ['a', 'b'] is not one class name"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": "perhaps"}]}, {},
      ["--data one=", "label 'perhaps' is none of the 2 classes of the expert's head: no, yes"]),
-    ("encoders", {"one.jsonl": [{"text": "a", "label": name} for name in (0, 1)]}, {},
-     ["--data one=", "the labels are 0, 1, and encoders are scored by class names"]),
 ]  # fmt: skip
 
 

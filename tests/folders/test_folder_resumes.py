@@ -136,7 +136,7 @@ def test_a_block_that_is_damaged_before_it_is_saved_is_named(folder: Path, monke
         change(block)
         write(*arguments)
 
-    monkeypatch.setattr("fusion_bench_featcal.folders.saving.write_shards", damaging)
+    monkeypatch.setattr("fusion_bench_featcal.folders.writing.write_shards", damaging)
     message = error_of(*words(folder, *FAST))
     assert f"{block} (--out) cannot be used: its tensor" in message and "--resume" in message
     assert not (folder / "out").exists() and block.exists()

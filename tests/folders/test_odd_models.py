@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from made_folders import change_json, words
+from encoder_pools import encoder
+from made_folders import change_json, words, write_models, write_rows
 from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
+from sample_pools import RESCALE
+from tiny_images import write_class_folders
+from tiny_texts import TASKS, word_tokenizer
+from transformers import Dinov2Model
 
 import fusion_bench_featcal
 
@@ -97,3 +102,30 @@ def test_bin_files_that_hold_code_are_refused(folder):
     message = error_of(*words(folder))
     assert message.startswith("--expert one=")
     assert "cannot be loaded: its .bin file is damaged or has" in message
+
+
+def test_image_encoders_without_scores(tmp_path):
+    models = write_models(tmp_path, encoder("dino"), RESCALE)
+    for number, task in enumerate(TASKS):
+        write_class_folders(tmp_path / f"{task}-images", per_class=6, seed=number)
+    line = error_of(*words(tmp_path, data="{}-images"))
+    assert line.endswith("merged has no head to be scored with: give --no-eval")
+    done = featcal(*words(tmp_path, "--no-eval", data="{}-images"))
+    assert done.code == 0 and "image encoder: Dinov2Model" in done.out, done.err
+    out: Any = Dinov2Model.from_pretrained(tmp_path / "out")
+    before = models["merged"].state_dict()
+    changed = [name for name, t in out.state_dict().items() if not torch.equal(t, before[name])]
+    assert len(changed) == 2 * 6 * 2  # weights and biases
+
+
+def test_models_of_sentence_transformers_need_its_extra(tmp_path, monkeypatch):
+    write_models(tmp_path, encoder("bert"), word_tokenizer())
+    for task in TASKS:
+        write_rows(tmp_path / f"{task}.jsonl", [{"text": "a b"}])
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    rooms = (f"{fusion_bench_featcal.__name__}.{room}" for room in ("encoders.", "sentence_"))
+    for name in [name for name in sys.modules if name.startswith(tuple(rooms))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "fusion_bench_featcal.folders.opened_encoders", raising=False)
+    line = error_of(*words(tmp_path))
+    assert "a SentenceTransformer needs sentence-transformers 6.2 or newer: pip install" in line

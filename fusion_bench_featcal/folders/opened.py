@@ -1,0 +1,105 @@
+"""What `featcal calibrate` needs of models, whichever library opens them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.tasks import Task
+from fusion_bench_featcal.run.result import CalibrationResult
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+class Opened(Protocol):
+    """The models of one request, opened and compared with each other.
+
+    Weights are what the implementation takes for the merged model's calibrated part: a source of
+    tensors, or the model itself.
+
+    Attributes:
+        request: The request.
+    """
+
+    request: Request
+
+    @property
+    def title(self) -> str:
+        """Kind and class of the models."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of the model."""
+        ...
+
+    @property
+    def read(self) -> int:
+        """Bytes of all experts."""
+        ...
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on the models."""
+        ...
+
+    @property
+    def experts(self) -> Collection[str]:
+        """The experts' tasks."""
+        ...
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether every expert has a head of its own."""
+        ...
+
+    @property
+    def own_head(self) -> str:
+        """Whose head the saved model has, if experts have heads."""
+        ...
+
+    @property
+    def settings(self) -> FeatCalSettings:
+        """Settings of the calibration, all of them set."""
+        ...
+
+    @property
+    def merged_weights(self) -> Any:
+        """The merged model's weights."""
+        ...
+
+    def open_tasks(self) -> dict[str, Task]:
+        """Open every task's data."""
+        ...
+
+    def load(self, weights: Any) -> Any:
+        """Return the merged model with other weights, on the device."""
+        ...
+
+    def load_expert(self, task: str) -> Any:
+        """Return an expert on the device."""
+        ...
+
+    def with_head(self, task: str, model: Any, head: Any) -> Any:
+        """Return a model with an expert's head, if experts have heads of their own."""
+        ...
+
+    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any]:
+        """Calibrate the merged model. Returns the result, and the calibrated weights."""
+        ...
+
+    def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
+        """Write a model and all that belongs to it to an empty folder, without a card."""
+        ...
+
+    def card_head(self, folder: Path) -> tuple[Mapping[str, str], Sequence[str]]:
+        """Return keys of a card's head that name the library, and tags, of a written folder."""
+        ...
+
+
+def require_base(request: Request, *, is_needed: bool) -> None:
+    """Refuse a request without a base that its rule or its merger needs."""
+    if request.base is None and (request.merged is None or is_needed):
+        instead = "" if request.merged is None else ", or give --set anchor_rho=1"
+        raise ValueError(
+            f"--base is missing: name the model that the experts were tuned from{instead}"
+        )

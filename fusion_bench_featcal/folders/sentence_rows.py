@@ -1,0 +1,92 @@
+"""Rows of texts for models of sentence-transformers, with the library's own columns."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.encoders.texts import TARGETS, is_id
+from fusion_bench_featcal.folders.request import Request
+
+LABEL = "label"
+
+
+class SentenceRows:
+    """A table, of which a row is the dictionary that the library's trainers would read.
+
+    Attributes:
+        columns: Name of a text -> its column. Names are those of the library, such as `query`.
+        unread: Columns that are not read.
+    """
+
+    def __init__(self, rows: TextRows, available: list[str], columns: Mapping[str, str]) -> None:
+        """Choose columns: those that are named, `text` with `text_pair`, or all with texts.
+
+        Args:
+            rows: The table.
+            available: Its columns.
+            columns: Name -> column, of which `label` is a target.
+        """
+        self._rows = rows
+        first = rows[0]
+        texts = {name: column for name, column in columns.items() if name not in TARGETS}
+        if not texts and "text" in available:
+            texts = {name: name for name in ("text", "text_pair") if name in available}
+        if not texts:
+            usable = [c for c in available if c not in TARGETS and not is_id(c)]
+            texts = {column: column for column in usable if isinstance(first[column], str)}
+        self._targets = {name: name for name in TARGETS if name in available}
+        self._targets |= {name: column for name, column in columns.items() if name in TARGETS}
+        self.columns = texts
+        self.unread = [c for c in available if c not in {**texts, **self._targets}.values()]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Return a row's texts, and its targets as they are."""
+        row = self._rows[number]
+        chosen = {name: row.get(column) for name, column in self.columns.items()}
+        for name, text in chosen.items():
+            if not isinstance(text, str) or not text.strip():
+                column = self.columns[name]
+                raise ValueError(f"{self.at(number)}: {column} is {text!r:.40}, not a text")
+        return chosen | {name: row.get(column) for name, column in self._targets.items()}
+
+    def at(self, number: int) -> str:
+        """Return the name of a row in messages."""
+        return self._rows.at(number)
+
+
+def open_sentences(
+    task: str, request: Request, location: str, split: str, option: str
+) -> SentenceRows:
+    """Open a task's table.
+
+    Raises:
+        ValueError: If it has no rows, or not the columns that are named, or no texts.
+    """
+    columns = request.columns_of(task)
+    with naming_setting(option):
+        table = load_texts(location, split)
+        rows = TextRows(table, option)
+    available = [*table.column_names]
+    if not len(rows):
+        raise ValueError(f"{option} has no rows")
+    absent = [f"{name}={column}" for name, column in columns.items() if column not in available]
+    absent = [pair for pair in absent if not pair.startswith(f"{LABEL}=")]  # only scores need it
+    opened = None if absent else SentenceRows(rows, available, columns)
+    if opened is None or not opened.columns:
+        reason = f", so {', '.join(absent)} is wrong" if absent else ", and none of them has texts"
+        raise ValueError(
+            f"{option} has the columns {', '.join(available)}{reason}: name them by --columns "
+            "[NAME:]text=COLUMN, or query=COLUMN,document=COLUMN"
+        )
+    return opened
+
+
+def opener(task: str, request: Request) -> Any:
+    """Return a function from location, split and option to a task's table."""
+    return partial(open_sentences, task, request)
