@@ -22,11 +22,16 @@ os.environ["HF_HOME"] = CACHE.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+OF_ENCODERS = (
+    "test_encoder_scores.py", "test_encoder_task_pool.py", "test_encoders.py",
+    "test_sentence_transformers.py",
+)  # fmt: skip
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave encoders to CI: sentence-transformers alone takes ten seconds to import."""
     is_fast = config.getoption("markexpr") == "not slow"
-    names = ("test_sentence_transformers.py", "test_encoder_scores.py", "test_encoders.py")
-    return True if is_fast and collection_path.name in names else None
+    return True if is_fast and collection_path.name in OF_ENCODERS else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

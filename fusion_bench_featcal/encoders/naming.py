@@ -1,7 +1,9 @@
 """The class of sentence-transformers that a folder names, read without importing the library."""
 
 from pathlib import Path
+from typing import Any
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import MODULES
 
@@ -26,3 +28,16 @@ def transformer_folder(folder: Path) -> Path:
     modules = read_local(str(folder), MODULES)
     path = next((m["path"] for m in modules if m["type"].endswith("Transformer")), "")
     return folder / path
+
+
+def pooled_encoder(folder: Path, label: str) -> Any:
+    """Return a `PooledEncoder`. Its library is only imported here, as that takes seconds.
+
+    Raises:
+        CalibrationError: If the library is missing, or the folder cannot be opened.
+    """
+    try:
+        from fusion_bench_featcal.encoders.pooling import PooledEncoder
+    except ImportError as error:
+        raise CalibrationError(f"{label} {error}") from error
+    return PooledEncoder(folder, label)

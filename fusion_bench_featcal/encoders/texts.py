@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.encoders.library import st
+from fusion_bench_featcal.encoders.library import Transformer, st
 from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.modules.models import Modes
 
@@ -92,11 +92,10 @@ def record_batches(
 ) -> list[dict[str, Tensor]]:
     """Return the batches that reach a model's transformer when its methods read inputs."""
     module, modes, batches = transformer_of("merged", model), Modes.of(model), list[Any]()
-    unpadded, accepted = module.unpad_inputs, signature(module.model.forward).parameters
+    unpadded = module.unpad_inputs
 
     def record(_: nn.Module, arguments: tuple[dict[str, Any]]) -> None:
-        tensors = {name: value for name, value in arguments[0].items() if name in accepted}
-        batches.append({name: t for name, t in tensors.items() if isinstance(t, Tensor)})
+        batches.append(forward_inputs(module, arguments[0]))
 
     handle = module.register_forward_pre_hook(record)
     try:
@@ -109,3 +108,9 @@ def record_batches(
         modes.restore(model)
     # Copies, because the library makes its batches in inference mode.
     return [{name: tensor.clone() for name, tensor in batch.items()} for batch in batches]
+
+
+def forward_inputs(module: Transformer, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return those of a batch's features that the transformer's forward pass reads."""
+    accepted = signature(module.model.forward).parameters
+    return {n: t for n, t in features.items() if n in accepted and isinstance(t, Tensor)}

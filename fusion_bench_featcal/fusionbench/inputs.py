@@ -7,7 +7,9 @@ from typing import Any
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.data.embeddings import Pooling, encoder_of_texts
+from fusion_bench_featcal.data.embeddings import Pooling
+from fusion_bench_featcal.data.text_samples import NO_LIMIT, tokens_allowed
+from fusion_bench_featcal.encoders.naming import class_of, pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.data import (
@@ -73,7 +75,9 @@ class MethodInputs:
         if base is None or kind not in (None, "classification"):
             return None
         if kind == "classification":
-            return Pooling.of(base.folders[-1].folder) if base.folders else None
+            folder = base.folders[-1].folder if base.folders else None
+            is_named = folder is not None and class_of(folder)
+            return pooled_encoder(folder, f"the base {folder}").pooling if is_named else None
         names = base.files.names() if base.files is not None else ()
         return Pooling("cls") if _CLASS_TOKEN in names else None
 
@@ -97,8 +101,8 @@ class MethodInputs:
         pool = with_own_data(self.modelpool, settings)
         is_text = text_kind(pool) is not None
         if settings.max_length is None and is_text and self.pooling is not None:
-            cut = encoder_of_texts(self.processor, self.pooling).max_length
-            settings = settings.replace(max_length=cut)
+            cut = min(tokens_allowed(self.processor), self.pooling.max_length or NO_LIMIT)
+            settings = settings.replace(max_length=cut if cut < NO_LIMIT else None)
         return calibration_batches(
             pool, pool.model_names, settings, self.processor, device=self.fabric.device
         )

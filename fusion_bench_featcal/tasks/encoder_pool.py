@@ -4,8 +4,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,8 +24,6 @@ from fusion_bench_featcal.data.embeddings import (
     TEMPERATURE,
     Pooling,
     class_logits,
-    embed_texts,
-    encoder_of_texts,
 )
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
@@ -31,16 +31,14 @@ from fusion_bench_featcal.data.labels import encode_labels
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Score, class_tests
 from fusion_bench_featcal.data.tables import load_texts
-from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.encoders.naming import class_of, pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.options import plain
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.models.model_files import ModelFiles
-from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import check_values, is_integer, is_text_list, setting
+from fusion_bench_featcal.streams.inputs import check_token_ids, to_device
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
     build_part,
@@ -148,10 +146,18 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         self._vectors: dict[str, Tensor] = {}
 
     @cached_property
-    def base(self) -> ModelFiles:
-        """Files of the base, which is downloaded."""
-        label = f"taskpool.base_model={self._base_model}"
-        return ModelFiles(fetch(self._base_model, label), label)
+    def folder(self) -> Path:
+        """The base's folder, which is downloaded."""
+        return fetch(self._base_model, self._label)
+
+    @property
+    def _label(self) -> str:
+        return f"taskpool.base_model={self._base_model}"
+
+    @cached_property
+    def reader(self) -> Any:
+        """The base, opened by sentence-transformers, which reads texts as it does."""
+        return pooled_encoder(self.folder, self._label)
 
     @cached_property
     def pooling(self) -> Pooling:
@@ -162,13 +168,12 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         """
         if self._pooling is not None:
             return Pooling(self._pooling)  # type: ignore[arg-type]
-        pooling = Pooling.of(self.base.folder)
-        if pooling is None:
+        if not class_of(self.folder):
             raise CalibrationError(
-                f"{self.base.label} has no files of sentence-transformers (modules.json), which "
+                f"{self._label} has no files of sentence-transformers (modules.json), which "
                 f"say how it pools: set taskpool.pooling to one of {', '.join(MODES)}"
             )
-        return pooling
+        return self.reader.pooling
 
     def setup(self) -> None:
         """Load processor, datasets and heads. The first `evaluate` call does it.
@@ -180,28 +185,29 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         data = self.test_data
         refuse_unknown(self.heads, data, "taskpool.heads.")
         self.heads = {task: self.heads.get(task, Head()) for task in data}
-        folder = self.base.folder
-        is_image = (folder / "preprocessor_config.json").is_file()
+        is_image = (self.folder / "preprocessor_config.json").is_file()
         kind = AutoImageProcessor if is_image else AutoTokenizer
-        source = str(folder) if self._processor is None else self._processor
+        source = str(self.folder) if self._processor is None else self._processor
         processor = load_part("taskpool.processor", source, kind)
-        is_text = hasattr(processor, "model_max_length")
-        reader = encoder_of_texts(processor, self.pooling) if is_text else processor
+        if is_text := hasattr(processor, "model_max_length"):
+            _ = self.pooling  # raises before texts are read
+            if self._processor is not None:
+                self.reader.model[0].processor = processor
         for task, configured in data.items():
-            self.test_dataloaders[task] = self._opened(task, configured, reader)
+            self.test_dataloaders[task] = self._opened(task, configured, processor, is_text)
         if any(head.file is None for head in self.heads.values()):
             if not is_text:
                 raise CalibrationError(
                     "images have no class names to embed: set taskpool.heads.<task>.file"
                 )
-            self._embed_names(reader)
+            self._embed_names()
         self._is_setup = True
 
-    def _opened(self, task: str, configured: Any, reader: Any) -> OpenTask:
+    def _opened(self, task: str, configured: Any, processor: Any, is_text: bool) -> OpenTask:
         """Open a task's items, and read its head if it is a file."""
         setting, head = f"taskpool.test_datasets.{task}", self.heads[task]
         rows = build_part(setting, configured)
-        opened = _open_texts if isinstance(reader, TextEncoder) else _open_images
+        opened, reader = (_open_texts, self.reader) if is_text else (_open_images, processor)
         with naming_setting(setting):
             items = opened(rows, f"task {task!r}", head, reader, self.batch_size)
         if not len(items.labels):
@@ -211,13 +217,16 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
                 self._vectors[task] = F.normalize(load_file(head.file)["head"].float(), dim=-1)
         return items
 
-    def _embed_names(self, encoder: TextEncoder) -> None:
-        base: Any = self.fabric.to_device(self.base.load())
+    @torch.no_grad()
+    def _embed_names(self) -> None:
+        base = self.fabric.to_device(self.reader.model.transformers_model)
         for task, head in self.heads.items():
             if head.file is None:
                 names = self.test_dataloaders[task].classes
                 texts = [head.template.replace("{}", name) for name in names]
-                self._vectors[task] = embed_texts(base, self.pooling, encoder, texts)
+                batches = _text_batches(self.reader, texts, self.batch_size)
+                features = [self.pooling.features(base, to_device(b, base.device)) for b in batches]
+                self._vectors[task] = F.normalize(torch.cat(features), dim=-1)
 
     @contextmanager
     def _prepared(self, model: nn.Module) -> Iterator[Any]:
@@ -253,19 +262,36 @@ def _parsed(heads: Any, tasks: Collection[str]) -> dict[str, Head]:
     return {task: Head(**keys_of.get(task, {})) for task in tasks}
 
 
-def _open_texts(
-    source: Any, name: str, head: Head, encoder: TextEncoder, batch_size: int
-) -> OpenTask:
-    """Read and encode all texts of a task."""
+def _open_texts(source: Any, name: str, head: Head, reader: Any, batch_size: int) -> OpenTask:
+    """Read and tokenize all texts of a task, sorted by their length, which pads batches little."""
     rows = TextRows(load_texts(source, "test") if isinstance(source, str) else source, name)
     values = [rows[number].get(LABEL) for number in range(len(rows))]
     _require_labels(values, name)
     names = head.class_names or rows.classes(LABEL)
     labels, classes = encode_labels(values, None, names, name)
-    settings = FeatCalSettings(batch_size=batch_size)
-    batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)
-    batches, order = batches.by_length()
-    return OpenTask(name, classes or [], labels, batches.checked, order)
+    texts = [_text_of(rows, number) for number in range(len(rows))]
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+    batches = _text_batches(reader, [texts[number] for number in order], batch_size)
+
+    def checked(model: nn.Module) -> list[dict[str, Tensor]]:
+        for number, batch in enumerate(batches):
+            first = number * batch_size
+            check_token_ids(batch, model, lambda row, first=first: rows.at(order[first + row]))
+        return batches
+
+    return OpenTask(name, classes or [], labels, checked, order)
+
+
+def _text_of(rows: TextRows, number: int) -> str:
+    """Return a row's text. Raises a CalibrationError that names the row if it has none."""
+    text = rows.read(number).prompt
+    if not isinstance(text, str) or not text.strip():
+        raise CalibrationError(f"{rows.at(number)}: the text is empty, or no text. Remove the row")
+    return text
+
+
+def _text_batches(reader: Any, texts: Sequence[str], size: int) -> list[dict[str, Tensor]]:
+    return [reader.tokenized(texts[start : start + size]) for start in range(0, len(texts), size)]
 
 
 def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size: int) -> OpenTask:

@@ -50,6 +50,11 @@ FILES: dict[str, Any] = {
 }  # fmt: skip
 
 
+def pooling(mode: str) -> dict[str, Any]:
+    """Config of a pooling as sentence-transformers 6 writes it."""
+    return {"embedding_dimension": 16, "pooling_mode": mode}
+
+
 def write_sentence_files(folder: Path, **changes: Any) -> None:
     """Write the files of sentence-transformers, with other contents for some."""
     for name, content in (FILES | changes).items():
@@ -74,7 +79,7 @@ def encoder_pool(folder: Path) -> Any:
         path = write(encoder("bert", seed), folder / name.strip("_"))
         models[name] = {"_target_": "transformers.AutoModel.from_pretrained", key: path}
     base = folder / "pretrained"
-    write_sentence_files(base, **{"1_Pooling/config.json": {"pooling_mode": "mean"}})
+    write_sentence_files(base, **{"1_Pooling/config.json": pooling("mean")})
     word_tokenizer().save_pretrained(base)
     tokenizer: Any = {"_target_": "transformers.AutoTokenizer.from_pretrained", key: str(base)}
     data: Any = {f"{split}_datasets": {task: {} for task in TASKS} for split in ("train", "test")}

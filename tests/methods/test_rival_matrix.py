@@ -36,7 +36,10 @@ CASES = [
     *((kind, "clip") for kind in RIVALS),
     *((kind, "causal") for kind in ("Distillation", "Surgery")),
     *((kind, "seq2seq") for kind in ("ESM", "ProbSurgery", "RidgeSurgery")),
-    *((kind, "bert") for kind in ("FeatCal", "DCMerge", "Distillation", "SurgeryV2")),
+    *(
+        pytest.param(kind, "bert", marks=[pytest.mark.slow, pytest.mark.ci])  # imports for seconds
+        for kind in ("FeatCal", "DCMerge", "Distillation", "SurgeryV2")
+    ),
 ]
 
 
@@ -48,6 +51,8 @@ def pool_of(models, tmp_path_factory) -> Any:
         if setup == "clip":
             return tiny_pool(models)
         folder = tmp_path_factory.mktemp(setup)
+        if setup == "bert":
+            pytest.importorskip("sentence_transformers", "6.2", reason="extra `encoders`")
         return encoder_pool(folder) if setup == "bert" else text_pool(setup, folder)
 
     return cache(make)

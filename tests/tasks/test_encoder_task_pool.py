@@ -1,12 +1,13 @@
 """The task pool of encoders: poolings, heads of class names and of files, losses, refusals."""
 
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from encoder_pools import MODES, encoder, write_sentence_files
+from encoder_pools import MODES, encoder, pooling, write_sentence_files
 from safetensors.torch import save_file
 from tiny_images import channels_first, picture
 from tiny_texts import word_tokenizer, write
@@ -15,14 +16,24 @@ from torch.nn import functional as F
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.tasks import EncoderTaskPool
 
+pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
+pytestmark = [pytest.mark.slow, pytest.mark.ci]  # see conftest.py
+
 LABELS = ["a b", "c", "d e f"]
+MEAN = pooling("mean")
 ROWS = [{"text": " ".join("ghijklmn"[k : k + 1 + k % 4]), "label": LABELS[k % 3]} for k in range(8)]
 
 
-def sentence_transformer(folder: Path, **pooling: Any) -> str:
+def sentence_transformer(
+    folder: Path, texts: Any = types.MappingProxyType({}), prompts: Any = None, **config: Any
+) -> str:
     """A folder with sentence-transformers' files beside a BERT."""
     write(encoder("bert"), folder, word_tokenizer())
-    changes = {"1_Pooling/config.json": pooling, "sentence_bert_config.json": {}}
+    changes = {
+        "1_Pooling/config.json": {"embedding_dimension": 16, **config},
+        "sentence_bert_config.json": dict(texts),
+    }
+    changes |= {"config_sentence_transformers.json": prompts} if prompts else {}
     write_sentence_files(folder, **changes)
     return str(folder)
 
@@ -52,6 +63,18 @@ def test_scores_are_cosines_with_the_bases_embeddings_of_class_names(tmp_path, m
     assert of_model_pool.evaluate(model)["t"] == report
 
 
+def test_texts_are_read_as_the_library_reads_them(tmp_path):
+    prompts = {"prompts": {"p": "g "}, "default_prompt_name": "p"}
+    base = sentence_transformer(tmp_path, {"do_lower_case": True}, prompts, **MEAN)
+    model = encoder("bert", 1)
+    rows = [{**row, "text": row["text"].upper()} for row in ROWS]
+    loss = EncoderTaskPool({"t": rows}, base_model=base).evaluate(model)["t"]["loss"]
+    head = torch.stack([alone(encoder("bert"), f"g {name}", "mean") for name in sorted(LABELS)])
+    texts = torch.stack([alone(model, f"g {row['text']}", "mean") for row in ROWS])
+    labels = torch.tensor([sorted(LABELS).index(row["label"]) for row in ROWS])
+    assert loss == pytest.approx(F.cross_entropy(texts @ head.T / 0.05, labels).item(), abs=1e-5)
+
+
 def test_images_are_scored_by_a_head_from_a_file(tmp_path):
     model = encoder("dino")
     images = [picture(k) for k in range(6)]
@@ -72,11 +95,8 @@ def test_images_are_scored_by_a_head_from_a_file(tmp_path):
     assert loss == pytest.approx(F.cross_entropy(logits, labels).item(), abs=1e-4)
 
 
-MEAN = {"pooling_mode": "mean"}
-
-
 @pytest.mark.parametrize(
-    ("pooling", "rows", "options", "message"),
+    ("config", "rows", "options", "message"),
     [
         (MEAN, ROWS, {"heads": {"u": {}}}, r"taskpool\.heads\.u"),
         (MEAN, ROWS, {"heads": {"t": {"template": "name"}}}, r"t\.template must be .*\{\}"),
@@ -84,12 +104,12 @@ MEAN = {"pooling_mode": "mean"}
         (MEAN, ROWS, {"base": "x"}, r"taskpool\.base\b"),
         (MEAN, [{"text": "a"}], {}, "task 't': item 0 has no label"),
         (MEAN, [], {}, "task 't' has no test rows"),
-        ({"pooling_mode": "weightedmean"}, ROWS, {}, "has the pooling .'weightedmean'"),
+        (pooling("weightedmean"), ROWS, {}, "has the pooling 'weightedmean'"),
     ],
 )
 def test_tasks_and_bases_that_cannot_be_scored_are_refused(
-    tmp_path, pooling, rows, options, message
+    tmp_path, config, rows, options, message
 ):
-    base = sentence_transformer(tmp_path, **pooling)
+    base = sentence_transformer(tmp_path, **config)
     with pytest.raises((ValueError, CalibrationError), match=message):
         EncoderTaskPool({"t": rows}, base_model=base, **options).evaluate(encoder("bert"))
