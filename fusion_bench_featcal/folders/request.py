@@ -93,7 +93,8 @@ class Request:
         None, "a whole CLIP, for zero-shot heads", metavar="DIR", is_location=True
     )
     prompt: Mapping[str, str] = mapping(
-        f"text of a class name (CLIP: {PROMPT}, encoders: {{}}), NAME= for one task (repeatable)",
+        f"text of a class name (CLIP: {PROMPT}). Encoders are scored by class names only if it is "
+        "set. NAME= for one task (repeatable)",
         "[NAME=]TEXT", options.prompt,
     )  # fmt: skip
     device: str = setting("cpu", "cpu (default) or cuda")
