@@ -16,7 +16,7 @@ from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.folders.memory import free_bytes
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
-    ENCODERS,
+    IMAGE_ENCODER,
     LANGUAGE_MODELS,
     TEXT_MODELS,
     ModelFolder,
@@ -141,7 +141,7 @@ class Models:
         try:
             LazyModel("the base", source, body)
         except CalibrationError:
-            if self.like.kind not in (*CLASSIFIERS, *ENCODERS):
+            if self.like.kind not in (*CLASSIFIERS, IMAGE_ENCODER):
                 raise
             experts = self._runnable.values()
             spare = {

@@ -34,7 +34,6 @@ from fusion_bench_featcal.settings.rules import BY_NAME, completed
 
 CARD = "README.md"
 TRANSFORMERS = {"library_name": "transformers"}
-SENTENCES = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity"}
 PAPER = "https://arxiv.org/abs/2605.13030"
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _ABOVE = re.compile(r"(?<![^\s=,(\[{\"'])~?/(?:[^/,=\"'{}\[\]]+/)+(?=[^/\s])")
