@@ -18,6 +18,7 @@ from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import differing_behind, transformer_of
 from fusion_bench_featcal.encoders.opening import open_like
+from fusion_bench_featcal.encoders.scores import primary_figure
 from fusion_bench_featcal.encoders.texts import Row, read_texts, record_batches
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.rules.plus import Plus
@@ -39,6 +40,7 @@ def repair(
     texts: Mapping[str, Iterable[Row]],
     base: Encoder | str | Path | None = None,
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
+    evaluator: Any = None,
     **options: Any,
 ) -> Encoder:
     """Return a copy of a merged model whose transformer is calibrated towards the experts.
@@ -57,6 +59,9 @@ def repair(
             reads the first text of a row together with each of the others.
         base: The model that the experts were fine-tuned from. None: FeatCal+ uses texts alone.
         rule: How a block is solved, as for `calibrate`.
+        evaluator: An evaluator of the library, or task -> evaluator. Their main metrics of the
+            merged and the repaired model, and of the task's expert, are printed at the end, with a
+            warning if the repaired model is below the merged one.
         options: `batch_size`, of texts that run together (16), and further arguments of
             `calibrate`, such as `seed` or `progress`. The two texts of a pair are two of its
             samples.
@@ -66,7 +71,7 @@ def repair(
         ValueError: If a model cannot be repaired, or experts and texts do not fit each other.
         CalibrationError: If the calibration cannot go on.
     """
-    result = calibrate_encoder(merged, base, experts, texts, rule, **options)
+    result = calibrate_encoder(merged, base, experts, texts, rule, evaluator=evaluator, **options)
     return cast(Encoder, result.model)
 
 
@@ -78,11 +83,15 @@ def calibrate_encoder(
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
     *,
     batch_size: int = 16,
+    evaluator: Any = None,
     **options: Any,
 ) -> CalibrationResult:
     """Return the repaired model with the calibration's log. Arguments are those of `repair`."""
     if not isinstance(merged, KINDS):
         raise TypeError(f"merged is {merged!r}, not a model: {[kind.__name__ for kind in KINDS]}")
+    evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
+    if not {*evaluators} <= {*experts, None}:
+        raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
     transformer = transformer_of("merged", merged).model
     calls = read_texts(merged, experts, texts)
     tuned = {task: open_like(merged, f"experts[{task!r}]", one) for task, one in experts.items()}
@@ -101,7 +110,23 @@ def calibrate_encoder(
     last_block = result.log.of_kind("block")[-1]["block"]
     if names := differing_behind(last_block, merged, [*tuned.values()]):
         logger.warning("experts differ in %s, which stay as merged", ", ".join(names))
-    return replace(result, model=copy.deepcopy(merged, {id(transformer): result.model}))
+    repaired = copy.deepcopy(merged, {id(transformer): result.model})
+    for task, one in evaluators.items() if evaluator else ():
+        expert = {} if task is None else {"expert": tuned[task]}
+        _show_figures(task, one, {**expert, "merged": merged, "repaired": repaired})
+    return replace(result, model=repaired)
+
+
+def _show_figures(task: str | None, evaluator: Any, models: Mapping[str, Any]) -> None:
+    figures = {label: primary_figure(evaluator, model) for label, model in models.items()}
+    (metric, merged), (_, repaired) = figures["merged"], figures["repaired"]
+    more_is_better = getattr(evaluator, "greater_is_better", True)
+    is_below = repaired < merged if more_is_better else repaired > merged
+    texts = ", ".join(f"{label} {100 * value:.1f}" for label, (_, value) in figures.items())
+    name = task or getattr(evaluator, "name", "") or type(evaluator).__name__
+    print(f"{name}: {metric} {texts}")
+    if is_below:
+        logger.warning("%s: the repaired model is below the merged one in %s", name, metric)
 
 
 def place_of(model: Any) -> str:

@@ -22,9 +22,11 @@ from sentence_models import (  # noqa: E402
     MAKERS,
     PROMPTS,
     TASKS,
+    TEXTS,
     WIDTH,
     backbone,
     outputs,
+    repaired_by,
     rows_of,
     sentence_model,
     texts_of,
@@ -176,15 +178,6 @@ def encoders(plain: str) -> tuple[Any, dict[str, Any], Any]:
     base = sentence_model(plain, prompts=PROMPTS)
     experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
     return base, experts, st.SentenceTransformer.merge([*experts.values()], "linear")
-
-
-TEXTS = {task: texts_of(seed, 12) for seed, task in enumerate(TASKS)}
-
-
-def repaired_by(encoders: Any, **changes: Any) -> Any:
-    base, experts, merged = encoders
-    arguments = {"base": base, "experts": experts, "texts": TEXTS, "progress": False} | changes
-    return repair(arguments.pop("merged", merged), **arguments)
 
 
 def equal(one: Any, other: Any) -> bool:

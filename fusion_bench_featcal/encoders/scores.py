@@ -9,7 +9,7 @@ import copy
 import json
 import logging
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from fusion_bench_featcal.encoders.texts import TARGETS, calls_of, columns_of
 from fusion_bench_featcal.modules.models import Modes
 
 Label = Callable[[int], str]
-QUIET = {"write_csv": False, "show_progress_bar": False}
+QUIET: dict[str, Any] = {"write_csv": False, "show_progress_bar": False}
 NEGATIVES = 9
 RANKS = 10
 MRR = "accuracy@1 % (1 - MRR@10)"
@@ -57,7 +57,7 @@ class EncoderTests:
 
     def score(self, model: Any) -> Score:
         """Score a model. Each text is embedded once."""
-        with _unchanged(model) as twin:
+        with _unchanged(model) as twin, _quiet():
             name = "predict" if isinstance(model, st.CrossEncoder) else "encode"
             setattr(twin, name, _Memory(getattr(model, name)))
             if self.method:
@@ -89,9 +89,9 @@ def encoder_tests(
             )
     texts = [[row[name] for name in columns[0]] for row in columns]
     methods = [method for method, _ in calls_of(merged, label(0), rows[0])]
-    targets = Targets.of(rows, label)
+    targets = _Targets.of(rows, label)
     if targets.kind == "lists":
-        return f"its {targets.name} are lists, not one value per row"
+        return f"its column {targets.name} has lists, not one value per row"
     if isinstance(merged, st.CrossEncoder):
         return _reranker_tests(merged, texts, targets, label)
     return _embedder_tests(merged, texts, targets, methods[0] if len({*methods}) == 1 else None)
@@ -110,9 +110,9 @@ def name_tests(
         names_by: The model that embeds the names, once for all models.
         prompt: The text around a name, with `{}` in its place.
     """
-    targets = Targets.of(rows, label)
-    names = sorted({*targets.values}) if targets.kind == "words" else []
-    if len(names) < 2 or all(map(str.isdecimal, names)):
+    targets = _Targets.of(rows, label)
+    names = sorted({*map(str, targets.values)})
+    if targets.kind != "words" or len(names) < 2 or all(map(str.isdecimal, names)):
         return "class names need at least two labels in words"
     if not isinstance(names_by, st.SentenceTransformer | st.SparseEncoder):
         return f"a {type(names_by).__name__} has no embeddings of class names"
@@ -120,7 +120,7 @@ def name_tests(
     if any(len(of_row) > 1 for of_row in calls):
         return "class names are for rows of one text"
     method, texts = calls[0][0][0], [text for ((_, text),) in calls]
-    numbers = torch.tensor([names.index(value) for value in targets.values])
+    numbers = torch.tensor([names.index(str(value)) for value in targets.values])
 
     def embed(model: Any, method: str, texts: Sequence[str]) -> Any:
         embed_all = getattr(model, method)
@@ -143,16 +143,16 @@ def primary_figure(evaluator: Any, model: Any) -> tuple[str, float]:
     """Return the name and value of a library evaluator's main figure, and leave the model as is."""
     with _unchanged(model) as twin:
         figures = evaluator(twin)
-    name = evaluator.primary_metric if isinstance(figures, dict) else ""
-    value = figures[name] if isinstance(figures, dict) else figures
-    own = f"{getattr(evaluator, 'name', '')}_"
-    return (name or "score").removeprefix(own), float(value)
+    if not isinstance(figures, dict):
+        return "score", float(figures)
+    name, own = evaluator.primary_metric, f"{getattr(evaluator, 'name', '')}_"
+    return name.removeprefix(own), float(figures[name])
 
 
 # --- targets ---
 
 
-class Targets(NamedTuple):
+class _Targets(NamedTuple):
     """Labels or scores of rows.
 
     Attributes:
@@ -166,7 +166,7 @@ class Targets(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], label: Label) -> "Targets":
+    def of(cls, rows: Sequence[Mapping[str, Any]], label: Label) -> "_Targets":
         """Return the first column of targets that has values."""
         for name in TARGETS[:-1]:
             values = [_plain(row.get(name)) for row in rows]
@@ -177,8 +177,19 @@ class Targets(NamedTuple):
                     f"{label(values.index(None))} has no {name}, but other rows have one: give it, "
                     "leave the row out, or evaluate nothing (--no-eval)"
                 )
-            return cls(name, values, _kind(name, values))
+            kind = _kind(name, values)
+            return cls(name, [*map(int, values)] if kind == "binary" else values, kind)
         return cls("", [], "none")
+
+    @property
+    def are_classes(self) -> bool:
+        """Whether each value is a word or a whole number, as a float or not."""
+        return all(value == value // 1 for value in self.values if isinstance(value, float))
+
+    @property
+    def all_belong(self) -> bool:
+        """Whether the texts of each row belong together."""
+        return self.kind == "none" or (self.kind == "binary" and all(self.values))
 
 
 def _plain(value: Any) -> Any:
@@ -198,12 +209,12 @@ def _kind(name: str, values: Sequence[Any]) -> str:
     return "scores" if has_floats or name.startswith("score") else "classes"
 
 
-def _too_few(targets: Targets) -> str:
+def _too_few(targets: _Targets) -> str:
     """Return why targets are too alike for a figure without any one row, or an empty text."""
-    counts = sorted((targets.values.count(value) for value in {*targets.values}), reverse=True)
-    if sum(counts[1:]) >= 2 and counts[0] + sum(counts[1:]) >= 4:
+    rows, alike = len(targets.values), max(Counter(targets.values).values())
+    if rows >= 4 and rows - alike >= 2:
         return ""
-    return f"too few of its {len(targets.values)} rows differ in {targets.name} (more by --eval)"
+    return f"too few of its {rows} rows differ in {targets.name} (more by --eval)"
 
 
 # --- embedding models ---
@@ -241,14 +252,14 @@ _OF_KIND = {
 
 
 def _embedder_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: Targets, method: str | None
+    merged: Any, texts: Sequence[Sequence[str]], targets: _Targets, method: str | None
 ) -> EncoderTests | str:
     evaluators = next(of for kind, of in _OF_KIND.items() if isinstance(merged, kind))
     if len(texts[0]) == 1:
         return _label_tests(evaluators, [text for (text,) in texts], targets, method)
     if len(texts[0]) > 2:
         return _triplet_tests(evaluators, texts, method)
-    if targets.kind == "none" or (targets.kind == "binary" and all(targets.values)):
+    if targets.all_belong:
         return _passage_tests(evaluators, texts, method)
     if targets.kind in ("words", "classes"):
         return (
@@ -265,7 +276,7 @@ def _embedder_tests(
     sides = [row[0] for row in texts], [row[1] for row in texts]
 
     def outputs(model: Any) -> Any:
-        first, second = (model.encode(side, show_progress_bar=False) for side in sides)
+        first, second = (of_all().embed_inputs(model, side) for side in sides)
         return model.similarity_pairwise(first, second).float().cpu().numpy()
 
     of_all = partial(evaluator, *sides, targets.values, **QUIET)
@@ -273,7 +284,7 @@ def _embedder_tests(
 
 
 def _label_tests(
-    evaluators: _Evaluators, texts: Sequence[str], targets: Targets, method: str | None
+    evaluators: _Evaluators, texts: Sequence[str], targets: _Targets, method: str | None
 ) -> EncoderTests | str:
     """Return tests in which each text is a query, and all other texts are the corpus."""
     if targets.kind == "none":
@@ -363,42 +374,40 @@ def _triplet_tests(
 
 
 def _reranker_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: Targets, label: Label
+    merged: Any, texts: Sequence[Sequence[str]], targets: _Targets, label: Label
 ) -> EncoderTests | str:
     are_pairs, classes = len(texts[0]) == 2, merged.num_labels
-    belong = targets.kind == "none" or (targets.kind == "binary" and all(targets.values))
     if classes > 1:
-        if not are_pairs or targets.kind in ("none", "scores"):
+        if not are_pairs or targets.kind == "none" or not targets.are_classes:
             return f"the model chooses among {classes} classes, and its rows have none"
         return _pair_class_tests(merged, texts, targets, label)
-    if not are_pairs or belong:
+    if not are_pairs or targets.all_belong:
         return _reranking_tests(texts)
     if targets.kind == "words":
-        return f"its {targets.name} are words, but the model has one output and no classes"
+        return f"its column {targets.name} has words, and the model has one output, not classes"
     evaluator = of_pairs.CrossEncoderCorrelationEvaluator
     if targets.kind == "binary":
         evaluator = of_pairs.CrossEncoderClassificationEvaluator
     of_all = partial(evaluator, texts, targets.values, **QUIET)
 
     def outputs(model: Any) -> Any:
-        return model.predict(texts, show_progress_bar=False)
+        return model.predict(texts, convert_to_numpy=True)
 
     return _jackknifed(of_all, outputs, targets, "pairs by their score")
 
 
 def _pair_class_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: Targets, label: Label
+    merged: Any, texts: Sequence[Sequence[str]], targets: _Targets, label: Label
 ) -> EncoderTests | str:
     """Return tests of a reranker that chooses a class for each pair."""
     classes = [name for _, name in sorted(merged.transformers_model.config.id2label.items())]
     if targets.kind == "words" and all(name.startswith("LABEL_") for name in classes):
-        return f"its {targets.name} are words, and the model's classes have no names"
+        return f"its column {targets.name} has words, and the model's classes have no names"
     numbers = class_numbers(targets.values, classes, label, owner=" of the model", advice="")
-
-    of_all = of_pairs.CrossEncoderClassificationEvaluator(texts, numbers, **QUIET)
+    of_all = of_pairs.CrossEncoderClassificationEvaluator([*map(list, texts)], numbers, **QUIET)
 
     def evaluate(model: Any) -> Score:
-        chosen = model.predict(texts, show_progress_bar=False).argmax(axis=1)
+        chosen = model.predict(texts, convert_to_numpy=True).argmax(axis=1)
         correct = torch.from_numpy(chosen == np.array(numbers))
         return Score(of_all(model)["f1_micro"], 1 - correct.double(), correct)
 
@@ -459,7 +468,7 @@ def _mean(values: Sequence[tuple[float, float]], *, has_flags: bool = True) -> S
 
 
 def _jackknifed(
-    of_all: Callable[[], Any], outputs: Callable[[Any], Any], targets: Targets, measure: str
+    of_all: Callable[[], Any], outputs: Callable[[Any], Any], targets: _Targets, measure: str
 ) -> EncoderTests | str:
     """Return tests by a figure that is no mean over rows.
 
@@ -471,9 +480,9 @@ def _jackknifed(
     """
     if reason := _too_few(targets):
         return reason
-    name, figure = "average precision", average_precision_score
+    name, title, figure = "average precision", "AP", average_precision_score
     if targets.kind != "binary":
-        name, figure = "Spearman's correlation", _correlation
+        name, title, figure = "Spearman's correlation", "Spearman", _correlation
     values = np.array(targets.values)
 
     def evaluate(model: Any) -> Score:
@@ -483,7 +492,7 @@ def _jackknifed(
         shares += whole - shares.mean()  # without the jackknife's correction of the figure
         return Score(max(whole, 0.0), 1 - shares, None)
 
-    return EncoderTests(f"{measure} ({name})", f"{name} % (1 - {name})", evaluate)
+    return EncoderTests(f"{measure} ({name})", f"{title} % (1 - {title})", evaluate)
 
 
 def _correlation(values: Any, found: Any) -> float:
@@ -502,32 +511,47 @@ class _NoCard:
 
 @contextmanager
 def _unchanged(model: Any) -> Iterator[Any]:
-    """Yield a shallow copy of a model, whose evaluation leaves no trace in model and log."""
-    modes, logger = Modes.of(model), logging.getLogger("sentence_transformers")
-    level, twin = logger.level, copy.copy(model)
+    """Yield a shallow copy of a model, whose evaluation leaves no trace in the model."""
+    modes, twin = Modes.of(model), copy.copy(model)
     twin.model_card_data = _NoCard()
-    logger.setLevel(max(logging.WARNING, logger.getEffectiveLevel()))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of figures that are undefined for a single row
-            yield twin
+        yield twin
     finally:
-        logger.setLevel(level)
         modes.restore(model)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the log of evaluators, which would be as long for each row, and their warnings."""
+    logger = logging.getLogger("sentence_transformers")
+    level = logger.level
+    logger.setLevel(max(logging.WARNING, logger.getEffectiveLevel()))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of figures that are undefined for some rows
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 class _Memory:
-    """Results of a method of a model by arguments and input."""
+    """Results of a method of a model, by the arguments that have an effect and by input."""
 
     def __init__(self, read: Callable[..., Any]) -> None:
         self._read = read
         self._results = defaultdict[str, dict[Any, Any]](dict)
 
     def __call__(self, inputs: Sequence[Any], **arguments: Any) -> Any:
-        results = self._results[repr(sorted(arguments.items()))]
+        used = [
+            (name, value)
+            for name, value in sorted(arguments.items())
+            if name != "batch_size" and value is not None and value is not False
+        ]
+        results = self._results[repr(used)]
         keys = [text if isinstance(text, str) else tuple(text) for text in inputs]
         if new := sorted({*keys} - results.keys()):  # in an order that no process changes
-            results.update(zip(new, self._read(new, **arguments), strict=True))
+            values = self._read(new, **{"show_progress_bar": False} | arguments)
+            results.update(zip(new, values, strict=True))
         values = [results[key] for key in keys]
         if values[0].ndim > 1:  # a vector for each token
             return values

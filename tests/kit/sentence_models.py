@@ -12,6 +12,8 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 from transformers import BertConfig, BertModel, BertTokenizer
 
+from fusion_bench_featcal.sentence_transformers import repair
+
 TASKS = ("math", "code")
 NOUNS = ("lamp", "river", "stone", "cloud", "piano", "garden", "window", "rocket", "button")
 WORDS = [*NOUNS, "of", "and", "query", "passage"]
@@ -100,3 +102,12 @@ MAKERS: dict[str, tuple[Callable[[str, str], Any], bool]] = {
         False,
     ),
 }  # fmt: skip
+
+
+TEXTS = {task: texts_of(seed, 12) for seed, task in enumerate(TASKS)}
+
+
+def repaired_by(encoders: Any, **changes: Any) -> Any:
+    base, experts, merged = encoders
+    arguments = {"base": base, "experts": experts, "texts": TEXTS, "progress": False} | changes
+    return repair(arguments.pop("merged", merged), **arguments)
