@@ -1,6 +1,7 @@
 """Scores of encoders: figures of the library's evaluators, and values of rows for intervals."""
 
 import copy
+import logging
 import math
 import random
 from collections.abc import Callable
