@@ -8,12 +8,13 @@ import torch
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.files.json_files import digest_json
+from fusion_bench_featcal.folders.inputs import repeats
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
-from fusion_bench_featcal.results.notes import NOTE, VERDICT, Note
+from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note
 from fusion_bench_featcal.results.run import GIVEN, INPUTS, Facts, row_of_rule
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -60,6 +61,7 @@ class Evaluation:
         self._opened = opened
         self._tests = {name: task.tests for name, task in tasks.items() if task.tests}
         self._scores: dict[str, Mapping[str, Score]] = {}
+        self._doubts = repeats(request)
 
     def add_references(self, merged: Any) -> None:
         """Add each expert on its task, and the merged model, given its weights."""
@@ -77,9 +79,9 @@ class Evaluation:
             self._add_row(EXPERTS, scores, Facts())
         self.add(self.report.merger, merged)
         if weak := weak_experts(scores, self._scores[self.report.merger]):
-            self.report.note(Note(NOTE, _NOT_EXPERTS.format(", ".join(weak))))
+            self._doubts.append(_NOT_EXPERTS.format(", ".join(weak)))
         if failing := [task for task, score in scores.items() if score.accuracy < _FEW]:
-            self.report.note(Note(NOTE, _HARDLY.format(", ".join(failing))))
+            self._doubts.append(_HARDLY.format(", ".join(failing)))
 
     def add(
         self,
@@ -120,8 +122,15 @@ class Evaluation:
         """Compare the calibrated model with the merged one, and complete the report."""
         report, name = self.report, row_of_rule(settings.rule)
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
-        held_back = self._tests.keys() - self._opened.request.eval.keys()
-        verdict = compare(self._scores[report.merger], self._scores[name], advice, held_back)
+        warnings = [n.text for n in report.notes if n.kind == WARNING and n.row == name]
+        verdict = compare(
+            self._scores[report.merger],
+            self._scores[name],
+            advice,
+            held_back=self._tests.keys() - self._opened.request.eval.keys(),
+            unscored=[task for task in self._opened.experts if task not in self._tests],
+            doubts=[*self._doubts, *warnings],
+        )
         report.note(
             Note(VERDICT, verdict.sentence),
             *(Note(VERDICT, text, task=task) for task, text in verdict.gains.items()),

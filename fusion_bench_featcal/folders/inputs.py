@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert, safetensors_files
 from fusion_bench_featcal.files import write_atomic
@@ -15,7 +16,8 @@ from fusion_bench_featcal.run.digests import WHOLE, digest_model
 from fusion_bench_featcal.settings.fields import settings_of
 
 _VOCABULARIES = ("vocab.txt", "merges.txt")
-_MODELS = ("merged", "base", "expert", "text_tower", "tokenizer")
+_COMPARED, _OF_TASKS = ("merged", "base", "expert"), ("data", "eval")
+_MODELS = (*_COMPARED, "text_tower", "tokenizer")
 
 
 def digests_of(request: Request) -> dict[str, str]:
@@ -50,6 +52,30 @@ def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
     """
     former = read_json(folder / INPUTS) if (folder / INPUTS).exists() else digests
     return [option for option in digests if former.get(option) != digests[option]]
+
+
+def repeats(request: Request) -> list[str]:
+    """Describe models, and data, of which one file or folder has several names."""
+    names = dict[tuple[bool, Any], list[str]]()
+    for field, option, location in _locations(request):
+        if field in (*_COMPARED, *_OF_TASKS):
+            shown = "the merged model" if field == "merged" else option
+            names.setdefault((field in _OF_TASKS, _identity(location)), []).append(shown)
+    return [
+        f"{' and '.join(options)} {'are the same data' if is_data else 'are the same model'}"
+        for (is_data, _), options in names.items()
+        if len(options) > 1
+    ]
+
+
+def _identity(location: str) -> Any:
+    """Return a key that is equal for paths of one file or folder, and one split of it."""
+    path, split = _local_path(location), location.rpartition(":")[2]
+    if path is None:
+        return location
+    status = path.stat()
+    is_whole = split == path.name or path == Path(location).expanduser()
+    return status.st_dev, status.st_ino, "" if is_whole else split
 
 
 def _locations(request: Request) -> Iterator[tuple[str, str, str]]:

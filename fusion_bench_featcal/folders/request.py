@@ -75,7 +75,7 @@ class Request:
     )
     no_eval: bool = setting(False, "calibrate and save only")
     out: str | None = setting(None, "a new folder for the model", metavar="DIR", is_recorded=False)
-    strict: bool = setting(False, "save nothing, and exit with 1, if a task is not better")
+    strict: bool = setting(False, "save nothing, and exit with 1, if a task is worse")
     preset: str = setting(
         "plus", "settings: FeatCal+ (default) or the paper's", choices=("plus", "paper")
     )

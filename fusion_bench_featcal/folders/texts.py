@@ -175,9 +175,8 @@ def open_class_task(
         else:
             reason = not_scored(values, classes)
     if reason:
-        parts = calibration_part, test_part = open_parts(
-            task, replace(request, no_eval=True), open_rows
-        )
+        request = replace(request, no_eval=True)
+        parts = calibration_part, test_part = open_parts(task, request, open_rows)
 
     def batches(part: Part, settings: Any) -> TextBatches:
         return TextBatches(part.rows, part.indices, settings, encoder, load_expert=nn.Identity)

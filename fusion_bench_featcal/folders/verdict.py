@@ -1,6 +1,7 @@
 """The verdict after `featcal calibrate`, and experts that are worse than the merged model."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ _WORSE = 0.1
 
 
 class Mean(NamedTuple):
-    """Mean of one value for each row, and half of its 95 % interval, infinite for a single row."""
+    """Mean of one value for each row, and half of Student's 95 % interval, infinite for one row."""
 
     value: float
     half: float
@@ -32,10 +33,53 @@ class Mean(NamedTuple):
         """True if the interval is above 0, or the mean is NaN."""
         return not self.value <= self.half
 
+    @property
+    def is_below(self) -> bool:
+        """True if the interval is below 0."""
+        return self.value < -self.half
+
     def text(self, form: str) -> str:
         """Return mean and interval as text."""
         interval = f" ± {self.half:{form}}" if math.isfinite(self.half) else ""
         return f"{self.value:+z{form}}{interval}"
+
+
+class Change(NamedTuple):
+    """Change of a task's scores from the merged to the calibrated model.
+
+    Attributes:
+        rows: Number of rows.
+        loss: Rise of the loss.
+        accuracy: Rise of the accuracy, in points. None if it counts tokens, not rows.
+    """
+
+    rows: int
+    loss: Mean
+    accuracy: Mean | None
+
+    @classmethod
+    def of(cls, before: Score, after: Score) -> "Change":
+        """Compare the scores of two models on the same rows."""
+        accuracy = None
+        if before.correct is not None and after.correct is not None:
+            accuracy = Mean.of(100 * (after.correct.double() - before.correct.double()))
+        return cls(len(after.losses), Mean.of(after.losses - before.losses), accuracy)
+
+    @property
+    def kind(self) -> str:
+        """`few`, `worse`, `better` or `unclear`."""
+        accuracy = self.accuracy or Mean(0.0, 0.0)
+        if self.rows < FEW_ROWS:
+            return "few"
+        if self.loss.is_above or accuracy.is_below:
+            return "worse"
+        return "better" if self.loss.is_below or accuracy.is_above else "unclear"
+
+    @property
+    def text(self) -> str:
+        """Both changes with their intervals."""
+        accuracy = "" if self.accuracy is None else f"accuracy {self.accuracy.text('.1f')} points, "
+        return f"{accuracy}loss {self.loss.text('.3f')}"
 
 
 class Verdict(NamedTuple):
@@ -44,7 +88,7 @@ class Verdict(NamedTuple):
     Attributes:
         gains: Task -> a sentence, with 95 % intervals over its rows.
         sentence: The conclusion.
-        is_good: Whether no task is behind.
+        is_good: Whether no task is worse.
     """
 
     gains: dict[str, str]
@@ -57,49 +101,45 @@ def compare(
     calibrated: Mapping[str, Score],
     advice: str,
     held_back: Collection[str] = (),
+    unscored: Collection[str] = (),
+    doubts: Sequence[str] = (),
 ) -> Verdict:
     """Compare two models.
 
-    A task is behind if its mean loss does not fall, or its accuracy falls beyond the 95 % interval.
-    Any other task is better if its loss falls or its accuracy rises beyond it. Tasks with few rows
-    are neither.
+    Both directions need the same evidence. A task is worse if its mean loss rises or its accuracy
+    falls beyond Student's 95 % interval of its rows' differences. Any other task is better if its
+    loss falls or its accuracy rises beyond it. Tasks with few rows are neither.
 
     Args:
         merged: Task -> the merged model's score.
         calibrated: Task -> the calibrated model's score, on the same rows.
-        advice: Sentence on what to try if a task is behind.
+        advice: Sentence on what to try if a task is worse.
         held_back: Tasks whose rows are of the same source as their samples. These rows cannot show
             that the samples are unlike the data in use.
+        unscored: Tasks without scores.
+        doubts: Reasons why models or data may be other ones than meant.
     """
-    gains, better, unclear, behind, few = dict[str, str](), 0, list[str](), list[str](), list[str]()
-    for task, before in merged.items():
-        after, texts = calibrated[task], []
-        fall = Mean.of(before.losses - after.losses)
-        accuracy = Mean(0.0, 0.0)
-        if before.correct is not None and after.correct is not None:
-            accuracy = Mean.of(100 * (after.correct.double() - before.correct.double()))
-            texts.append(f"accuracy {accuracy.text('.1f')} points")
-        texts.append(f"loss {Mean(-fall.value, fall.half).text('.3f')}")
-        rows, figures = counted(len(after.losses), "row"), ", ".join(texts)
-        gains[task] = f"gain of {task} on {rows}: {figures}"
-        if len(after.losses) < FEW_ROWS:
-            few.append(f"{task} ({rows})")
-        elif not fall.value > 0 or accuracy.value < -accuracy.half:
-            behind.append(f"{task} ({figures})")
-        elif fall.is_above or accuracy.is_above:
-            better += 1
-        else:
-            unclear.append(task)
-    if not merged:
-        return Verdict(gains, "verdict: none, as nothing was scored", True)
-    sentences = [
-        f"better than the merged model on {better} of {counted(len(merged), 'task')}"
-        + _source([task for task in merged if task in held_back], len(merged))
-    ]
-    sentences += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
-    sentences += [f"too few rows to compare (below {FEW_ROWS}): {', '.join(few)}"] if few else []
-    sentences += [f"not better: {', '.join(behind)}. {advice}".rstrip()] if behind else []
-    return Verdict(gains, f"verdict: {'; '.join(sentences)}", not behind)
+    changes = {task: Change.of(before, calibrated[task]) for task, before in merged.items()}
+    by_kind = defaultdict[str, dict[str, Change]](dict)
+    for task, change in changes.items():
+        by_kind[change.kind][task] = change
+    unclear, few, worse = by_kind["unclear"], by_kind["few"], by_kind["worse"]
+    rows = {task: counted(change.rows, "row") for task, change in changes.items()}
+    parts = ["none, as nothing was scored"]
+    if merged:
+        count = f"{len(by_kind['better'])} of {counted(len(merged), 'task')}"
+        source = _source([task for task in merged if task in held_back], len(merged))
+        parts = [f"better than the merged model on {count} by Student's 95 % interval{source}"]
+        parts += [f"not scored: {', '.join(unscored)}"] if unscored else []
+    parts += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
+    counts = ", ".join(f"{task} ({rows[task]})" for task in few)
+    parts += [f"too few rows to compare (below {FEW_ROWS}): {counts}"] if few else []
+    figures = ", ".join(f"{task} ({change.text})" for task, change in worse.items())
+    parts += [f"worse: {figures}. {advice}".rstrip()] if worse else []
+    conclusion = f"verdict: {'; '.join(parts)}"
+    conclusion += f". In doubt: {'; '.join(doubts)}" if doubts else ""
+    gains = {t: f"gain of {t} on {rows[t]}: {change.text}" for t, change in changes.items()}
+    return Verdict(gains, conclusion, not worse)
 
 
 def _source(held_back: Sequence[str], tasks: int) -> str:

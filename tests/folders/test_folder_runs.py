@@ -12,7 +12,8 @@ import yaml
 from made_folders import CHAT, HELD_OUT, PAPER, ROWS, words, write_rows
 from reports import featcal
 from safetensors.torch import load_file, save_file
-from tiny_texts import TASKS, sentences, word_tokenizer
+from tiny_models import scatter
+from tiny_texts import TASKS, llama_model, sentences, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -228,18 +229,34 @@ def test_the_next_command_reports_the_result(more, folder, monkeypatch):
 # --- verdict ---
 
 
-def test_strict_saves_only_where_all_tasks_are_closer(folder, capsys):
+def test_strict_saves_only_where_no_task_is_worse(folder, capsys):
     ridge = ("--set", "ridge_lambda=1e12")
     assert main(words(folder, *PAPER, *ridge, "--strict", "--out", str(folder / "better"))) == 0
     screen, report = capsys.readouterr().out, read_run(folder / "better" / "featcal")
     verdict = next(note.text for note in report.notes if note.kind == "verdict")
     assert verdict.startswith("verdict: better than the merged model on ") and verdict in screen
     assert all(screen.count(f"gain of {task} on ") == 1 for task in TASKS)
-    texts = [{"text": f"{row['prompt']} {row['target']}"} for row in sentences("one", ROWS)]
-    write_rows(folder / "one.jsonl", texts)
-    assert main(words(folder, *PAPER, "--strict")) == 1
+    write_rows(folder / "one.jsonl", sentences("one", ROWS)[:1] * ROWS)  # an interval of 0
+    scatter(llama_model(), 5, 2.0).save_pretrained(folder / "one")  # an expert of nothing
+    far = ("--set", "anchor_rho=300", "--strict")  # the result is the anchor
+    assert main(words(folder, *PAPER, *ridge, *far)) == 1
     screen = capsys.readouterr()
     (line,) = (line for line in screen.out.splitlines() if line.startswith("verdict: "))
-    assert "; not better: " in line and "Try more samples (samples_per_task), --preset plus" in line
+    assert "; worse: " in line and "Try more samples (samples_per_task), --preset plus" in line
+    assert ". In doubt: experts no better than the merged model on their own rows: one (" in line
     assert "--strict: nothing was saved" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
+
+
+def test_what_casts_doubt_stands_in_the_verdict(copied):
+    """Task two has task one's rows under another name, and both have rows without labels."""
+    folder = copied("encoders")
+    rows = [{"text": row["prompt"]} for row in sentences("one", 200)]
+    write_rows(folder / "one.jsonl", rows)
+    (folder / "link.jsonl").symlink_to("one.jsonl")
+    done = featcal(*words(folder, *PAPER, data=("one.jsonl", "link.jsonl")))
+    assert done.code == 0, done.err
+    doubt = "In doubt: --data one and --data two are the same data"
+    assert f"verdict: none, as nothing was scored. {doubt}\n" in done.out
+    assert "two: not scored, as its rows have no label" in done.out
+    assert "too few rows" not in done.out and "evaluated on" not in done.out

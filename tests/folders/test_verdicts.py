@@ -1,4 +1,4 @@
-"""Experts that cannot do their task, and tasks that end no closer to their experts."""
+"""Experts that cannot do their task, and tasks that end worse than in the merged model."""
 
 import math
 from typing import Any
@@ -48,10 +48,11 @@ MORE_RIGHT = f"accuracy +20.0 ± {HALF:.1f} points, loss -0.250 ± 0.000"
     ("merged", "calibrated", "is_good", "sentence", "gain"),
     [
         (MERGED, noisy(0.75, 14), True, "better than the merged model on 1 of 1 task", MORE_RIGHT),
-        (MERGED, MERGED, False, "; not better: a (accuracy +0.0 ± 0.0 points, loss +0.000 ± 0.000"
-         "). Try", "loss +0.000"),
-        (MERGED, noisy(math.nan), False, "on 0 of 1 task; not better: a (loss +nan). Try", "+nan"),
-        (noisy(1.0, 15), noisy(0.9, 5), False, "; not better: a (accuracy -50.0 ± 24.0", "-50.0"),
+        (MERGED, MERGED, True, "; within the 95 % interval: a", "loss +0.000 ± 0.000"),
+        (MERGED, noisy(math.nan), False, "on 0 of 1 task by Student's 95 % interval; worse: a "
+         "(loss +nan). Try", "+nan"),
+        (noisy(1.0, 15), noisy(0.9, 5), False, "; worse: a (accuracy -50.0 ± 24.0", "-50.0"),
+        (noisy(1.0), noisy(1.1), False, "; worse: a (loss +0.100 ± 0.000). Try this.", "+0.100"),
         (noisy(1.0), UNCLEAR, True, "within the 95 % interval: a", "loss -0.005 ± 0.010"),
         (score([1.0], 0), score([0.5], 0), True, "too few rows to compare (below 5): a (1 row)",
          "loss -0.500"),
@@ -65,6 +66,29 @@ def test_a_verdict_counts_tasks_beyond_their_intervals(merged, calibrated, is_go
     assert line.startswith("gain of a on ") and gain in line
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("shift", [-0.4, -0.1, 0.0, 0.1, 0.4])
+def test_worse_needs_the_evidence_of_better(seed, shift):
+    """Exchanged models exchange better and worse, and a task between stays there."""
+    losses = torch.randn(2, 20, generator=torch.Generator().manual_seed(seed)).double()
+    models = [{"a": score(losses[0] / 4 + 1, 0)}, {"a": score(losses[1] / 4 + 1 + shift, 0)}]
+    there, back = compare(*models, ""), compare(*reversed(models), "")
+    is_better = "on 1 of 1 task" in there.sentence
+    assert is_better == (not back.is_good)
+    assert ("within the 95 %" in there.sentence) == ("within the 95 %" in back.sentence)
+    assert there.is_good or "on 1 of 1 task" in back.sentence
+
+
+def test_doubts_and_tasks_without_scores_stand_in_the_verdict():
+    merged, calibrated = {"a": noisy(1.0)}, {"a": noisy(0.75)}
+    doubts = ["--data a and --data b are the same data", "b: exchanged?"]
+    verdict = compare(merged, calibrated, "", unscored=["b"], doubts=doubts)
+    assert verdict.sentence.endswith(f"; not scored: b. In doubt: {'; '.join(doubts)}")
+    assert verdict.is_good
+    nothing = compare({}, {}, "", unscored=["b"], doubts=doubts[:1])
+    assert nothing.sentence == f"verdict: none, as nothing was scored. In doubt: {doubts[0]}"
+
+
 @pytest.mark.parametrize(
     ("held_back", "source"),
     [
@@ -75,5 +99,6 @@ def test_a_verdict_counts_tasks_beyond_their_intervals(merged, calibrated, is_go
 )
 def test_a_verdict_says_which_rows_cannot_show_a_shift(held_back, source):
     merged, calibrated = (dict.fromkeys("ab", noisy(loss)) for loss in (1.0, 0.75))
-    sentence = f"verdict: better than the merged model on 2 of 2 tasks{source}"
+    interval = "by Student's 95 % interval"
+    sentence = f"verdict: better than the merged model on 2 of 2 tasks {interval}{source}"
     assert compare(merged, calibrated, "", held_back).sentence == sentence
