@@ -4,6 +4,7 @@ import json
 import math
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ def parse_yaml(text: str) -> Any:
     """Parse plain YAML: values, lists and mappings. Aliases may repeat a few thousand values.
 
     Raises:
-        ValueError: If it is not YAML, or its aliases repeat too many values.
+        ValueError: If it is not YAML, a mapping has a key twice, of which PyYAML drops the first,
+            or aliases repeat too many values.
     """
     try:
         loader = _Loader(text)
@@ -126,9 +128,20 @@ def _values(node: yaml.Node, counts: dict[int, float]) -> float:
     if id(node) not in counts:
         counts[id(node)] = math.inf  # a node that contains itself has no end
         children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            _refuse_repeats(key for key, _ in children)
         nodes = (n for child in children for n in (child if isinstance(child, tuple) else (child,)))
         counts[id(node)] = 1 + sum(_values(child, counts) for child in nodes)
     return counts[id(node)]
+
+
+def _refuse_repeats(keys: Iterable[yaml.Node]) -> None:
+    names = set[str]()
+    for key in keys:
+        if isinstance(key, yaml.ScalarNode) and key.value in names:
+            problem = f"the key {key.value!r} stands twice"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        names.add(str(key.value))
 
 
 def _refuse(text: str) -> Any:

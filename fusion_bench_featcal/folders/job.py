@@ -9,7 +9,7 @@ from fusion_bench_featcal.errors import CalibrationError, NotImproved
 from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders.evaluation import Evaluation
-from fusion_bench_featcal.folders.inputs import changed_inputs, digests_of, write_inputs
+from fusion_bench_featcal.folders.inputs import changed_inputs, digests_of, repeats, write_inputs
 from fusion_bench_featcal.folders.kinds import class_of_encoders
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.opened_transformers import OpenedTransformers
@@ -65,7 +65,7 @@ def _run(request: Request) -> Path:
         opened = open_models(request)
         settings, tasks = opened.settings, opened.open_tasks()
         notes = [note for task in tasks.values() for note in task.notes]
-        notes += [*request.notes, *map(in_words_of_the_command, opened.notes)]
+        notes += [*request.notes, *map(in_words_of_the_command, opened.notes), *repeats(request)]
         show_start(opened, settings, tasks, notes)
         if not request.plan:
             digests = _checked_digests(request)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
+from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.folders.memory import free_bytes
@@ -139,7 +140,7 @@ class Models:
             return None
         source, body = self._source(self.base), self.empty_body
         try:
-            LazyModel("the base", source, body)
+            LazyModel(self.base.label, source, body)
         except CalibrationError:
             if self.like.kind not in (*CLASSIFIERS, IMAGE_ENCODER):
                 raise
@@ -169,11 +170,12 @@ class Models:
     @cached_property
     def _runnable(self) -> dict[str, LazyModel]:
         """Task -> expert, with all names and shapes checked."""
-        body = self.empty_body
-        return {
-            task: LazyModel(f"expert {task!r}", source, body)
-            for task, source in self.sources.items()
-        }
+        body, sources = self.empty_body, self.sources.items()
+        try:
+            return {task: LazyModel(f"expert {task!r}", source, body) for task, source in sources}
+        except CalibrationError as error:  # without MERGED the structure is the base's
+            words = "the merged model" if self.merged is not None else self.like.label
+            raise CalibrationError(str(error).replace("the merged model", words)) from error
 
     @cached_property
     def merged_source(self) -> ExpertSource:
@@ -183,7 +185,8 @@ class Models:
             return source
         assert self.base_source is not None
         name, scale = self.request.merger
-        like, base = self._opened(self.like.name, source), self._opened("base", self.base_source)
+        like = LazyModel(self.like.label, source, self.empty_body)
+        base = self._opened_base(self.base_source)
         experts = list(self._runnable.values())
         return MergedOnRead(like, base, experts, None if name == "simple_average" else scale)
 
@@ -226,11 +229,13 @@ class Models:
             return notes
         named = {f"expert {task}": expert for task, expert in self._runnable.items()}
         if self.merged is not None:
-            named["the merged model"] = self._opened("merged", self._source(self.merged))
-        return notes + notes_on_experts(named, self._opened("base", self.base_source))
+            merged = self._source(self.merged)
+            named["the merged model"] = LazyModel(self.merged.label, merged, self.empty_body)
+        return notes + notes_on_experts(named, self._opened_base(self.base_source))
 
-    def _opened(self, name: str, source: ExpertSource) -> LazyModel:
-        return LazyModel(f"model {name!r}", source, self.empty_body)
+    def _opened_base(self, source: ExpertSource) -> LazyModel:
+        assert self.base is not None
+        return LazyModel(self.base.label, source, self.empty_body)
 
     def _check(self) -> None:
         like, settings = self.like, self.request.settings
@@ -238,7 +243,9 @@ class Models:
         find_all_modules(self.empty_body, self._stages, settings.modules, calibrate_norm=norm)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
         models = [like, *filter(None, [self.base]), *whole.values()]
-        compare_configs({model.name: model.config for model in models}, whole)
+        for model in models:
+            name = f"expert {model.name!r}" if model.name in whole else model.label
+            check_same_function(name, model.config, like.config, other=like.label)
         for expert in whole.values():
             if expert.kind != like.kind:
                 raise ValueError(f"{expert.label} is a {expert.kind}, {like.label} a {like.kind}")

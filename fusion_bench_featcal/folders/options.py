@@ -2,8 +2,8 @@
 
 import argparse
 import os
-from collections import ChainMap
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,8 +40,11 @@ def setting_word(word: str) -> dict[str, Any]:
 def columns(word: str) -> dict[str, str]:
     """Read `[NAME:]PART=COLUMN,...` into `{[NAME:]PART: COLUMN}`."""
     task, colon, _ = word.partition("=")[0].rpartition(":")
-    pairs = word[len(task) + len(colon) :].split(",")
-    return {f"{task}{colon}{part}": c for text in pairs for part, c in pair(text).items()}
+    pairs = list(map(pair, word[len(task) + len(colon) :].split(",")))
+    named = {f"{task}{colon}{part}": c for entry in pairs for part, c in entry.items()}
+    if len(named) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{word!r} has a column twice")
+    return named
 
 
 def prompt(word: str) -> dict[str, str]:
@@ -65,7 +68,8 @@ def mapping(
         metavar: Form of its words.
         word: Parses one word into a mapping.
         texts: Whether all values are texts.
-        **more: Further metadata. With `is_location=True` values are paths or hub ids.
+        **more: Further metadata. With `is_location=True` values are paths or hub ids. A name may
+            stand twice only with `last_counts=True`.
     """
     return setting(
         {},
@@ -110,9 +114,27 @@ def command_line_options(parsed: Mapping[str, Any], owner: type) -> dict[str, An
     values = {}
     for field in settings_of(owner):
         if isinstance(value := parsed.get(field.name), list):
-            value = dict(ChainMap(*reversed(value)))  # the last word counts
+            value = _joined(value, flag_of(field.name), field.metadata.get("last_counts", False))
         values[field.name] = value
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _joined(words: Sequence[Mapping[str, Any]], flag: str, last_counts: bool) -> dict[str, Any]:
+    """Join the words of a repeatable option.
+
+    Raises:
+        ValueError: If two have one name, unless the last one counts.
+    """
+    joined = dict[str, Any]()
+    for name, value in (entry for word in words for entry in word.items()):
+        if name in joined and not last_counts:
+            what = "for all tasks" if name == "*" else name
+            raise ValueError(
+                f"{flag} has {what} twice, {joined[name]} and {value}: leave one of them out, or "
+                "give it another name"
+            )
+        joined[name] = value
+    return joined
 
 
 def recipe_text(owner: Any, folder: Path) -> str:
@@ -173,6 +195,8 @@ _WORDS = (
 def in_words_of_the_command(error: Exception | str) -> str:
     """Return a message with the command's options in place of settings."""
     text = with_prefix(str(error), "--set ")
+    if isinstance(error, Exception):  # shared rooms call the model by its role
+        text = re.sub(r"^base\b", "--base", text)
     for words, option in _WORDS:
         text = text.replace(words, option)
     return text

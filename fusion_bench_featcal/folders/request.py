@@ -81,7 +81,7 @@ class Request:
     )
     set: Mapping[str, Any] = mapping(
         "a setting, such as samples_per_task=64 (repeatable, see featcal settings)",
-        "SETTING=VALUE", options.setting_word, texts=False,
+        "SETTING=VALUE", options.setting_word, texts=False, last_counts=True,
     )  # fmt: skip
     tokenizer: str | None = setting(
         None, "tokenizer or image processor (default: MERGED's)", metavar="DIR", is_location=True

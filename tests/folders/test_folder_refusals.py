@@ -1,6 +1,7 @@
 """`featcal calibrate` refuses files and options in one line, before it loads a model."""
 
 import json
+import math
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from made_folders import change_json, words, write_rows
+from reports import error_of, featcal
+from safetensors.torch import load_file, save_file
 from tiny_models import model_of
 from tiny_texts import WORDS, llama_model, sentences, word_tokenizer, write, write_adapter
 
@@ -53,6 +56,12 @@ def wider_llama(path: Path) -> None:
     write(model_of(vocab_size=len(WORDS), hidden_size=16), path, word_tokenizer())
 
 
+def longer_rows(path: Path) -> None:
+    numbers = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
+    wider = model_of(vocab_size=len(WORDS), intermediate_size=16, **numbers)
+    write(wider, path, word_tokenizer())
+
+
 def other_words(path: Path) -> None:
     word_tokenizer(words=(*WORDS[:3], WORDS[4], WORDS[3], *WORDS[5:])).save_pretrained(path)
 
@@ -79,6 +88,11 @@ OPTIONS: list[Case] = [
         ({"merged": None}, "give MERGED, the merged model's folder, or --merge HOW"),
         ({"more": "--merge task_arithmetik:1", "merged": None}, "got 'task_arithmetik:1'"),
         ({"data": ["one.jsonl"]}, "no data of two"),
+        ({"more": "--data two=one.jsonl"}, "--data has two twice, "),
+        ({"more": "--expert one=two"}, "--expert has one twice, "),
+        ({"more": "--eval one=a --eval one=b"}, "--eval has one twice, a and b: leave one of them"),
+        ({"more": "--prompt {} --prompt 'a {}'"}, "--prompt has for all tasks twice, {} and a {}"),
+        ({"more": "--columns prompt=a --columns prompt=c"}, "--columns has prompt twice, a and c"),
         (NO_MODELS, "has no mergekit_config.yml: give --base"),
     ]
 ]
@@ -86,6 +100,15 @@ MODELS: list[Case] = [
     ("llama", {"two": None}, {}, ["--expert two=", "/two: there is no such file or folder here"]),
     ("llama", {"two": wider_llama}, {},
      ["expert 'two'", "num_attention_heads=4 (there 2)", "Check its folder"]),
+    ("llama", {"base": wider_llama}, {}, ["--base ", "/base is another function than the merged"]),
+    ("llama", {"base/config.json": {"model_type": "gpt2"}}, {},
+     ["--base ", "/base is a 'gpt2' model, the merged model ", "a 'llama' one"]),
+    ("llama", {"base": wider_llama}, {"merged": None, "more": "--merge simple_average"},
+     ["expert 'one' is another function than --base ", "num_attention_heads=2 (there 4)"]),
+    ("llama", {"base": longer_rows}, {},
+     ["--base ", "'model.layers.0.mlp.gate_proj.weight' has shape (16, 8), the merged model's"]),
+    ("llama", {"base": longer_rows}, {"merged": None, "more": "--merge simple_average"},
+     ["expert 'one': tensor ", "--base ", "/base's has (16, 8)"]),
     ("llama", {"two": other_words}, {}, ["has another tokenizer", "2 of 23 tokens differ"]),
     ("llama", {"two": adapter_beside}, {}, ["--expert two=", "two has two models"]),
     ("llama", {"two/config.json": {"quantization_config": {"quant_method": "gptq"}}}, {},
@@ -164,6 +187,27 @@ def test_a_users_path_is_no_setting():
     text = "checkpoint_dir /a/checkpoint_dir holds blocks. Set resume=true, or lower max_length"
     expected = "--out /a/checkpoint_dir holds blocks. Set --resume, or lower --set max_length"
     assert in_words_of_the_command(text) == expected
+
+
+def test_a_base_with_nan_is_named_as_the_option(folder, capsys):
+    file = folder / "base" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(tensors, file, {"format": "pt"})
+    line = error_of(*words(folder, "--no-eval"))
+    assert line.startswith("--base: tensor 'model.layers.0.mlp.up_proj.weight' has NaN")
+
+
+def test_a_column_twice_in_one_word_is_refused(folder):
+    done = featcal(*words(folder, "--columns", "one:prompt=a,prompt=c"))
+    assert done.code == 2 and "'one:prompt=a,prompt=c' has a column twice" in done.err
+
+
+def test_a_name_twice_in_a_recipe_is_refused(tmp_path, refusal):
+    (tmp_path / "mine.yaml").write_text("data: {one: a, two: b, one: c}")
+    out = str(tmp_path / "out")
+    line = refusal(["calibrate", "--config", str(tmp_path / "mine.yaml"), "--out", out])
+    assert "mine.yaml cannot be read: line 1: the key 'one' stands twice" in line
 
 
 def test_keys_of_recipes_and_of_python(made, tmp_path, refusal):

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -26,6 +27,7 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.folders import calibrate_folder, models, options
+from fusion_bench_featcal.folders.inputs import repeats
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results import read_run
@@ -246,6 +248,27 @@ def test_strict_saves_only_where_no_task_is_worse(folder, capsys):
     assert ". In doubt: experts no better than the merged model on their own rows: one (" in line
     assert "--strict: nothing was saved" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
+
+
+def test_one_folder_of_two_experts_is_noted(folder):
+    (folder / "link").symlink_to("one")
+    more = ("--plan", "--eval", f"one={folder / 'one.jsonl'}")
+    done = featcal(*words(folder, *more, experts=("one", "link")))
+    assert done.code == 0, done.err
+    assert "  --expert one and --expert two are the same model\n" in done.out
+    assert "  --data one and --eval one are the same data\n" in done.out
+    assert "are the same" not in featcal(*words(folder, "--plan")).out
+
+
+def test_splits_of_one_folder_are_different_data(tmp_path):
+    rows = {"text": ["a b", "c"]}
+    splits = {name: datasets.Dataset.from_dict(rows) for name in ("fit", "more")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    names = {"a": f"{tmp_path}/saved:fit", "b": f"{tmp_path}/saved:more", "c": "org/data:train"}
+    assert repeats(Request(data=names)) == []
+    again = {"a": f"{tmp_path}/saved/fit", "c": "org/data:train"}
+    both = repeats(Request(data=names, eval=again))
+    assert both == [f"--data {name} and --eval {name} are the same data" for name in "ac"]
 
 
 def test_what_casts_doubt_stands_in_the_verdict(copied):
