@@ -13,7 +13,8 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.files import check_target, is_missing
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
-from fusion_bench_featcal.folders.mergekit import FILE, with_merge_config
+from fusion_bench_featcal.folders.merge_config import FILE
+from fusion_bench_featcal.folders.mergekit import with_merge_config
 from fusion_bench_featcal.folders.options import mapping
 from fusion_bench_featcal.results.names import refuse_unusable_names
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -182,12 +183,12 @@ class Request:
         name, _, scale = (self.merge or "").partition(":")
         if self.merge is None or self.merge == "simple_average":
             return self.merge, 1.0
-        if name == "task_arithmetic" and re.fullmatch(r"-?\d*\.?\d+", scale):
+        if name == "task_arithmetic" and re.fullmatch(r"\d*\.?\d+", scale) and float(scale):
             return name, float(scale)
         raise ValueError(
-            f"--merge takes simple_average or task_arithmetic:SCALE, got {self.merge!r}; other "
-            "mergers run by fusion_bench method=featcal method@method.base_method=..., or give "
-            "the folder of a merged model"
+            "--merge takes simple_average or task_arithmetic:SCALE with a scale above 0, got "
+            f"{self.merge!r}; other mergers run by fusion_bench method=featcal "
+            "method@method.base_method=..., or give the folder of a merged model"
         )
 
     def columns_of(self, task: str) -> dict[str, str]:

@@ -87,6 +87,7 @@ OPTIONS: list[Case] = [
         ({"more": "--data thwo=x.jsonl"}, "--data: expert thwo is unknown (nearest: 'two')"),
         ({"merged": None}, "give MERGED, the merged model's folder, or --merge HOW"),
         ({"more": "--merge task_arithmetik:1", "merged": None}, "got 'task_arithmetik:1'"),
+        ({"more": "--merge task_arithmetic:-1", "merged": None}, "with a scale above 0, got "),
         ({"data": ["one.jsonl"]}, "no data of two"),
         ({"more": "--data two=one.jsonl"}, "--data has two twice, "),
         ({"more": "--expert one=two"}, "--expert has one twice, "),

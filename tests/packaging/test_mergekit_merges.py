@@ -1,6 +1,7 @@
 """mergekit works in the default environment without network, and `featcal` reads its folders."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tiny_texts import (
     write_adapter,
 )
 from transformers import AutoModelForCausalLM
+
+from fusion_bench_featcal.folders.merge_config import read_merge
 
 click = pytest.importorskip("click.testing", reason="of mergekit")
 mergekit = pytest.importorskip("mergekit.scripts.run_yaml", reason="of the extra `mergekit`")
@@ -57,3 +60,58 @@ def test_merged_folder_has_the_merged_weights_and_is_calibrated(
     calibrated = AutoModelForCausalLM.from_pretrained("repaired").state_dict()
     changed = {name for name, value in calibrated.items() if not torch.equal(value, merged[name])}
     assert "model.layers.0.mlp.down_proj.weight" in changed
+
+
+def number(draw: random.Random) -> Any:
+    """A number, a text of one, a gradient, or a value by filter."""
+    values = [round(draw.uniform(-1, 2), 2) for _ in range(draw.randint(1, 4))]
+    forms = [values[0], f"{values[0]:e}", values, [{"filter": "*", "value": values}]]
+    return draw.choice([*forms, {"value": values[0]}])
+
+
+def with_parameters(part: dict[str, Any], names: list[str], draw: random.Random) -> dict[str, Any]:
+    chosen = {name: number(draw) for name in names if draw.random() < 0.5}
+    return part | ({"parameters": chosen} if chosen else {})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_weights_are_those_that_mergekit_resolves(seed: int, tmp_path: Path):
+    """The sum over layers of `weight` times `lambda`, with numbers at all levels."""
+    from mergekit.config import ConfigReader, MergeConfiguration
+    from mergekit.merge_methods import get
+    from mergekit.parameter_resolver import resolve_parameters
+
+    draw, start, pieces = random.Random(seed), 0, []
+    for layers in (draw.randint(1, 5) for _ in range(draw.randint(1, 3))):
+        end = start + layers
+        sources = [{"model": model, "layer_range": [start, end]} for model in ("base", "a", "b")]
+        sources = [with_parameters(source, ["weight"], draw) for source in sources]
+        pieces.append(with_parameters({"sources": sources}, ["weight", "lambda"], draw))
+        start = end
+    content = {"merge_method": "task_arithmetic", "base_model": "base", "slices": pieces}
+    content |= {"parameters": {"weight": number(draw)}}
+    content = with_parameters(content, ["lambda"], draw) if seed % 2 else content
+    content["parameters"].setdefault("weight", 0.5)
+    (tmp_path / "mergekit_config.yml").write_text(yaml.safe_dump(content))
+
+    config = MergeConfiguration.model_validate(content)
+    totals = dict.fromkeys("ab", 0.0)
+    for piece in config.slices or ():
+        low, high = piece.sources[0].layer_range
+        for layer in range(high - low):
+            t = layer / (high - low - 1) if high - low > 1 else 1
+            reader = ConfigReader(config=config, t=t, slice_out=piece)
+            shared, by_model = resolve_parameters(
+                get("task_arithmetic").spec,
+                tensor_name="model.layers.0.mlp.up_proj.weight",
+                inputs={source.model: "mlp" for source in piece.sources},
+                sources=reader.parameter_sources,
+                base_model=config.base_model,
+                t=t,
+            )
+            for model, values in by_model.items():
+                if str(model) != "base":
+                    totals[str(model)] += shared["lambda"] * values["weight"]
+    merge = read_merge(tmp_path)
+    assert merge is not None and merge.base == "base"
+    assert {m: w.total for m, w in merge.weights.items()} == pytest.approx(totals)
