@@ -1,7 +1,7 @@
 """Write the generated parts of README.md and docs/ and their figures.
 
 A generated part is between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. PARTS has its
-source: lines of runs in docs/results (written by scripts/results.sh), settings, benchmarks, or the
+source: lines of runs in docs/results (written by scripts/results*.sh), settings, benchmarks, or the
 paper's numbers. `--check` changes nothing and fails if a part or a figure is stale.
 
     python scripts/write_tables.py [--check]
@@ -52,6 +52,8 @@ REAL = {
     "smollm2_TA4": "SmolLM2, real pretrained weights",
 }
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
+STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
+"""Suites of `scripts/results_starts.sh`."""
 UNLIKE = {
     "minilm_TA6": {
         "clean": "each task's own",
@@ -336,6 +338,7 @@ def model_types() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     **{f"results-{suite}": partial(results_part, suite) for suite in (*SUITES, *REAL)},
     **{f"mergers-{suite}": partial(grid, f"{suite}-mergers", "merger") for suite in REAL},
+    **{f"starts-{suite}": partial(grid, f"{suite}-starts", "merger") for suite in STARTS},
     **{
         f"samples-{suite}": partial(grid, f"{suite}-samples", "samples_per_task")
         for suite in ("minilm_TA6", "dinov2_small_TA4")

@@ -1,10 +1,12 @@
 """Base, experts and weights from the `mergekit_config.yml` next to a merged model."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from fusion_bench_featcal.folders.merge_config import ADVICE, FILE, Merge, read_merge
+from fusion_bench_featcal.folders.merge_weights import has_weights
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 _ZERO = 1e-9
@@ -64,19 +66,75 @@ def _experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
     totals = {location: weight.total for location, weight in merge.weights.items()}
     if negative := [location for location, total in totals.items() if total < -_ZERO]:
         raise ValueError(
-            f"{option} gives {', '.join(negative)} a negative weight: the merge moves away from "
-            "it, and a calibration would move back. Name the experts by --expert NAME=DIR"
+            f"{option} gives {', '.join(negative)} a negative weight: the merge moves away, "
+            "and a calibration would move back. Name the experts by --expert NAME=DIR"
         )
     if absent := [location for location, total in totals.items() if total <= _ZERO]:
         raise ValueError(
-            f"{option} gives {', '.join(absent)} the weight 0: the merge leaves it out, and a "
-            "calibration would add it. Name the experts by --expert NAME=DIR"
+            f"{option} gives {', '.join(absent)} the weight 0: they are not in the merge, "
+            "and a calibration would add them. Name the experts by --expert NAME=DIR"
         )
     experts = {_name(location): location for location in totals}
     if not experts or len(experts) < len(totals):
         problem = f"{', '.join(totals)} end in one name" if experts else "no models"
         raise ValueError(f"{option}: {problem}. {ADVICE}")
     return experts
+
+
+def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> dict[str, float]:
+    """Return the experts' weights in the merge, relative to their mean.
+
+    FeatCal+ ends at one model from all merges of the same experts, so it needs the weights as
+    `task_weights`.
+
+    Args:
+        merged: Folder or hub id of the merged model.
+        experts: Expert -> its folder or hub id, by options or the config.
+        notes: Receives a sentence on unequal weights.
+
+    Returns:
+        Expert -> factor. Empty if all weights are equal, or cannot be expressed so.
+    """
+    try:
+        merge = read_merge(Path(merged).expanduser())
+    except ValueError:  # all models are named by options
+        notes.append(f"{FILE} cannot be read, so weights of the merge have no part in FeatCal+")
+        return {}
+    if merge is None or not has_weights(merge.method):
+        return {}
+    by_place = {_place(location): weight for location, weight in merge.weights.items()}
+    weights = {n: by_place[p] for n, at in experts.items() if (p := _place(at)) in by_place}
+    if away := [name for name, weight in weights.items() if weight.total <= _ZERO]:
+        notes.append(
+            f"the merge does not move towards {', '.join(away)}, by its weights in {FILE}, but "
+            "FeatCal+ moves towards every --expert"
+        )
+        return {}
+    if len(weights) < len(experts) or len({v for w in weights.values() for v in w.values}) < 2:
+        return {}
+    instead = f"--set 'task_weights={{{', '.join(f'{name}: 1' for name in experts)}}}'"
+    if unequal := [name for name, weight in weights.items() if len(weight.values) > 1]:
+        notes.append(
+            f"weights of {', '.join(unequal)} in {FILE} differ by layer or tensor. They are not "
+            "kept, because FeatCal+ replaces the merge and has one weight per task, so all tasks "
+            f"count alike (other weights: {instead})"
+        )
+        return {}
+    single = {name: next(iter(weight.values)) for name, weight in weights.items()}
+    mean = sum(single.values()) / len(single)
+    factors = {name: float(f"{value / mean:.4g}") for name, value in single.items()}
+    shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
+    notes.append(
+        f"task_weights by {FILE}: {shown}, because FeatCal+ replaces the merge (other weights: "
+        f"{instead})"
+    )
+    return factors
+
+
+def _place(location: str) -> str:
+    """Return a key of a location that is equal for all paths of one folder."""
+    path = Path(location).expanduser()
+    return os.path.realpath(path) if path.exists() else location
 
 
 def _name(location: str) -> str:

@@ -14,7 +14,7 @@ from fusion_bench_featcal.files import check_target, is_missing
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.merge_config import FILE
-from fusion_bench_featcal.folders.mergekit import with_merge_config
+from fusion_bench_featcal.folders.mergekit import task_weights, with_merge_config
 from fusion_bench_featcal.folders.options import mapping
 from fusion_bench_featcal.results.names import refuse_unusable_names
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -235,6 +235,10 @@ class Request:
         refuse_unusable_names(experts, origin, _RESERVED)
         changed = {"base": base, "expert": dict(experts)}
         by_config = tuple(name for name in changed if changed[name] != getattr(self, name))
+        rule = self.set.get("rule", self.preset)  # the paper's rule stays near the merge
+        keeps_merge = self.merged is None or rule != "plus" or "task_weights" in self.set
+        weights = {} if keeps_merge else task_weights(str(self.merged), experts, notes)
+        changed |= {"set": {**self.set, "task_weights": weights}} if weights else {}
         return dataclasses.replace(self, **changed, notes=tuple(notes), by_config=by_config)
 
     def _check(self) -> None:

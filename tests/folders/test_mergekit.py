@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from fusion_bench_featcal.folders.mergekit import with_merge_config
+from fusion_bench_featcal.folders.mergekit import task_weights, with_merge_config
+from fusion_bench_featcal.folders.request import Request
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +104,72 @@ def test_options_have_priority() -> None:
     notes = ["base by mergekit_config.yml"]
     assert models_of(negative, experts={"a": "one"}) == ("base", {"a": "one"}, notes)
     assert models_of("[damaged", base="base", experts=BOTH) == ("base", BOTH, [])
+
+
+def weights(config: str, experts: dict[str, str] = BOTH) -> tuple[dict[str, float], list[str]]:
+    Path("runs/a/merged/mergekit_config.yml").write_text(config)
+    notes: list[str] = []
+    return task_weights("runs/a/merged", experts, notes), notes
+
+
+SLERP = "{merge_method: slerp, base_model: one, models: [one, two], parameters: {t: %s}}"
+KEPT: list[tuple[str, dict[str, float]]] = [
+    (models("{model: one, parameters: {weight: 9}}", weighted("'1e0'")), {"one": 1.8, "two": 0.2}),
+    (models("one", weighted("3"))[:-1] + ", parameters: {weight: 1, lambda: .3}}",
+     {"one": 0.5, "two": 1.5}),
+    (SLERP % "0.2", {"one": 1.6, "two": 0.4}),
+    (sliced("{weight: 1}", "{weight: 2}"), {}),
+    (models("one", weighted("[0, 1]")), {}),
+    (models("one", weighted("[{filter: mlp, value: 2}, {value: 1}]")), {}),
+    (SLERP % "[0, 0.5, 1]", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "factors"), KEPT)
+def test_weights_relative_to_their_mean(config: str, factors: dict[str, float]) -> None:
+    read, (note,) = weights(config)
+    assert read == factors
+    start = "task_weights by mergekit_config.yml: one " if factors else "weights of "
+    assert note.startswith(start) and note.endswith("--set 'task_weights={one: 1, two: 1}')")
+    assert factors or "differ by layer or tensor. They are not kept" in note
+    # named by options and other paths: the folders count
+    named = {name: str(Path(location).absolute()) for name, location in BOTH.items()}
+    assert weights(config, named)[0] == factors
+    assert weights(config, {"one": "one", "three": "runs/a/three"}) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        models("one", "two"),
+        models("{model: one, parameters: {weight: 2}}", weighted("2")),
+        "{merge_method: karcher, models: [one, {model: two, parameters: {weight: 2}}]}",
+        SLERP % "0.5",
+    ],
+)
+def test_equal_weights_need_no_note(config: str) -> None:
+    assert weights(config) == ({}, [])
+
+
+def test_a_merge_away_from_a_named_expert_is_noted() -> None:
+    factors, (note,) = weights(models("one", weighted("-1")))
+    assert factors == {} and note.startswith("the merge does not move towards two, by its weights")
+    factors, (note,) = weights("[damaged")
+    assert factors == {} and note.startswith("mergekit_config.yml cannot be read")
+
+
+def test_options_win_over_weights_of_the_merge() -> None:
+    Path("runs/a/merged/mergekit_config.yml").write_text(models("one", weighted("3")))
+    values: dict[str, Any] = {"merged": "runs/a/merged", "out": "out"}
+    values["data"] = {name: "base" for name in BOTH}
+    request = Request.of(values)
+    assert request.settings.task_weights == {"one": 0.5, "two": 1.5}
+    assert sum("task_weights by" in note for note in request.notes) == 1
+    assert "two: 1.5" in request.recipe
+    for options in ({"set": {"task_weights": {"one": 7}}}, {"preset": "paper"}):
+        request = Request.of(values | options)
+        assert request.settings.task_weights == options.get("set", {}).get("task_weights")
+        assert not any("task_weights" in note for note in request.notes)
+    again = Request.of({"merged": "runs/a/merged", "out": "out", "data": values["data"],
+                        "set": Request.of(values).set})  # fmt: skip
+    assert again.settings == Request.of(values).settings
