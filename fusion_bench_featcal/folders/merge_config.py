@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders.merge_weights import Group, Parameters, Weight, weights_of
 
-FILE, MOE_FILE = "mergekit_config.yml", "mergekit_moe_config.yml"
+FILE, MOE_FILE = FILES = "mergekit_config.yml", "mergekit_moe_config.yml"
 ADVICE = "Name the models by --base and --expert NAME=DIR"
 _BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")
 """Methods whose `base_model` is one of the merged models, not their common origin."""
+_BASE_IS_UNREAD = ("linear", "karcher")
+"""Methods that treat `base_model` like any other model."""
 _LEVELS = 3  # folders above the merged model that relative paths may start at
 
 
@@ -86,6 +88,12 @@ def _merge(content: Any, merged: Path) -> Merge:
             "its experts, so it cannot be calibrated"
         )
     parts = [_parts(method, module, content, merged) for module in modules]
+    models = [{m: None for part in of_module for m in part.group.models} for of_module in parts]
+    if other := next((names for names in models if names.keys() != models[0].keys()), None):
+        raise ValueError(
+            f"its modules are merged from different models ({', '.join(models[0])} and "
+            f"{', '.join(other)}). {ADVICE}"
+        )
     return _joined(method, [part for of_module in parts for part in of_module])
 
 
@@ -100,6 +108,11 @@ def _joined(method: str, parts: Sequence[_Part]) -> Merge:
     base = next(iter(names or adapted), None)
     if len(bases) > 1:
         raise ValueError(f"its slices have different bases ({', '.join(names)}). {ADVICE}")
+    if bases and base in weights and method in _BASE_IS_UNREAD:
+        raise ValueError(
+            f"base_model {base} is one of the models that {method} averages, so it may be an "
+            f"expert or the base. {ADVICE}"
+        )
     if {*adapted} - {base} or any(entry.adapter for entry in bases):
         raise ValueError(
             "it adds LoRA adapters to other models than the base: merge each into a folder of its "

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fusion_bench_featcal.folders.merge_config import ADVICE, FILE, Merge, read_merge
+from fusion_bench_featcal.folders.merge_config import ADVICE, FILE, FILES, Merge, read_merge
 from fusion_bench_featcal.folders.merge_weights import has_weights
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -73,6 +73,11 @@ def _experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
         raise ValueError(
             f"{option} gives {', '.join(absent)} the weight 0: they are not in the merge, "
             "and a calibration would add them. Name the experts by --expert NAME=DIR"
+        )
+    if merges := [at for at in totals if any((Path(at) / file).exists() for file in FILES)]:
+        raise ValueError(
+            f"{option}: {', '.join(merges)} was merged itself, as mergekit-multi does on the way, "
+            f"so it is no expert. Name the models that were fine-tuned by --expert NAME=DIR"
         )
     experts = {_name(location): location for location in totals}
     if not experts or len(experts) < len(totals):

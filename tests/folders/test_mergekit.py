@@ -51,6 +51,12 @@ BOTH = {"one": "one", "two": "two"}
 READ: list[tuple[str, str | None, dict[str, str]]] = [
     (models("{model: one}", "{model: two}"), "base", BOTH),
     (models("one", weighted("[0, 0.5]")), "base", BOTH),
+    (models("base", "one", "two"), "base", BOTH),
+    ("{merge_method: slerp, base_model: one, models: [two]}", None, BOTH),
+    (models("{model: one, parameters: &a {weight: 2}}", "{model: two, parameters: *a}"), "base",
+     BOTH),
+    ("{merge_method: ties, base_model: base, modules: {text: {models: [one, two]}, "
+     "image: {models: [two, one], parameters: {weight: 2}}}}", "base", BOTH),
     (models("runs/a/three", "three"), "base", {"three": "runs/a/three"}),
     (models("org/one@v1", "org/two"), "base", {"one": "org/one@v1", "two": "org/two"}),
     (slices("passthrough", "[0, 4]", "[4, 6]", "[6, 9]"), None, BOTH),
@@ -82,6 +88,13 @@ REFUSED: list[tuple[str, str]] = [
         "{merge_method: slerp, base_model: one, models: [one, two], parameters: {t: 1}}",
         "gives one the weight 0",
     ),
+    ("{merge_method: linear, base_model: one, models: [one, two]}", "models that linear averages"),
+    (
+        "{merge_method: ties, base_model: base, modules: {text: {models: [one, two]}, "
+        "image: {models: [one]}}}",
+        "modules are merged from different models .one, two and one",
+    ),
+    (models("one", "runs/a/merged"), "runs/a/merged was merged itself, as mergekit-multi does"),
     (slices("passthrough", "[0, 2]", "[1, 2]"), "passthrough of slices that stack or move layers"),
     (models("one", "/nowhere/two"), r"these folders are not here: .*--base and --expert NAME=DIR"),
     ("{base_model: base, gate_mode: hidden, experts: [{source_model: one}]}", "mergekit-moe"),
