@@ -25,7 +25,6 @@ from fusion_bench_featcal.folders.model_folder import (
 )
 from fusion_bench_featcal.folders.opened import require_base
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.models.configs import compare_configs
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.likeness import notes_on_experts
 from fusion_bench_featcal.models.merging import MergedOnRead
