@@ -273,7 +273,7 @@ def test_splits_of_one_folder_are_different_data(tmp_path):
 
 def test_what_casts_doubt_stands_in_the_verdict(copied):
     """Task two has task one's rows under another name, and both have rows without labels."""
-    folder = copied("encoders")
+    folder = copied("bert")
     rows = [{"text": row["prompt"]} for row in sentences("one", 200)]
     write_rows(folder / "one.jsonl", rows)
     (folder / "link.jsonl").symlink_to("one.jsonl")
