@@ -1,32 +1,35 @@
-"""Merged all-MiniLM-L6-v2 before and after its repair, by sentence-transformers' own evaluator.
+"""Merged all-MiniLM-L6-v2 before and after its repair, by sentence-transformers' own evaluators.
 
     python benchmarks/encoders.py weights/minilm FOLDER
 
-Three models are fine-tuned from all-MiniLM-L6-v2 on texts of the suites and kept in FOLDER. Three
+Three encoders are fine-tuned from all-MiniLM-L6-v2 on texts of the suites and kept in FOLDER. Three
 are merged with the base named (task arithmetic) and two without one (slerp), and repaired from 16
-or 64 texts per expert. A query finds texts of the same intent among others. Prints a table with the
-gain over the merged model and its 95 % interval, paired over queries.
+or 64 texts per expert. A query finds texts of the same intent among others. Two rerankers learn
+whether the name of an intent belongs to a text, and are merged by their average. Prints tables with
+the gain over the merged model and its 95 % interval, paired over queries or pairs.
 """
 
+import copy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from torch.nn import functional as F
 
+from fusion_bench_featcal.encoders.scores import encoder_tests
 from fusion_bench_featcal.sentence_transformers import repair
 from fusion_bench_featcal.suites import load_text_split
 
 TASKS = ("banking77", "snips_intent", "clinc_home")
 METRICS = ("accuracy@1", "mrr@10", "ndcg@10")
 QUERIES, CORPUS = 300, 300
-SECONDS = 45  # CPU time of each fine-tuning
+SECONDS, RERANKER_SECONDS = 45, 90  # CPU time of each fine-tuning
 DRAWS = (0, 1)  # of calibration texts
 
 Rows = list[tuple[str, int]]
@@ -65,17 +68,59 @@ def tuned(minilm: Path, task: str, folder: Path) -> SentenceTransformer:
         return SentenceTransformer(str(folder), device="cpu")
     model, rows = SentenceTransformer(str(minilm), device="cpu"), rows_of(task, "train")
     torch.manual_seed(0)
+    train(model, task, SECONDS, lambda random: contrastive_loss(model, rows, random))
+    model.save_pretrained(str(folder))
+    return model
+
+
+def train(model: Any, task: str, seconds: float, loss_of: Callable[[Any], torch.Tensor]) -> None:
+    """Fine-tune a model by the loss of random batches."""
     random, start, steps = np.random.default_rng(0), time.process_time(), 0
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     model.train()
-    while time.process_time() - start < SECONDS:
+    while time.process_time() - start < seconds:
         optimizer.zero_grad()
-        contrastive_loss(model, rows, random).backward()
+        loss_of(random).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         steps += 1
     print(f"{task}: {steps} steps", file=sys.stderr, flush=True)
-    model.eval().save_pretrained(str(folder))
+    model.eval()
+
+
+def names_of(task: str) -> list[str]:
+    """Return the names of a task's intents, by their numbers."""
+    names = load_text_split(task, "train", "classes").features["label"].names
+    return [name.replace("_", " ") for name in names]
+
+
+def pairs_of(rows: Rows, names: Sequence[str], random: Any) -> list[dict[str, Any]]:
+    """Return each text with the name of its label and with another one, labelled 1 and 0."""
+    pairs = []
+    for text, label in rows:
+        other = int(random.choice([n for n in range(len(names)) if n != label]))
+        pairs += [{"query": text, "document": names[n], "label": int(n == label)}
+                  for n in (label, other)]  # fmt: skip
+    return pairs
+
+
+def tuned_reranker(start: CrossEncoder, task: str, folder: Path) -> CrossEncoder:
+    """Return a fine-tuned reranker, from its folder if it is there."""
+    if folder.exists():
+        return CrossEncoder(str(folder), device="cpu")
+    model, rows, names = copy.deepcopy(start), rows_of(task, "train"), names_of(task)
+    torch.manual_seed(0)
+
+    def loss(random: Any) -> torch.Tensor:
+        chosen = [rows[n] for n in random.choice(len(rows), 16, replace=False)]
+        pairs = pairs_of(chosen, names, random)
+        features = model.preprocess([(pair["query"], pair["document"]) for pair in pairs])
+        scores = model(features)["scores"].flatten()
+        labels = torch.tensor([float(pair["label"]) for pair in pairs])
+        return F.binary_cross_entropy_with_logits(scores, labels)
+
+    train(model, f"{task} (reranker)", RERANKER_SECONDS, loss)
+    model.save_pretrained(str(folder))
     return model
 
 
@@ -124,11 +169,17 @@ def scores_of(model: Any, evaluators: Sequence[PerQuery]) -> Scores:
     return scores
 
 
-def line_of(label: str, scores: Sequence[Scores], merged: Scores | None, seconds: float) -> str:
+def line_of(
+    label: str,
+    scores: Sequence[Scores],
+    merged: Scores | None,
+    seconds: float,
+    metrics: Sequence[str] = METRICS,
+) -> str:
     """Return a line of the table: averages over tasks and draws, and gains if there is a merged."""
     tasks = {task: np.mean([s[task] for s in scores], axis=0) for task in scores[0]}
     cells = []
-    for column, _ in enumerate(METRICS):
+    for column in range(len(metrics)):
         cell = f"{np.mean([values[:, column].mean() for values in tasks.values()]):.1f}"
         if merged is not None:
             steps = [values[:, column] - merged[t][:, column] for t, values in tasks.items()]
@@ -163,6 +214,41 @@ def study(
             print(line_of(f"repaired, {label}, {count} texts", scores, before, seconds), flush=True)
 
 
+def study_of_rerankers(
+    title: str, merged: CrossEncoder, base: CrossEncoder, experts: dict[str, CrossEncoder]
+) -> None:
+    """Print the table of two rerankers: average precision, its rows' values by the jackknife."""
+    tests, samples = {}, {}
+    for task in experts:
+        random = np.random.default_rng(1)
+        rows = pairs_of(rows_of(task, "test", QUERIES), names_of(task), random)
+        tests[task] = encoder_tests(merged, rows, str)
+        for draw in DRAWS:
+            texts = rows_of(task, "calibration", 64, 100 + draw)
+            samples[task, draw] = pairs_of(texts, names_of(task), random)
+
+    def scores_of(models: dict[str, Any]) -> Scores:
+        values = {task: 1 - tests[task].score(model).losses for task, model in models.items()}
+        return {task: 100 * value[:, None].numpy() for task, value in values.items()}
+
+    metrics = ("average precision",)
+    print(f"\n| {title} | {metrics[0]} | CPU s |\n|---|--:|--:|")
+    print(line_of("experts, each on its own task", [scores_of(experts)], None, 0, metrics))
+    before = scores_of(dict.fromkeys(experts, merged))
+    print(line_of("merged", [before], None, 0, metrics), flush=True)
+    for count in (16, 64):
+        for label, origin in (("no base", None), ("base", base)):
+            scores, seconds = list[Scores](), 0.0
+            for draw in DRAWS:
+                texts = {task: samples[task, draw][:count] for task in experts}
+                start = time.process_time()
+                model = repair(merged, experts=experts, texts=texts, base=origin, progress=False)
+                seconds += (time.process_time() - start) / len(DRAWS)
+                scores.append(scores_of(dict.fromkeys(experts, model)))
+            name = f"repaired, {label}, {count} pairs"
+            print(line_of(name, scores, before, seconds, metrics), flush=True)
+
+
 def main(minilm: Path, folder: Path) -> None:
     """Fine-tune, merge, repair and evaluate."""
     experts = {task: tuned(minilm, task, folder / task) for task in TASKS}
@@ -171,8 +257,15 @@ def main(minilm: Path, folder: Path) -> None:
     weight = {"weight": 0.3}
     merged = merge([*experts.values()], "task_arithmetic", base_model=base, parameters=weight)
     study("task arithmetic of three", merged, base, experts, evaluators)
-    two = {task: experts[task] for task in ("banking77", "clinc_home")}
+    names = ("banking77", "clinc_home")
+    two = {task: experts[task] for task in names}
     study("slerp of two", merge([*two.values()], "slerp"), base, two, evaluators)
+
+    torch.manual_seed(0)  # of the head
+    start = CrossEncoder(str(minilm), num_labels=1, device="cpu")
+    pairs = {task: tuned_reranker(start, task, folder / f"{task}-reranker") for task in names}
+    average = CrossEncoder.merge([*pairs.values()], "linear")
+    study_of_rerankers("average of two rerankers", average, start, pairs)
 
 
 if __name__ == "__main__":

@@ -46,18 +46,28 @@ class SentenceRows:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return a row's texts, and its targets as they are."""
+        """Return a row's texts and targets. Texts of numbers, which CSV files have, are numbers."""
         row = self._rows[number]
         chosen = {name: row.get(column) for name, column in self.columns.items()}
         for name, text in chosen.items():
             if not isinstance(text, str) or not text.strip():
                 column = self.columns[name]
                 raise ValueError(f"{self.at(number)}: {column} is {text!r:.40}, not a text")
-        return chosen | {name: row.get(column) for name, column in self._targets.items()}
+        return chosen | {name: _number(row.get(column)) for name, column in self._targets.items()}
 
     def at(self, number: int) -> str:
         """Return the name of a row in messages."""
         return self._rows.at(number)
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a text is, or the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(value) if value.strip().lstrip("-").isdecimal() else float(value)
+    except ValueError:
+        return value
 
 
 def open_sentences(

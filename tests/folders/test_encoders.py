@@ -167,6 +167,18 @@ def test_labels_of_any_kind_are_scored_by_the_nearest_text(copied: Path) -> None
             assert share <= right.any(1).double().mean() + 1e-9
 
 
+def test_numbers_of_csv_files_are_numbers(copied: Path) -> None:
+    """Pairs with degrees of similarity: all scores are texts in the file."""
+    for seed, task in enumerate(TASKS):
+        rows = zip(texts_of(seed), texts_of(seed + 5), range(ROWS), strict=True)
+        lines = [f"{a},{b},{n / ROWS:.2f}" for a, b, n in rows]
+        text = "\n".join(["sentence1,sentence2,score", *lines])
+        (copied / f"{task}.csv").write_text(text)
+    done = featcal(*(word.replace(".jsonl", ".csv") for word in words(copied)))
+    assert done.code == 0, done.err
+    assert "(Spearman's correlation)" in done.out and "Spearman % (" in done.out
+
+
 def test_names_of_labels_are_a_choice(copied: Path) -> None:
     screen = run(copied, "--prompt", "{}")
     assert "accuracy % (loss)" in screen and "nearest" in screen
