@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fusion_bench_featcal.folders.merge_config import ADVICE, FILE, FILES, Merge, read_merge
-from fusion_bench_featcal.folders.merge_weights import has_weights
+from fusion_bench_featcal.folders.merge_weights import Weight, has_weights
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 _ZERO = 1e-9
@@ -117,17 +117,22 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
         return {}
     if len(weights) < len(experts) or len({v for w in weights.values() for v in w.values}) < 2:
         return {}
-    instead = f"--set 'task_weights={{{', '.join(f'{name}: 1' for name in experts)}}}'"
-    if unequal := [name for name, weight in weights.items() if len(weight.values) > 1]:
+    return _factors(weights, notes)
+
+
+def _factors(weights: Mapping[str, Weight], notes: list[str]) -> dict[str, float]:
+    """Return unequal weights relative to their mean, if each expert has a single one."""
+    instead = f"--set 'task_weights={{{', '.join(f'{name}: 1' for name in weights)}}}'"
+    if several := [name for name, weight in weights.items() if len(weight.values) > 1]:
         notes.append(
-            f"weights of {', '.join(unequal)} in {FILE} differ by layer or tensor. They are not "
+            f"weights of {', '.join(several)} in {FILE} differ by layer or tensor. They are not "
             "kept, because FeatCal+ replaces the merge and has one weight per task, so all tasks "
             f"count alike (other weights: {instead})"
         )
         return {}
-    single = {name: next(iter(weight.values)) for name, weight in weights.items()}
-    mean = sum(single.values()) / len(single)
-    factors = {name: float(f"{value / mean:.4g}") for name, value in single.items()}
+    values = {name: next(iter(weight.values)) for name, weight in weights.items()}
+    mean = sum(values.values()) / len(values)
+    factors = {name: float(f"{value / mean:.4g}") for name, value in values.items()}
     shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
     notes.append(
         f"task_weights by {FILE}: {shown}, because FeatCal+ replaces the merge (other weights: "
