@@ -9,24 +9,17 @@ from typing import Any
 from fusion_bench_featcal.calibration import rule_and_options
 from fusion_bench_featcal.encoders.models import differing_behind, last_block_of, transformer_of
 from fusion_bench_featcal.encoders.naming import class_of, transformer_folder
-from fusion_bench_featcal.encoders.opening import (
-    merged_by_library,
-    open_like,
-    open_model,
-    with_adapter,
-    with_weights,
-)
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
-from fusion_bench_featcal.folders.kinds import is_adapter, models_of
+from fusion_bench_featcal.folders.encoder_models import EncoderModels
+from fusion_bench_featcal.folders.kinds import is_adapter
 from fusion_bench_featcal.folders.opened import require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.sentence_rows import opener
 from fusion_bench_featcal.folders.tasks import Part, Task, open_parts, sentence
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.likeness import notes_on_experts
-from fusion_bench_featcal.models.model_files import ModelFiles
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, save
@@ -57,131 +50,56 @@ class OpenedEncoders:
         self.request = request
         _refuse_unused(request)
         require_base(request, is_needed=rule_of(request.settings).needs_base)
-        self._files = {
-            name: ModelFiles(folder, f"{option} {f'{name}=' * (option == '--expert')}{location}")
-            for (name, location, option), folder in models_of(request)
-        }
-        self._home = self._find_home(class_name)
-        home = open_model(class_name, self._home.folder, self._home.label, request.device)
-        if request.merged is None:
-            self._merge(home)
-        else:
-            self.merged = self._completed(home)
-            self.base = self._open_base(home)
-            self._experts = self._open_experts(home)
-        self.experts = self._experts.keys()
+        self.models = EncoderModels(request, class_name)
+        self.experts = self.models.experts.keys()
         # The model itself limits the length of texts.
         self.settings = completed(request.settings.replace(max_length=None))
         self.notes = self._notes()
 
-    def _find_home(self, class_name: str) -> ModelFiles:
-        """Return the first model whose folder names the class, else the first that is whole."""
-        whole = [files for files in self._files.values() if not is_adapter(files.folder)]
-        named = [files for files in whole if class_of(files.folder) == class_name]
-        return (named or whole)[0]
-
-    def _open_base(self, reference: Any) -> Any:
-        if (files := self._files.get("base")) is None:
-            return None
-        if is_adapter(files.folder):
-            raise ValueError(f"{files.label} is an adapter: name the model that it changes")
-        return self._open(files, reference)
-
-    def _open_experts(self, reference: Any) -> dict[str, Any]:
-        experts = {}
-        for task in self.request.expert:
-            files = self._files[task]
-            if not is_adapter(files.folder):
-                experts[task] = self._open(files, reference)
-            elif self.base is None:
-                raise ValueError(f"{files.label} is an adapter: name its base by --base DIR")
-            else:
-                experts[task] = with_adapter(self.base, files.label, files.folder)
-        return experts
-
-    def _open(self, files: ModelFiles, reference: Any) -> Any:
-        return reference if files is self._home else open_like(reference, files.label, files.folder)
-
-    def _completed(self, home: Any) -> Any:
-        """Return the merged model, with the modules of another one if it is a transformer alone."""
-        merged = self._files["merged"]
-        if merged is self._home:
-            return home
-        inside = {id(tensor) for tensor in transformer_of(merged.label, home).parameters()}
-        if outside := [name for name, t in home.named_parameters() if id(t) not in inside]:
-            raise ValueError(
-                f"{merged.label} has no modules.json, and lacks {outside[0]} of "
-                f"{self._home.folder}, which mergekit does not merge: merge by "
-                f"{type(home).__name__}.merge of sentence-transformers, or give --merge HOW"
-            )
-        return with_weights(home, merged)
-
-    def _merge(self, home: Any) -> None:
-        """Open and merge the experts. What the base lacks, such as a head, is their average."""
-        name, scale = self.request.merger
-        if len(self.request.expert) < 2:
-            raise ValueError("--merge needs at least two experts")
-        reference, self.base = home, None
-        if any(is_adapter(self._files[task].folder) for task in self.request.expert):
-            self.base = self._open_base(home)
-        self._experts = self._open_experts(reference)
-        average = merged_by_library([*self._experts.values()], None)
-        self.base = self.base or self._open_base(average)
-        if name == "simple_average":
-            self.merged = average
-        else:
-            self.merged = merged_by_library([*self._experts.values()], scale, self.base)
-
-    # --- facts ---
-
     @property
     def title(self) -> str:
         """The library's class, and that of the transformer."""
-        transformer = transformer_of("merged", self.merged).model
-        return f"{type(self.merged).__name__}: {type(transformer).__name__}"
+        transformer = transformer_of("merged", self.models.merged).model
+        return f"{type(self.models.merged).__name__}: {type(transformer).__name__}"
 
     @property
     def size(self) -> int:
         """Bytes of the model."""
-        return _bytes(self.merged)
+        return _bytes(self.models.merged)
 
     @property
     def read(self) -> int:
         """Bytes of all experts."""
-        return sum(map(_bytes, self._experts.values()))
+        return sum(map(_bytes, self.models.experts.values()))
 
     @property
     def merged_weights(self) -> Any:
         """The merged model."""
-        return self.merged
+        return self.models.merged
 
     def _notes(self) -> list[str]:
         """Return sentences on the models, and on experts that may not belong together."""
-        request, home = self.request, self._home
+        request, models = self.request, self.models
+        home, merged, experts = models.home, models.merged, models.experts
         notes = [f"merge: {request.merge}"] if request.merge else []
         notes += [f"base: {request.base}"] if request.base else []
         notes += [
-            f"expert {task}: {path}{' (adapter)' * is_adapter(self._files[task].folder)}"
+            f"expert {task}: {path}{' (adapter)' * is_adapter(models.files[task].folder)}"
             for task, path in request.expert.items()
         ]
         if not class_of(home.folder):
             notes.append(f"no modules.json: sentence-transformers reads {home.label} by its mean")
-        elif request.merged is not None and home is not self._files["merged"]:
+        elif request.merged is not None and home is not models.files["merged"]:
             notes.append(f"{request.merged} has no modules.json: modules are those of {home.label}")
-        transformers = {f"expert {task}": model for task, model in self._experts.items()}
-        transformer = transformer_of("merged", self.merged).model
-        last_block = last_block_of(transformer, self.settings.family)
-        if differing := differing_behind(last_block, self.merged, [*self._experts.values()]):
+        last_block = last_block_of(transformer_of("merged", merged).model, self.settings.family)
+        if differing := differing_behind(last_block, merged, [*experts.values()]):
             notes.append(f"experts differ in {', '.join(differing)}, which stay as merged")
-        if self.base is None:
-            places = [*request.expert.values()]
-            return [*notes, without_base(places, "--base {}")]
+        if models.base is None:
+            return [*notes, without_base([*request.expert.values()], "--base {}")]
+        named = {f"expert {task}": _lazy(task, expert) for task, expert in experts.items()}
         if request.merged is not None:
-            transformers["the merged model"] = self.merged
-        named = {label: _lazy(label, model) for label, model in transformers.items()}
-        return notes + notes_on_experts(named, _lazy("the base", self.base))
-
-    # --- what is done with them ---
+            named["the merged model"] = _lazy("merged", merged)
+        return notes + notes_on_experts(named, _lazy("base", models.base))
 
     def open_tasks(self) -> dict[str, Task]:
         """Open every task's texts."""
@@ -198,7 +116,7 @@ class OpenedEncoders:
         rows = [calibration.rows[number] for number in calibration.indices]
         for number, row in zip(calibration.indices, rows, strict=True):
             try:
-                calls_of(self.merged, calibration.rows.at(number), row)
+                calls_of(self.models.merged, calibration.rows.at(number), row)
             except TypeError as error:
                 raise ValueError(str(error)) from error
         columns, measure = calibration.rows.columns.values(), tests.measure if tests else ""
@@ -216,9 +134,9 @@ class OpenedEncoders:
             return part.rows.at(part.indices[number])
 
         if prompt := self.request.prompt_of(task, ""):
-            embedder = self.merged if self.base is None else self.base
+            embedder = self.models.merged if self.models.base is None else self.models.base
             return name_tests(rows, label, embedder, prompt)
-        return encoder_tests(self.merged, rows, label)
+        return encoder_tests(self.models.merged, rows, label)
 
     def load(self, weights: Any) -> Any:
         """Return a model, which is its weights."""
@@ -226,7 +144,7 @@ class OpenedEncoders:
 
     def load_expert(self, task: str) -> Any:
         """Return an expert."""
-        return self._experts[task]
+        return self.models.experts[task]
 
     def with_head(self, task: str, model: Any, head: Any) -> Any:
         """Return the model, whose head all tasks share."""
@@ -236,9 +154,9 @@ class OpenedEncoders:
         """Calibrate the merged model. Returns the result, and the calibrated model."""
         rule, options = rule_and_options(self.settings, Options())
         result = calibrate_encoder(
-            self.merged,
-            self.base,
-            self._experts,
+            self.models.merged,
+            self.models.base,
+            self.models.experts,
             {name: task.batches for name, task in tasks.items()},
             rule,
             batch_size=self.settings.batch_size,
@@ -252,12 +170,12 @@ class OpenedEncoders:
         Files of the tokenizer are the original ones, as transformers 5 writes some that release 4
         cannot load.
         """
-        merged = self._files.get("merged")
+        merged = self.models.files.get("merged")
         if merged is None:
             weights.save_pretrained(str(folder))
         else:
             save(weights, folder, merged.folder)
-        source = transformer_folder(self._home.folder)
+        source = transformer_folder(self.models.home.folder)
         target = transformer_folder(folder)
         for pattern in _TOKENIZERS:
             for file in target.glob(pattern):
@@ -266,7 +184,7 @@ class OpenedEncoders:
 
     def card_head(self, folder: Path) -> tuple[Mapping[str, str], Sequence[str]]:
         """Return library and task of the card that the library wrote, and tags of both cards."""
-        written, merged = read_local(str(folder), CARD), self._files.get("merged")
+        written, merged = read_local(str(folder), CARD), self.models.files.get("merged")
         tags = [] if merged is None else card_tags(merged.folder)
         head = {key: written[key] for key in ("library_name", "pipeline_tag") if key in written}
         return head, [*tags, *written.get("tags", ())]
