@@ -1,5 +1,6 @@
-"""Experts: their configs and LoRA adapters."""
+"""Experts: their configs and adapters."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import torch
 from calibrations import gamma, run_fast
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import clip_suite
 from tiny_texts import (
     ADAPTED,
+    llama_model,
     load_t5,
     merged_by_hand,
     t5_model,
@@ -27,9 +29,10 @@ from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.experts.config_files import open_config
 from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.fusionbench import PoolModel
 from fusion_bench_featcal.models.lora import LoraExpert, OtherAdapterError, merged_by_peft
-from fusion_bench_featcal.models.model_files import load_lora_model
+from fusion_bench_featcal.models.model_files import ModelFiles, load_lora_model
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1
@@ -86,17 +89,23 @@ def mixed() -> nn.Module:
     )  # fmt: skip
 
 
-def adapted(folder: Path, targets: list[str], **config: Any) -> dict[str, torch.Tensor]:
-    """Save an adapter with random factors, and return the tensors that PEFT merges."""
-    from peft import LoraConfig, get_peft_model
+def tuned(folder: Path, model: nn.Module, config: Any) -> dict[str, torch.Tensor]:
+    """Save an adapter with random tensors, and return the tensors that PEFT merges."""
+    from peft import get_peft_model
 
-    settings = LoraConfig(r=2, lora_alpha=3, target_modules=targets, **config)
-    wrapped: Any = get_peft_model(mixed(), settings)  # type: ignore[arg-type]
+    wrapped: Any = get_peft_model(model, config)  # type: ignore[arg-type]
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn_like(parameter)
     wrapped.save_pretrained(str(folder))
     return wrapped.double().merge_and_unload().state_dict()
+
+
+def adapted(folder: Path, targets: list[str], **config: Any) -> dict[str, torch.Tensor]:
+    from peft import LoraConfig
+
+    settings = LoraConfig(r=2, lora_alpha=3, target_modules=targets, **config)
+    return tuned(folder, mixed(), settings)
 
 
 @pytest.mark.parametrize("has_root", [False, True])
@@ -143,9 +152,111 @@ def test_adapters_that_do_not_fit_are_refused(module: str, message: str, tmp_pat
     save_file(factors, adapter / "adapter_model.safetensors")
     with pytest.raises(CalibrationError, match=message):
         LoraExpert(InMemoryExpert(base), adapter)
-    loha = write_adapter(tmp_path, base, 1, peft_type="LOHA")
-    with pytest.raises(CalibrationError, match="cannot be merged by PEFT"):
-        merged_by_peft(base, loha)
+    write_adapter(tmp_path, base, 1, peft_type="LATER")
+    with pytest.raises(CalibrationError, match="cannot be merged by PEFT: there is no 'LATER'"):
+        merged_by_peft(base, adapter)
+
+
+# --- other methods of PEFT than LoRA ---
+
+SMALL: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"]}
+METHODS: dict[str, dict[str, Any]] = {
+    "AdaLora": SMALL | {"total_step": 10},
+    "IA3": SMALL | {"feedforward_modules": ["down_proj"]},
+    "LNTuning": {"target_modules": ["input_layernorm"]},
+    "LoHa": SMALL | {"r": 2},
+    "VBLoRA": SMALL | {"r": 2, "vector_length": 4, "num_vectors": 5},
+    "Vera": SMALL | {"r": 2},
+}
+
+
+def with_base(folder: Path, method: str, **more: Any) -> tuple[ModelFiles, ModelFiles, Any]:
+    """Base and adapter of a method of PEFT, and the tensors that PEFT merges."""
+    import peft
+
+    base: Any = llama_model().float()
+    write(base, folder / "base")
+    config = getattr(peft, f"{method}Config")(**METHODS[method] | more)
+    merged = tuned(folder / "adapter", base, config)
+    return ModelFiles(folder / "base", "--base"), ModelFiles(folder / "adapter", "--expert"), merged
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # of PEFT
+@pytest.mark.parametrize("method", METHODS)
+def test_other_methods_are_merged_by_peft_and_read_as_their_own_bytes(method: str, tmp_path: Path):
+    base, adapter, merged = with_base(tmp_path, method)
+    before, source = base.load().state_dict(), adapter.source(base)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(source.tensor(name).double(), tensor, rtol=1e-5, atol=1e-6)
+    changed = {name for name in merged if not torch.equal(before[name], source.tensor(name))}
+    assert changed and changed == {name for name in merged if source.nbytes(name)}
+    stored = load_file(adapter.folder / "adapter_model.safetensors").values()
+    assert total_bytes(source) == sum(tensor.nbytes for tensor in stored)
+
+
+def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(START): tensor for name, tensor in tensors.items()}
+
+
+def without_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensors[name] for name in sorted(tensors)[1:]}
+
+
+def with_another(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    name, tensor = min(tensors.items())
+    return tensors | {name.replace("layers.0", "layers.7"): tensor.clone()}
+
+
+BROKEN: list[tuple[Any, list[str]]] = [
+    (renamed, [r"lacks \d+ tensors, such as base_model\.model\..* of no module, such as model\.",
+               r"PEFT's, which start with base_model\.model\."]),
+    (without_one, [r"lacks 1 tensor, such as base_model\.model\.model\.layers"]),
+    (with_another, [r"has 1 tensor of no module, such as base_model\.model\.model\.layers\.7"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "messages"), BROKEN)
+@pytest.mark.parametrize("method", ["IA3", "LoHa"])
+def test_names_that_peft_would_not_load_are_refused(method, change, messages, tmp_path):
+    base, adapter, _ = with_base(tmp_path, method)
+    file = adapter.folder / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    for message in messages:
+        with pytest.raises(CalibrationError, match=rf"^--expert: .*adapter_model.*{message}"):
+            adapter.source(base)
+
+
+def test_lora_without_peft_names_or_without_a_target_is_refused(tmp_path: Path):
+    base = ModelFiles(Path(write(llama_model().float(), tmp_path / "base")), "--base")
+    targets = {"target_modules": ["q_proj", "o_proj"]}
+    adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0, **targets), "--expert")
+    with pytest.raises(CalibrationError, match=r"--expert: .* has no matrices of 'o_proj', which"):
+        adapter.source(base)
+    targets = {"target_modules": ["q_proj", "down_proj"]}
+    write_adapter(tmp_path / "a", llama_model(), 0, **targets)
+    assert total_bytes(adapter.source(base)) == sum(
+        tensor.nbytes for tensor in load_file(tmp_path / "a/adapter_model.safetensors").values()
+    )
+    file = adapter.folder / "adapter_model.safetensors"
+    save_file(renamed(load_file(file)), file)
+    with pytest.raises(CalibrationError, match=r"lacks 8 tensors, .* has 8 tensors of no module"):
+        adapter.source(base)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"peft_type": "PREFIX_TUNING"}, "PREFIX_TUNING learns a prompt, which is not in the weights"),
+     ({"peft_type": "XLORA"}, "XLORA learns a router, which is not in the weights"),
+     ({"r": 2}, r"no adapter's config: KeyError\('peft_type'\)"),
+     ({"peft_type": "LORA"}, "has no number lora_alpha")],
+)  # fmt: skip
+def test_configs_without_a_change_of_weights_are_refused(config, message, tmp_path):
+    write(llama_model(), tmp_path / "base")
+    adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0), "--expert")
+    (adapter.folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CalibrationError, match=rf"^--expert: .*adapter_config.json.* {message}"):
+        adapter.check()
+        adapter.source(ModelFiles(tmp_path / "base", "--base"))
 
 
 @pytest.mark.filterwarnings("ignore:Input and output embeddings:UserWarning")  # of PEFT

@@ -221,7 +221,7 @@ class Models:
         notes = [f"merge: {request.merge}"] if request.merge else []
         notes += [f"base: {request.base}"] if request.base else []
         notes += [
-            f"expert {task}: {request.expert[task]}{' (LoRA adapter)' * expert.is_adapter}"
+            f"expert {task}: {request.expert[task]}{' (adapter)' * expert.is_adapter}"
             for task, expert in self.experts.items()
         ]
         if self.base_source is None:

@@ -54,7 +54,7 @@ class Request:
         None, "the model that the experts were tuned from", metavar="DIR", is_location=True
     )
     expert: Mapping[str, str] = mapping(
-        "an expert: a folder or hub id, whole or a LoRA adapter (repeatable)",
+        "an expert: a folder or hub id, whole or an adapter (repeatable)",
         "NAME=DIR", is_location=True,
     )  # fmt: skip
     data: Mapping[str, str] = mapping(

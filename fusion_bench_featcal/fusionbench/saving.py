@@ -81,7 +81,7 @@ def check_disks(program: Any, models: PoolModels, checkpoint_dirs: Iterable[str 
         CalibrationError: If there is too little.
     """
     known = (model.file_bytes for model in models.values())
-    size = next(filter(None, known), None)
+    size = max(filter(None, known), default=None)  # adapters are smaller
     folders = [path_option(program, SAVE_PATH), *checkpoint_dirs]
     check_room({str(folder): size for folder in folders if folder})
 

@@ -1,8 +1,13 @@
-"""Experts stored as plain LoRA adapters, expanded tensor by tensor: base + scale * B A."""
+"""Experts stored as adapters of PEFT.
+
+Plain LoRA is expanded tensor by tensor, as base + scale * B A. PEFT merges all others.
+"""
 
 import math
 import re
+import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +15,22 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.experts.source import ExpertSource, SourceView
+from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, SourceView
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.vocabulary import VOCABULARY
 
-_FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_START = "base_model.model."
+_FACTOR = re.compile(rf"{re.escape(_START)}(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
+# What other methods than these learn is a change of the weights.
+_BESIDE_THE_WEIGHTS = {
+    **dict.fromkeys(
+        ("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING",
+         "PREFIX_TUNING", "PROMPT_TUNING"), "a prompt"),
+    "POLY": "a choice of modules per task", "SHADOW": "a second model", "XLORA": "a router",
+}  # fmt: skip
 # Keys of adapter_config.json that define the scale, and keys about training or target modules,
 # which the tensors' names define more reliably. Any other key that is set changes the weights.
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
@@ -29,8 +44,29 @@ _WITHOUT_EFFECT = {
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 
-class OtherAdapterError(CalibrationError):
+class OtherAdapterError(ValueError):
     """An adapter that is not plain LoRA: PEFT merges it, with the whole model in memory."""
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of an adapter's config, of a method that changes weights.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        CalibrationError: If it is damaged, or what the method learns is not in the weights.
+    """
+    file = folder / _CONFIG
+    try:
+        config = read_json(file)
+        kind = config["peft_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CalibrationError(f"{file} is no adapter's config: {error!r}") from error
+    if beside := _BESIDE_THE_WEIGHTS.get(str(kind)):
+        raise CalibrationError(
+            f"{file}: {kind} learns {beside}, which is not in the weights, so there is nothing to "
+            "merge. Name an adapter of another method, such as LoRA, or a whole model"
+        )
+    return config
 
 
 class LoraExpert(SourceView):
@@ -52,8 +88,9 @@ class LoraExpert(SourceView):
         """
         super().__init__(base)
         self._folder = Path(adapter)
-        self._alpha, self._has_root = _read_config(self._folder / "adapter_config.json")
-        self._weights = SafetensorsExpert(self._folder / "adapter_model.safetensors")
+        config = _plain_config(self._folder)
+        self._alpha, self._has_root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
+        self._weights = SafetensorsExpert(self._folder / _WEIGHTS)
         factors: dict[str, dict[str, str]] = defaultdict(dict)
         for name in sorted(self._weights.names()):
             match = _FACTOR.fullmatch(name)
@@ -64,6 +101,7 @@ class LoraExpert(SourceView):
                 raise OtherAdapterError(f"{self._folder} changes the vocabulary matrix {weight}")
             factors[weight][match["kind"]] = name
         self._changes = {name: self._checked(name, pair) for name, pair in factors.items()}
+        self._check_targets(config.get("target_modules"), part)
 
     def _checked(self, name: str, factors: dict[str, str]) -> list[str]:
         """Return the names of a weight's factors A `[rank, inputs]` and B `[outputs, rank]`."""
@@ -72,7 +110,7 @@ class LoraExpert(SourceView):
         shapes = [list(self._weights.shape(factor)) for factor in names]
         if any(len(shape) > 2 for shape in shapes):
             raise OtherAdapterError(f"{self._folder}: {name} is a convolution")
-        if len(shapes) == 2:
+        if [len(shape) for shape in shapes] == [2, 2]:
             (rank, inputs), (outputs, other) = shapes
             if rank == other and stored == [outputs, inputs]:
                 return names
@@ -83,9 +121,20 @@ class LoraExpert(SourceView):
             f"matrices A and B are {shapes}. Check the adapter and its base"
         )
 
+    def _check_targets(self, targets: Any, part: str) -> None:
+        """Refuse an adapter without matrices of a target: the base would run unchanged there."""
+        for target in targets if isinstance(targets, list) else ():
+            end = f".{target}.weight"
+            has_target = any(f".{n}".endswith(end) for n in self.names() if n.startswith(part))
+            if has_target and not any(f".{name}".endswith(end) for name in self._changes):
+                raise CalibrationError(
+                    f"LoRA adapter {self._folder} has no matrices of {target!r}, which is in "
+                    "target_modules of its config. Correct one of them"
+                )
+
     def nbytes(self, name: str) -> int:
-        """Return the bytes to read for one tensor: the base's and its two factors."""
-        return super().nbytes(name) + sum(map(self._weights.nbytes, self._changes.get(name, ())))
+        """Return the adapter's bytes to read for one tensor. The base's count as the base's."""
+        return sum(map(self._weights.nbytes, self._changes.get(name, ())))
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor in the base's dtype, including the adapter's change."""
@@ -104,45 +153,114 @@ class LoraExpert(SourceView):
         return (rows.float() + (up[start : start + len(rows)] @ down) * scale).to(rows.dtype)
 
 
+class PeftExpert(InMemoryExpert):
+    """A model with an adapter of any kind, merged by PEFT. Only the adapter's bytes are read."""
+
+    def __init__(self, base: nn.Module, adapter: Path) -> None:
+        """Merge an adapter.
+
+        Args:
+            base: The model, whose weights are changed.
+            adapter: The adapter's folder.
+
+        Raises:
+            CalibrationError: As `merged_by_peft`.
+        """
+        super().__init__(merged_by_peft(base, adapter))
+        weights = SafetensorsExpert(adapter / _WEIGHTS)
+        owners = {name: _owner(name, self.names()) for name in sorted(weights.names())}
+        # Tensors that several modules share count at the first changed one.
+        first = next(filter(None, owners.values()), min(self.names()))
+        self._sizes = dict.fromkeys(self.names(), 0)
+        for name, owner in owners.items():
+            self._sizes[owner or first] += weights.nbytes(name)
+
+    def nbytes(self, name: str) -> int:
+        """Return the adapter's bytes to read for one tensor."""
+        return self._sizes[name]
+
+
+def _owner(name: str, weights: set[str]) -> str | None:
+    """Return the weight that an adapter's tensor changes, or None for a shared tensor."""
+    module = name.removeprefix(_START)
+    while module and f"{module}.weight" not in weights:
+        module = module.rpartition(".")[0]
+    return f"{module}.weight" if module else None
+
+
 def merged_by_peft(model: nn.Module, adapter: Path) -> nn.Module:
     """Return a model with an adapter of any kind merged into its weights, which are changed.
 
     Raises:
-        CalibrationError: If it has no safetensors file, or PEFT cannot merge it.
+        CalibrationError: If it has no safetensors file, PEFT cannot merge it, or the names of its
+            tensors are not those that PEFT loads.
     """
     from peft import PeftModel  # slow to import
 
     # PEFT would read a pickle instead, and import the module that `megatron_core` names.
-    if not (file := adapter / "adapter_model.safetensors").is_file():
+    if not (file := adapter / _WEIGHTS).is_file():
         raise CalibrationError(
             f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
         )
-    if read_json(adapter / "adapter_config.json").get("megatron_config"):
+    if adapter_config(adapter).get("megatron_config"):
         raise CalibrationError(f"adapter {adapter} is for Megatron, whose modules are not loaded")
     try:
-        wrapped: Any = PeftModel.from_pretrained(model, str(adapter))  # type: ignore[arg-type]
-        return wrapped.merge_and_unload()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # among them that of missing tensors
+            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))  # type: ignore[arg-type]
+            missing, unused = _unpaired_names(wrapped, adapter)
+            if not (missing or unused):
+                return wrapped.merge_and_unload()
     except Exception as error:  # a kind of adapter may raise anything
+        absent = "there is no " if isinstance(error, KeyError) else ""
         raise CalibrationError(
-            f"adapter {adapter} cannot be merged by PEFT: {first_line(error)}"
+            f"adapter {adapter} cannot be merged by PEFT: {absent}{first_line(error)}"
         ) from error
+    lacks = f"lacks {counted(len(missing), 'tensor')}, such as {missing[0]}" if missing else ""
+    has = (
+        f"has {counted(len(unused), 'tensor')} of no module, such as {unused[0]}" if unused else ""
+    )
+    raise CalibrationError(
+        f"{file} {' and '.join(filter(None, [lacks, has]))}. Check its base, and that its names "
+        f"are PEFT's, which start with {_START}"
+    )
 
 
-def _read_config(file: Path) -> tuple[float, bool]:
-    """Return an adapter's alpha, and whether it is divided by the root of the rank (rsLoRA).
+def _unpaired_names(wrapped: Any, adapter: Path) -> tuple[list[str], list[str]]:
+    """Return names of tensors that an adapter's file lacks, and of those that PEFT did not load."""
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    names = getattr(wrapped.get_base_model(), "_checkpoint_conversion_mapping", None)
+    weights = load_peft_weights(str(adapter), device="cpu", key_mapping=names)
+    result, tensors = set_peft_model_state_dict(wrapped, weights), wrapped.state_dict()
+    learned = get_peft_model_state_dict(wrapped, save_embedding_layers=False).values()
+    # Tensors that modules share have several names, of which a file has one.
+    lacking = {t.data_ptr() for t in learned} - {
+        tensor.data_ptr() for name, tensor in tensors.items() if name not in result.missing_keys
+    }
+    missing = [name for name in result.missing_keys if tensors[name].data_ptr() in lacking]
+    return _as_in_files(missing), _as_in_files(result.unexpected_keys)
+
+
+def _as_in_files(names: Iterable[str]) -> list[str]:
+    """Return names without that of the adapter, which PEFT inserts."""
+    return [name.replace(".default", "") for name in names]
+
+
+def _plain_config(folder: Path) -> dict[str, Any]:
+    """Return the config of a plain LoRA adapter.
 
     Raises:
         FileNotFoundError: If there is no file.
-        OtherAdapterError: If it describes another adapter than plain LoRA.
-        CalibrationError: If it is damaged.
+        OtherAdapterError: If it describes another adapter.
+        CalibrationError: As `adapter_config`.
     """
-    try:
-        config = read_json(file)
-        kind, alpha = config["peft_type"], float(config["lora_alpha"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CalibrationError(f"{file} is no LoRA adapter's config: {error!r}") from error
+    config, file = adapter_config(folder), folder / _CONFIG
+    kind = config["peft_type"]
     odd = {key for key, value in config.items() if value and value != "none"}
     odd -= _READ | _WITHOUT_EFFECT
     if kind != "LORA" or odd or config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise OtherAdapterError(f"{file}: {kind} with {sorted(odd)} is not plain LoRA")
-    return alpha, bool(config.get("use_rslora"))
+    if not isinstance(config.get("lora_alpha"), int | float):
+        raise CalibrationError(f"{file} has no number lora_alpha")
+    return config

@@ -18,7 +18,12 @@ from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
 from fusion_bench_featcal.models.errors import loading_cause
 from fusion_bench_featcal.models.hub import MODULES
-from fusion_bench_featcal.models.lora import LoraExpert, OtherAdapterError, merged_by_peft
+from fusion_bench_featcal.models.lora import (
+    LoraExpert,
+    OtherAdapterError,
+    PeftExpert,
+    adapter_config,
+)
 from fusion_bench_featcal.models.structure import without_weights
 from fusion_bench_featcal.settings.fields import is_text_list
 
@@ -70,7 +75,10 @@ class ModelFiles:
 
     def check(self) -> None:
         """Read config, indexes and headers. Refuses a folder without them."""
-        if self.folder.is_file() or self.is_adapter:
+        if self.folder.is_file():
+            return
+        if self.is_adapter:
+            self._labelled(adapter_config)
             return
         self.check_indexes()
         if self.config is None:
@@ -241,10 +249,10 @@ class ModelFiles:
         """
         if not self.is_adapter:
             return self.weights
-        if base is None or base.weights is None:
+        if base is None or (weights := base.weights) is None:
             return None
         try:
-            return LoraExpert(base.weights, self.folder, part)
+            return self._labelled(lambda folder: LoraExpert(weights, folder, part))
         except (FileNotFoundError, OtherAdapterError):
             return None
 
@@ -258,8 +266,10 @@ class ModelFiles:
         if self.is_adapter:
             if base is None:
                 raise self._error("it is an adapter, whose base is not named")
-            whole = stored is None and merged_by_peft(base.load(base.architecture), self.folder)
-            return InMemoryExpert(whole) if whole else stored  # type: ignore[return-value]
+            if stored is not None:
+                return stored
+            model = base.load(base.architecture)
+            return self._labelled(lambda folder: PeftExpert(model, folder))
         try:
             if stored is not None:
                 pair_names(self.label, stored, self.empty)

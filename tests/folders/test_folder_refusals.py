@@ -112,6 +112,8 @@ MODELS: list[Case] = [
      ["expert 'one': tensor ", "--base ", "/base's has (16, 8)"]),
     ("llama", {"two": other_words}, {}, ["has another tokenizer", "2 of 23 tokens differ"]),
     ("llama", {"two": adapter_beside}, {}, ["--expert two=", "two has two models"]),
+    ("llama", {"two/*": None, "two/adapter_config.json": '{"peft_type": "PROMPT_TUNING"}'}, {},
+     ["--expert two=", "PROMPT_TUNING learns a prompt", "not in the weights", "nothing to merge"]),
     ("llama", {"two/config.json": {"quantization_config": {"quant_method": "gptq"}}}, {},
      ["--expert two=", "two/config.json has a quantization_config (gptq)"]),
     ("llama", {"*/*token*": None}, {},

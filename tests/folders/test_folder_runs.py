@@ -26,6 +26,7 @@ from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.data.text_formats import read_row
+from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.folders import calibrate_folder, models, options
 from fusion_bench_featcal.folders.inputs import repeats
 from fusion_bench_featcal.folders.model_folder import ModelFolder
@@ -167,7 +168,13 @@ def test_files_keep_their_dtype(folder):
 def test_lora_adapters_are_experts(finished):
     run = finished("lora")
     assert f"  merge: simple_average\n  base: {run.folder / 'base'}\n  expert one: " in run.screen
-    assert run.screen.count("-lora (LoRA adapter)") == len(TASKS)
+    assert run.screen.count("-lora (adapter)") == len(TASKS)
+    reads = json.loads((run.out / "featcal" / "reads.json").read_text())
+    for task, read in reads["experts"].items():  # of the adapter alone
+        adapter = load_file(run.folder / f"{task}-lora" / "adapter_model.safetensors")
+        assert read == sum(tensor.nbytes for tensor in adapter.values())
+    assert reads["upstream"]["experts"] == sum(reads["experts"].values())
+    assert f"plan: {bytes_text(reads['upstream']['experts'])} read from experts" in run.screen
     names = changed(AutoModelForCausalLM.from_pretrained(run.out), run.models["base"])
     assert any(name.endswith("q_proj.weight") for name in names)
     assert not any("embed" in name for name in names)
