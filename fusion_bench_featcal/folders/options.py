@@ -188,6 +188,10 @@ _WORDS = (
     ("--set resume=true", "--resume"),
     ("--set checkpoint_dir", "--out"),
     ("method=featcal/plus", "--preset plus"),
+    (
+        "models that are stored or loaded in it, and fabric.precision=32-true",
+        "save MERGED, --base and every --expert in it, by model.float().save_pretrained(DIR)",
+    ),
 )
 """Settings and words of other doors -> the command's option."""
 

@@ -1,8 +1,18 @@
-"""Causes of failed loading, in one line."""
+"""Causes of failed loading, and signs in files that loading would fail, in one line."""
 
+from collections import Counter
+from collections.abc import Collection
 from pickle import UnpicklingError
 
 from fusion_bench_featcal.errors.block import causes, first_line
+from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.experts import ExpertSource
+
+_STUB = (0,)
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile", "module.": "DataParallel", "_fsdp_wrapped_module.": "FSDP",
+    "base_model.model.": "PEFT",
+}  # fmt: skip
 
 
 def loading_cause(error: BaseException) -> str:
@@ -12,4 +22,58 @@ def loading_cause(error: BaseException) -> str:
             "its .bin file is damaged or has code, which is not run. If you trust it, load it in "
             "transformers and save it with save_pretrained"
         )
-    return first_line(error).rstrip(".")
+    text = first_line(error).rstrip(".")
+    if "above report" in text:  # of transformers, which is not printed here
+        return "its tensors do not have the shapes that its config.json says"
+    return text
+
+
+def stubs_text(weights: ExpertSource) -> str:
+    """Return a text on tensors without values, as DeepSpeed writes, or an empty one."""
+    stubs = sorted(name for name in weights.names() if weights.shape(name) == _STUB)
+    if not stubs:
+        return ""
+    return (
+        f"{counted(len(stubs), 'tensor')} of its files have no values, such as {stubs[0]}: "
+        "DeepSpeed ZeRO-3 has saved stubs. Collect the weights by zero_to_fp32.py, which is in the "
+        "folder of the checkpoint"
+    )
+
+
+def wrapper_text(weights: ExpertSource) -> str:
+    """Return a text on the prefix that a wrapper of the model gave all names, or an empty one."""
+    names = weights.names()
+    added = (prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in names))
+    if not names or not (prefix := next(added, "")):
+        return ""
+    return _prefix_text(prefix, f", which {_WRAPPERS[prefix]} adds")
+
+
+def unpaired_text(missing: Collection[str], unused: Collection[str]) -> str:
+    """Return a text on tensors that a model's files lack.
+
+    Args:
+        missing: Names of the model's tensors that its files lack. There is one.
+        unused: Names in the files that the model lacks.
+    """
+    text = f"lacks {counted(len(missing), 'tensor')}, such as {min(missing)}"
+    prefixes = Counter(
+        name[: -len(end)] for name in unused for end in _ends(name) if end in missing
+    )
+    if prefixes:
+        return f"{text}: {_prefix_text(prefixes.most_common(1)[0][0])}"
+    return f"{text}, and has others, such as {min(unused)}" if unused else text
+
+
+def _ends(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[n:]) for n in range(1, len(parts))]
+
+
+def _prefix_text(prefix: str, origin: str = "") -> str:
+    strip = f"{{n.removeprefix({prefix!r}): t for n, t in load_file(f).items()}}"
+    return (
+        f"the names of its tensors start with {prefix!r}{origin}. Save the model inside by "
+        f"save_pretrained, or strip each safetensors file f: save_file({strip}, f, "
+        "{'format': 'pt'})"
+    )

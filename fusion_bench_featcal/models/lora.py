@@ -19,6 +19,7 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, SourceView
 from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.models.errors import stubs_text
 from fusion_bench_featcal.models.vocabulary import VOCABULARY
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -67,6 +68,18 @@ def adapter_config(folder: Path) -> dict[str, Any]:
             "merge. Name an adapter of another method, such as LoRA, or a whole model"
         )
     return config
+
+
+def check_adapter(folder: Path) -> None:
+    """Check an adapter's config and header.
+
+    Raises:
+        CalibrationError: As `adapter_config`, or if its tensors have no values.
+    """
+    adapter_config(folder)
+    file = folder / _WEIGHTS
+    if file.is_file() and (problem := stubs_text(SafetensorsExpert(file))):
+        raise CalibrationError(problem)
 
 
 class LoraExpert(SourceView):

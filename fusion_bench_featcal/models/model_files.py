@@ -11,20 +11,24 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
-from fusion_bench_featcal.models.errors import loading_cause
+from fusion_bench_featcal.models.errors import (
+    loading_cause,
+    stubs_text,
+    unpaired_text,
+    wrapper_text,
+)
 from fusion_bench_featcal.models.hub import MODULES
 from fusion_bench_featcal.models.lora import (
     LoraExpert,
     OtherAdapterError,
     PeftExpert,
-    adapter_config,
+    check_adapter,
 )
-from fusion_bench_featcal.models.structure import without_weights
+from fusion_bench_featcal.models.structure import untie, without_weights
 from fusion_bench_featcal.settings.fields import is_text_list
 
 CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
@@ -78,12 +82,15 @@ class ModelFiles:
         if self.folder.is_file():
             return
         if self.is_adapter:
-            self._labelled(adapter_config)
+            self._labelled(check_adapter)
             return
         self.check_indexes()
         if self.config is None:
             raise self._error(f"{self.folder} has no config.json, so it is no model")
-        if self.weights is None and not any(f.suffix in _PICKLES for f in self.folder.iterdir()):
+        if self.weights is not None:
+            if problem := stubs_text(self.weights) or wrapper_text(self.weights):
+                raise self._error(problem)
+        elif not any(f.suffix in _PICKLES for f in self.folder.iterdir()):
             raise self._error(f"{self.folder} has no weights")
 
     def check_indexes(self) -> None:
@@ -146,7 +153,8 @@ class ModelFiles:
     def empty(self) -> nn.Module:
         """The model without weights, on the meta device. Buffers that no file has are in memory."""
         model = self._empty(self.calibrated_class)
-        self._untie(model)
+        if self.weights is not None and not IS_RELEASE_4:
+            untie(model, self.weights)
         return model
 
     @cached_property
@@ -184,23 +192,6 @@ class ModelFiles:
         names = map(stored.stored_dtype, sorted(stored.names()))
         return next((_DTYPES[name] for name in names if name in _DTYPES), torch.float32)
 
-    def _untie(self, model: Any) -> None:
-        """Give a model a head of its own if its files have one, as transformers 5 does."""
-        find: Any = getattr(model, "get_output_embeddings", lambda: None)
-        head, stored = find(), self.weights
-        if IS_RELEASE_4 or head is None or stored is None:
-            return
-        head_name = next(
-            f"{name}.weight" for name, module in model.named_modules() if module is head
-        )
-        tensors = model.state_dict(keep_vars=True).items()
-        tied = [name for name, tensor in tensors if tensor is head.weight and name != head_name]
-        tied = [name for name in tied if name in stored.names()]
-        if head_name not in stored.names() or not tied:
-            return
-        if not torch.equal(stored.tensor(head_name), stored.tensor(tied[-1])):
-            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
-
     # --- weights ---
 
     def load(self, kind: Any = None, spare: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -218,16 +209,24 @@ class ModelFiles:
                 dtype=self.empty.dtype,
                 weights_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # else only a report names them
                 trust_remote_code=False,
             )
         except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
             raise self._error(f"cannot be loaded: {loading_cause(error)}") from error
+        if info["mismatched_keys"]:
+            name, stored, expected = min(info["mismatched_keys"])
+            raise self._error(
+                f"tensor {name} has shape {[*stored]} in its files, {[*expected]} by its config"
+            )
+        missing = {*info["missing_keys"]}
+        if missing - {*(spare or ())}:
+            raise self._error(unpaired_text(info["missing_keys"], info["unexpected_keys"]))
         model.eval().requires_grad_(False)
-        tensors, missing = model.state_dict(), sorted(info["missing_keys"])
-        for name in missing:
-            if spare is None or name not in spare:
-                raise self._error(f"lacks {counted(len(missing), 'tensor')}, such as {name}")
-            tensors[name].copy_(spare[name])
+        tensors = model.state_dict()
+        for name, tensor in (spare or {}).items():
+            if name in missing:
+                tensors[name].copy_(tensor)
         return model
 
     def loaded_with(self, base: "ModelFiles | None") -> nn.Module:

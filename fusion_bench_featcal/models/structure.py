@@ -10,6 +10,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from fusion_bench_featcal.experts import ExpertSource
+
 _MOST = 10**5  # parameters of a model whose files are not safetensors
 
 
@@ -35,6 +37,26 @@ def without_weights(kind: Any, config: Any, dtype: torch.dtype, tensors: int | N
         torch.set_default_dtype(default)
     model.tie_weights()  # moving parameters to the meta device has untied them
     return model.eval().requires_grad_(False)
+
+
+def untie(model: Any, stored: ExpertSource) -> None:
+    """Give a model a head of its own if its files have one, as transformers 5 does.
+
+    Args:
+        model: A model without weights.
+        stored: Its weights.
+    """
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    if (head := find()) is None:
+        return
+    head_name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+    tensors = model.state_dict(keep_vars=True).items()
+    tied = [name for name, tensor in tensors if tensor is head.weight and name != head_name]
+    tied = [name for name in tied if name in stored.names()]
+    if head_name not in stored.names() or not tied:
+        return
+    if not torch.equal(stored.tensor(head_name), stored.tensor(tied[-1])):
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
 
 @contextmanager

@@ -66,8 +66,8 @@ class Paper(Rule):
         return (
             f"ridge_lambda = {self.ridge_lambda:g} with bfloat16 features, whose rounding "
             "moves updates by 1 to 7 % at 1e-5, and by more with few samples. Raise "
-            f"ridge_lambda to {SINGLE_RIDGE:g} or more, or use float32: models that are "
-            "stored or loaded in it, and fabric.precision=32-true"
+            f"ridge_lambda to {SINGLE_RIDGE:g} or more, or use float32: models that are stored "
+            "or loaded in it, and fabric.precision=32-true"
         )
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:

@@ -57,8 +57,9 @@ class Checks:
                 raise CalibrationError(
                     f"{place}, module {module}: inputs are NaN or infinite, or their sums "
                     "overflow, while weights and samples are finite: a forward pass overflows. "
-                    "Compute in a wider precision (fabric.precision=32-true, or models in a wider "
-                    "dtype), or check the task's expert and data for extreme values"
+                    "Use float32: models that are stored or loaded in it, and "
+                    "fabric.precision=32-true. Or check the task's expert and data for extreme "
+                    "values"
                 )
             norms[module][task] = norm
         for module, by_task in norms.items():

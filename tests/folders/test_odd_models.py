@@ -96,6 +96,60 @@ def test_no_code_beside_a_model_runs(folder, monkeypatch, model, file, message):
     assert str(folder / model) in done.err and message in " ".join(done.err.split())
 
 
+# --- tensors that a model's class does not load ---
+
+
+def renamed(prefix: str) -> Any:
+    def change(tensors: Any) -> None:
+        for name in [*tensors]:
+            tensors[prefix + name] = tensors.pop(name)
+
+    return change
+
+
+def emptied(tensors: Any) -> None:
+    tensors |= {n: torch.zeros(0) for n, tensor in tensors.items() if tensor.ndim > 1}
+
+
+def shortened(tensors: Any) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :4].clone()
+
+
+NAMES: list[tuple[Any, list[str]]] = [
+    (renamed("_orig_mod."), ["start with '_orig_mod.', which torch.compile adds",
+                             "save_file({n.removeprefix('_orig_mod.'): t for n, t in load_file"]),
+    (renamed("module."), ["start with 'module.', which DataParallel adds"]),
+    (renamed("net."), ["lacks 21 tensors, such as lm_head.weight", "start with 'net.'. Save the",
+                         "n.removeprefix('net.')"]),
+    (lambda t: t.pop("lm_head.weight"), ["lacks 1 tensor, such as lm_head.weight"]),
+    (emptied, ["16 tensors of its files have no values, such as lm_head.weight: DeepSpeed",
+               "by zero_to_fp32.py"]),
+    (shortened, ["lm_head.weight has shape [23, 4] in its files, [23, 8] by its config"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "messages"), NAMES)
+def test_files_of_other_tensors_are_refused_by_name(folder, change, messages):
+    change_weights(folder / "one", change)
+    before = sorted(folder.iterdir())
+    message = error_of(*words(folder))
+    assert message.startswith("--expert one=") and all(text in message for text in messages)
+    assert "above report" not in message and sorted(folder.iterdir()) == before
+
+
+def test_an_overflow_in_float16_is_refused_with_what_the_command_has(folder):
+    def huge(tensors: Any) -> None:
+        tensors |= {n: (t * (900 if ".mlp." in n else 1)).half() for n, t in tensors.items()}
+
+    for name in ("base", "one", "two", "merged"):
+        change_weights(folder / name, huge, dtype="float16", torch_dtype="float16")
+    before = sorted(folder.iterdir())
+    message = error_of(*words(folder))
+    assert "a forward pass overflows" in message and "fabric" not in message
+    assert "save MERGED, --base and every --expert in it" in message
+    assert sorted(folder.iterdir()) == before
+
+
 def test_bin_files_that_hold_code_are_refused(folder):
     (folder / "one" / "model.safetensors").unlink()
     torch.save({"a": Path("somewhere")}, folder / "one" / "pytorch_model.bin")
