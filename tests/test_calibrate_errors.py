@@ -108,7 +108,7 @@ ROWS: list[Row] = [
         r"task task_0, block .*first.*modules=\['!", **PLUS),
     row(lambda: stack_suite(tricky.in_place_residual),
         r"module .*first: .*overwrites its input.*modules=\['!"),
-    row(lambda: stack_suite(tricky.used_twice), r"module layers\.0\.first runs twice.*\['!"),
+    row(lambda: stack_suite(tricky.used_twice), r"modules layers\.0\.first run twice.*\['!"),
 ]  # fmt: skip
 
 

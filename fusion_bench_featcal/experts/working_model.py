@@ -85,6 +85,9 @@ class WorkingModel(LazyModel):
         return Tensors(self.stored, {key: name for name, key in reversed(self.keys.items())})
 
 
+_SMALL_TABLE = 2**24  # bytes
+
+
 def offloaded(model: LazyModel, device: torch.device) -> nn.Module:
     """Return a model that reads its weights while it runs, using accelerate's hooks.
 
@@ -92,12 +95,22 @@ def offloaded(model: LazyModel, device: torch.device) -> nn.Module:
         model: The model's weights and structure.
         device: Device on which it runs.
     """
-    from accelerate.hooks import attach_align_device_hook
+    from accelerate.hooks import attach_align_device_hook, remove_hook_from_module
 
     tensors = Tensors(model.tensor, {name: name for name in model.keys})
     attach_align_device_hook(
-        model.module, device, offload=True, weights_map=tensors, offload_buffers=True
+        model.module,
+        device,
+        offload=True,
+        weights_map=tensors,
+        offload_buffers=True,
+        preload_module_classes=["MultiheadAttention"],  # torch's, which never calls its out_proj
     )
+    for name, module in model.module.named_modules():
+        # DeBERTa reads its table of relative positions without calling it.
+        if isinstance(module, nn.Embedding) and module.weight.nbytes <= _SMALL_TABLE:
+            remove_hook_from_module(module)
+            put_tensor(model.module, f"{name}.weight", model.tensor(f"{name}.weight"))
     # transformers moves inputs to the model's device, which empty tensors do not show.
     kind = type(model.module)
     model.module.__class__ = type(kind.__name__, (kind,), {"device": device})

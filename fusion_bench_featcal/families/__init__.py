@@ -7,14 +7,14 @@ from torch import nn
 
 from fusion_bench_featcal.families.base import Call, Family, stages_of
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
-from fusion_bench_featcal.families.stack import CLIP, LLAMA, STACK, Stack, find_stack
+from fusion_bench_featcal.families.stack import CLIP, LLAMA, STACK, EveryPosition, Stack, find_stack
 from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
 from fusion_bench_featcal.families.t5 import T5, WHISPER
 from fusion_bench_featcal.files.classes import named_class
 
 __all__ = [
-    "CLIP", "LLAMA", "OPEN_CLIP", "STACK", "STAGES", "T5", "WHISPER", "Call", "Family", "Stack",
-    "check_family", "resolve_family", "stages_of",
+    "CLIP", "LLAMA", "OPEN_CLIP", "STACK", "STAGES", "T5", "WHISPER", "Call", "EveryPosition",
+    "Family", "Stack", "check_family", "find_stack", "resolve_family", "stages_of",
 ]  # fmt: skip
 
 _FAMILIES = (CLIP, LLAMA, OPEN_CLIP, STACK, STAGES, T5, WHISPER)

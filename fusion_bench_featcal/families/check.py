@@ -59,9 +59,9 @@ def _difference(family: Family, model: nn.Module, inputs: Any) -> str | None:
         call = family.begin(model, inputs, blocks[0])
     except (CalibrationError, IndexError):  # inputs that do not fit have a message
         raise
-    except Exception:
+    except Exception as error:
         _block_outputs(model, blocks, inputs)  # raises if the model itself cannot take them
-        raise
+        return f"it does not run up to {blocks[0]} without its blocks ({error})"
     expected = _block_outputs(model, blocks, inputs)
     if [name for name, _ in expected] != blocks:
         return f"it runs {[name for name, _ in expected]}, not each of {blocks} once, in this order"

@@ -205,6 +205,14 @@ class ImageTower(Stack):
         return any(name.endswith("class_embedding") for name, _ in model.named_parameters())
 
 
+class EveryPosition(Stack):
+    """A stack whose head, outside of the model, reads more than the first position."""
+
+    def reads_first(self, model: nn.Module, inputs: Any) -> bool:
+        """Return False: all positions of the last block's output count."""
+        return False
+
+
 STACK = Stack()
 # Up to transformers 5.5 the tower of a CLIPVisionModel has a prefix. A causal model has one too.
 CLIP = ImageTower(r"(vision_model\.)*encoder\.layers\.\d+", name="clip", compared=False)

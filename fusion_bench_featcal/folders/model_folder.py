@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from fusion_bench_featcal.families import EveryPosition, Family, Stack, find_stack, resolve_family
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import CLIP, ModelFiles, base_models
 
@@ -69,9 +70,48 @@ def body_of(model: nn.Module, kind: Kind) -> nn.Module:
 
     This is a classifier's body, CLIP's vision tower, or the whole of a language model.
     """
-    if kind in CLASSIFIERS:
-        return getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
-    return model
+    return model.get_submodule(body_name(model)) if kind in CLASSIFIERS else model
+
+
+def body_name(classifier: Any) -> str:
+    """Return the name of the part of a classifier in front of its head.
+
+    Raises:
+        ValueError: If it has no such part.
+    """
+    prefix = classifier.base_model_prefix
+    if hasattr(classifier, prefix):
+        return prefix
+    # The prefix of SigLIP's and CLIP's image classifiers is that of both towers.
+    for name, child in classifier.named_children():
+        if hasattr(child, "config") and find_stack(child):
+            return name
+    raise ValueError(
+        f"{type(classifier).__name__} has no model in front of its head that experts can share "
+        f"({prefix}, or one with a list of blocks). Calibrate it by fusion_bench method=featcal"
+    )
+
+
+def family_of(setting: Any, body: Any, kind: Kind) -> Family:
+    """Return the family of the calibrated part.
+
+    A classifier's body does not show what its head reads: those of DINOv2 and CLIP average
+    positions, while the pooled output of their bodies is the class token.
+    """
+    family = resolve_family(setting, body)
+    if kind == IMAGE_CLASSIFIER and isinstance(family, Stack):
+        return EveryPosition(family.pattern, name=family.name, compared=family.compared)
+    return family
+
+
+def check_channels(model: ModelFolder, body: Any) -> None:
+    """Refuse a model of images that are not in colour, as all images are read."""
+    channels = getattr(body.config, "num_channels", 3)
+    if model.kind not in TEXT_MODELS and channels != 3:
+        raise ValueError(
+            f"{model.label} has num_channels={channels} in its config.json, and images are read "
+            "with 3 channels. Calibrate it in Python, by batches of pixel_values (docs/python.md)"
+        )
 
 
 def class_names(model: ModelFolder) -> list[str]:

@@ -13,7 +13,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.working_model import offloaded
-from fusion_bench_featcal.families import resolve_family, stages_of
+from fusion_bench_featcal.families import Family, stages_of
 from fusion_bench_featcal.folders.memory import free_bytes
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
@@ -21,7 +21,10 @@ from fusion_bench_featcal.folders.model_folder import (
     LANGUAGE_MODELS,
     TEXT_MODELS,
     ModelFolder,
+    body_name,
     body_of,
+    check_channels,
+    family_of,
 )
 from fusion_bench_featcal.folders.opened import require_base
 from fusion_bench_featcal.folders.request import Request
@@ -99,7 +102,7 @@ class Models:
     def with_body(self, task: str, classifier: Any, body: nn.Module) -> nn.Module:
         """Return an expert's classifier with another body, which gets the expert's tail."""
         body.load_state_dict(self.tail(task), strict=False)
-        setattr(classifier, classifier.base_model_prefix, body)
+        setattr(classifier, body_name(classifier), body)
         return classifier
 
     def tail(self, task: str) -> dict[str, Tensor]:
@@ -119,8 +122,12 @@ class Models:
     @cached_property
     def _stages(self) -> list[list[str]]:
         """The blocks of the calibrated part."""
-        family = resolve_family(self.request.settings.family, self.empty_body)
-        return stages_of(family, self.empty_body)
+        return stages_of(self.family, self.empty_body)
+
+    @cached_property
+    def family(self) -> Family:
+        """The family of the calibrated part."""
+        return family_of(self.request.settings.family, self.empty_body, self.like.kind)
 
     @cached_property
     def empty_body(self) -> nn.Module:
@@ -238,6 +245,7 @@ class Models:
 
     def _check(self) -> None:
         like, settings = self.like, self.request.settings
+        check_channels(like, self.empty_body)
         norm = rule_of(settings).calibrate_norm
         find_all_modules(self.empty_body, self._stages, settings.modules, calibrate_norm=norm)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}

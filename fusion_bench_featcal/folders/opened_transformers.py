@@ -118,7 +118,7 @@ class OpenedTransformers:
             models.base_source,
             models.sources,
             {name: task.batches for name, task in tasks.items()},
-            self.settings,
+            self.settings.replace(family=models.family),
             device=self.request.device,
             merged_weights=models.merged_source,
         )

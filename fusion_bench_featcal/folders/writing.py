@@ -9,6 +9,7 @@ from typing import Any
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.tensors import write_tensors
+from fusion_bench_featcal.folders.model_folder import body_name
 from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.models.saving import write_shards
 from fusion_bench_featcal.run.finished import FinishedBlocks
@@ -40,7 +41,7 @@ def write_heads(models: Models, heads: Mapping[str, Any], folder: Path) -> None:
     for task, classifier in heads.items():
         head = folder / HEADS / task
         head.mkdir(parents=True)
-        body = f"{classifier.base_model_prefix}."
+        body = f"{body_name(classifier)}."
         tensors = classifier.state_dict().items()
         outside = {name: tensor for name, tensor in tensors if not name.startswith(body)}
         outside |= {f"{body}{name}": tensor for name, tensor in models.tail(task).items()}

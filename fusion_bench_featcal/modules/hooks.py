@@ -38,15 +38,13 @@ def record(
     Raises:
         CalibrationError: If the block calls a module twice, or overwrites its input.
     """
-    recorded, versions = Recorded(), list[tuple[str, Tensor, int]]()
+    recorded, versions, twice = Recorded(), list[tuple[str, Tensor, int]](), dict[str, None]()
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
         if name in recorded.inputs:
-            raise CalibrationError(
-                f"module {name} runs twice in its block, and its inputs are not summed. Exclude "
-                f"it: modules=['!{name}']"
-            )
+            twice[name] = None
+            return
         recorded.inputs[name] = x
         versions.append((name, x, x._version))
         if len(versions) == len(names) and not to_end:
@@ -58,6 +56,12 @@ def record(
     ]
     with stoppable(*hooks):
         recorded.result = run()
+    if twice:
+        patterns = [f"!{name.rpartition('.')[2]}" for name in twice]
+        raise CalibrationError(
+            f"modules {', '.join(twice)} run twice in their block, and such inputs are not "
+            f"summed. Exclude them: modules={patterns}"
+        )
     for name, x, version in versions:
         if x._version != version:
             raise CalibrationError(

@@ -103,32 +103,40 @@ def classes(*names: str) -> dict[str, Any]:
     return {"id2label": dict(enumerate(names)), "label2id": {n: k for k, n in enumerate(names)}}
 
 
-def classifier_folders(folder: Path) -> Models:
-    """BERT sequence classifiers whose heads have two and three classes, and labelled texts."""
-    size: Any = SIZES | {"vocab_size": 23, "max_position_embeddings": 32}
+def classifier_folders(
+    folder: Path,
+    kind: Any = BertForSequenceClassification,
+    config: Any = BertConfig,
+    **more: Any,
+) -> Models:
+    """Sequence classifiers whose heads have two and three classes, and labelled texts."""
+    size: Any = SIZES | {"vocab_size": 23, "max_position_embeddings": 32} | more
     torch.manual_seed(0)
-    base: Any = scatter(BertForSequenceClassification(BertConfig(**size)), 0, 0.1)
-    merged, experts = copy.deepcopy(base), {}
+    base: Any = scatter(kind(config(**size)), 0, 0.1)
+    merged, experts, body = copy.deepcopy(base), {}, base.base_model_prefix
     for number, task in enumerate(TASKS):
         labels = ("no", "yes", "maybe")[: 2 + number]
-        expert: Any = BertForSequenceClassification(BertConfig(**size, **classes(*labels)))
-        expert.bert = scatter(base.bert, 20 + number, 0.03)
+        expert: Any = kind(config(**size, **classes(*labels)))
+        setattr(expert, body, scatter(base.base_model, 20 + number, 0.03))
         experts[task] = expert
         texts = enumerate(sentences(task, ROWS))
         rows = [{"text": row["prompt"], "label": labels[n % len(labels)]} for n, row in texts]
         write_rows(folder / f"{task}.jsonl", rows)
-    bodies = {task: expert.bert for task, expert in experts.items()}
-    merged.bert = add_up(base.bert, bodies, 0.4)
+    bodies = {task: expert.base_model for task, expert in experts.items()}
+    setattr(merged, body, add_up(base.base_model, bodies, 0.4))
     return write_models(folder, base, word_tokenizer(model_max_length=32), experts, merged)
 
 
-def image_classifier_folders(folder: Path) -> Models:
-    """ViT image classifiers with heads of three classes, and folders of images."""
-    config = ViTConfig(**SIZES, **classes(*SHAPES), image_size=28, patch_size=14)
+def image_classifier_folders(
+    folder: Path, kind: Any = ViTForImageClassification, config: Any = ViTConfig, **more: Any
+) -> Models:
+    """Image classifiers with heads of three classes, and folders of images."""
+    size = SIZES | {"image_size": 28, "patch_size": 14}
+    values = {"vision_config": size, "text_config": SIZES} if more.pop("towers", False) else size
     torch.manual_seed(0)
     for number, task in enumerate(TASKS):
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)
-    base = scatter(ViTForImageClassification(config), 0, 0.1)
+    base = scatter(kind(config(**values, **classes(*SHAPES), **more)), 0, 0.1)
     return write_models(folder, base, load_processor())
 
 

@@ -134,6 +134,8 @@ MODELS: list[Case] = [
      ["merged: config.json: ", "more tensors than its files have"]),
     ("vit", {"merged/config.json": {"num_hidden_layers": 9 * 10**4}}, {"data": "{}-images"},
      ["merged: config.json: ", "more tensors than its files have"]),
+    ("vit", {"*/config.json": {"num_channels": 1}}, {"data": "{}-images"},
+     ["the merged model ", "has num_channels=1 in its config.json", "read with 3 channels"]),
     ("llama", {"two": None} | merge_config("linear", "one", "./two", base_model="base"), NO_MODELS,
      ["--expert two=./two (named by ", "--expert NAME=DIR for every expert overrides"]),
     ("llama", merge_config("slerp", "one", "two", base_model="one"),

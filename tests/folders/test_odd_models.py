@@ -1,6 +1,7 @@
 """Models as they are found: vocabularies of other sizes, tied heads, code that must not run."""
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -8,8 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from encoder_pools import encoder
-from made_folders import change_json, words, write_models, write_rows
+from made_folders import (
+    SIZES,
+    change_json,
+    classifier_folders,
+    image_classifier_folders,
+    words,
+    write_models,
+    write_rows,
+)
+from PIL import Image
 from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
 from sample_pools import RESCALE
@@ -18,6 +29,11 @@ from tiny_texts import TASKS, word_tokenizer
 from transformers import Dinov2Model
 
 import fusion_bench_featcal
+from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
+from fusion_bench_featcal.experts.working_model import offloaded
+from fusion_bench_featcal.folders.model_folder import body_name
+from fusion_bench_featcal.results import read_run
+from fusion_bench_featcal.suites.image import load_processor
 
 
 def calibrated(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -183,3 +199,86 @@ def test_models_of_sentence_transformers_need_its_extra(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "fusion_bench_featcal.folders.opened_encoders", raising=False)
     line = error_of(*words(tmp_path))
     assert "a SentenceTransformer needs sentence-transformers 6.2 or newer: pip install" in line
+
+
+# --- classifiers whose bodies are not named by their class, or run otherwise ---
+
+
+def with_choices(folder: Path, models: Any) -> list[str]:
+    """Tables of the images, labelled by what their expert chooses."""
+    for task in TASKS:
+        model, rows = models[task].eval(), []
+        for file in sorted((folder / f"{task}-images").rglob("*.png")):
+            pixels = load_processor().image_processor(Image.open(file), return_tensors="pt")
+            with torch.no_grad():
+                number = int(model(**pixels).logits.argmax())
+            rows.append({"image": str(file), "label": model.config.id2label[number]})
+        write_rows(folder / f"{task}.jsonl", rows)
+    return words(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "towers"),
+    [(transformers.SiglipForImageClassification, transformers.SiglipConfig, True),
+     (transformers.CLIPForImageClassification, transformers.CLIPConfig, True),
+     (transformers.Dinov2ForImageClassification, transformers.Dinov2Config, False)],
+)  # fmt: skip
+def test_image_classifiers_that_read_all_positions(tmp_path, kind, config, towers):
+    """Their experts are scored right, all positions of all blocks count, and heads are loaded."""
+    models = image_classifier_folders(tmp_path, kind, config, towers=towers)
+    done = featcal(*with_choices(tmp_path, models))
+    assert done.code == 0, done.err
+    out = tmp_path / "out"
+    assert set(read_run(out / "featcal").accuracy["experts"].values()) == {1.0}
+    log = map(json.loads, (out / "featcal" / "calibration_log.jsonl").read_text().splitlines())
+    assert len({record["rows"] for record in log if record["kind"] == "task"}) == 1
+    head = load_file(out / "heads" / "two" / "head.safetensors")
+    assert {"classifier.weight", "classifier.bias"} <= head.keys()
+    assert not any(".encoder." in name for name in head)
+    loaded: Any = kind.from_pretrained(out)
+    assert not loaded.load_state_dict(head, strict=False).unexpected_keys
+    before = models["merged"].state_dict()
+    moved = {n for n, t in loaded.state_dict().items() if not torch.equal(t, before[n])}
+    assert any(".encoder." in name for name in moved)
+
+
+def test_modules_that_run_twice_are_named_with_the_option_that_excludes_them(tmp_path):
+    kind, config = transformers.DebertaV2ForSequenceClassification, transformers.DebertaV2Config
+    relative: Any = {
+        "relative_attention": True, "position_biased_input": False, "type_vocab_size": 0,
+        "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "position_buckets": 4,
+        "norm_rel_ebd": "layer_norm",
+    }  # fmt: skip
+    classifier_folders(tmp_path, kind, config, **relative)
+    before = sorted(tmp_path.iterdir())
+    message = error_of(*words(tmp_path))
+    assert "attention.self.key_proj run twice" in message and sorted(tmp_path.iterdir()) == before
+    advice = "modules=['!query_proj', '!key_proj']"
+    assert message.endswith(f"--set {advice}")
+    done = featcal(*words(tmp_path, "--set", advice))
+    assert done.code == 0, done.err
+
+
+def test_a_head_without_a_model_in_front_of_it_is_refused_by_class(tmp_path):
+    kind, config = transformers.HGNetV2ForImageClassification, transformers.HGNetV2Config
+    model = kind(config())
+    with pytest.raises(ValueError, match=r"^HGNetV2ForImageClassification has no model in front"):
+        body_name(model)
+
+
+@pytest.mark.parametrize("model", ["siglip", "deberta"])
+def test_an_offloaded_model_has_weights_that_it_reads_without_a_call(model):
+    """SigLIP's pooling reads a matrix inside torch's attention, DeBERTa a table of positions."""
+    torch.manual_seed(0)
+    if model == "siglip":
+        size = SIZES | {"image_size": 28, "patch_size": 14}
+        made: Any = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**size))
+        inputs = {"pixel_values": torch.randn(2, 3, 28, 28)}
+    else:
+        size = SIZES | {"vocab_size": 23, "relative_attention": True, "pos_att_type": ["c2p"]}
+        made = transformers.DebertaV2Model(transformers.DebertaV2Config(**size))
+        inputs = {"input_ids": torch.arange(10).reshape(2, 5)}
+    with torch.no_grad():
+        expected = made.eval()(**inputs)[0]
+        run = offloaded(LazyModel("the model", InMemoryExpert(made), made), torch.device("cpu"))
+        assert torch.equal(run(**inputs)[0], expected)

@@ -32,6 +32,7 @@ TEXT: dict[str, Any] = SIZES | ENDS | {
     "vocab_size": VOCABULARY, "max_position_embeddings": 16, "tie_word_embeddings": False
 }  # fmt: skip
 IMAGE: dict[str, Any] = SIZES | {"image_size": 8, "patch_size": 4}
+TOWERS: dict[str, Any] = {"vision_config": IMAGE, "text_config": TEXT}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 4}
 GPT: dict[str, Any] = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 
@@ -175,10 +176,29 @@ ROWS: tuple[Row, ...] = (
         "modernbert": {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4,
                        "global_attn_every_n_layers": 2}}),
     *_rows("image classifier", {
-        "vit": {}, "dinov2": {}, "siglip": {"vision_config": IMAGE, "text_config": TEXT}}),
+        "vit": {}, "beit": {}, "dinov2": {}, "clip": TOWERS, "siglip": TOWERS}),
     *_rows("convolutional network", NUMBERS | {"convnextv2": NUMBERS["convnext"]}, "stages"),
 )  # fmt: skip
 """Every row of the table. Add one for a further type of model here."""
+
+WINDOWED: dict[str, Any] = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 2,
+                            "depths": [1, 1], "num_attention_heads": [2, 2]}  # fmt: skip
+RELATIVE: dict[str, Any] = {"relative_attention": True, "position_biased_input": False,
+                            "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}  # fmt: skip
+REFUSED: tuple[tuple[Row, str], ...] = tuple(zip(
+    (
+        *_rows("text classifier", {
+            "deberta-v2": RELATIVE | {"share_att_key": True, "norm_rel_ebd": "layer_norm"},
+            "deberta": RELATIVE}),
+        *_rows("image classifier", {"swin": WINDOWED, "swinv2": WINDOWED}),
+    ),
+    (
+        r"query_proj, .*key_proj run twice in their .*: modules=\['!query_proj', '!key_proj'\]",
+        r"pos_proj receives rows .*Exclude it: modules=\['!attention\.self\.pos_proj'\]",
+        "the blocks of SwinForImageClassification cannot be run one by one: it does not run up to",
+        "the blocks of Swinv2ForImageClassification cannot be run one by one: it does not run up",
+    ), strict=True))  # fmt: skip
+"""Types of models that are refused, and the message."""
 
 
 def suite_named(name: str) -> Suite:
