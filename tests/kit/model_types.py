@@ -182,7 +182,8 @@ ROWS: tuple[Row, ...] = (
 """Every row of the table. Add one for a further type of model here."""
 
 WINDOWED: dict[str, Any] = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 2,
-                            "depths": [1, 1], "num_attention_heads": [2, 2]}  # fmt: skip
+                            "depths": [1, 1], "num_heads": [2, 2],
+                            "num_attention_heads": [2, 2]}  # fmt: skip
 RELATIVE: dict[str, Any] = {"relative_attention": True, "position_biased_input": False,
                             "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}  # fmt: skip
 REFUSED: tuple[tuple[Row, str], ...] = tuple(zip(
