@@ -10,6 +10,7 @@ the gain over the merged model and its 95 % interval, paired over queries or pai
 """
 
 import copy
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ from fusion_bench_featcal.suites import load_text_split
 TASKS = ("banking77", "snips_intent", "clinc_home")
 METRICS = ("accuracy@1", "mrr@10", "ndcg@10")
 QUERIES, CORPUS = 300, 300
-SECONDS, RERANKER_SECONDS = 45, 90  # CPU time of each fine-tuning
+SECONDS = 45  # CPU time of each fine-tuning
+STEPS = 60  # of each fine-tuning of a reranker
 DRAWS = (0, 1)  # of calibration texts
 
 Rows = list[tuple[str, int]]
@@ -68,17 +70,24 @@ def tuned(minilm: Path, task: str, folder: Path) -> SentenceTransformer:
         return SentenceTransformer(str(folder), device="cpu")
     model, rows = SentenceTransformer(str(minilm), device="cpu"), rows_of(task, "train")
     torch.manual_seed(0)
-    train(model, task, SECONDS, lambda random: contrastive_loss(model, rows, random))
+    train(model, task, lambda random: contrastive_loss(model, rows, random), seconds=SECONDS)
     model.save_pretrained(str(folder))
     return model
 
 
-def train(model: Any, task: str, seconds: float, loss_of: Callable[[Any], torch.Tensor]) -> None:
-    """Fine-tune a model by the loss of random batches."""
+def train(
+    model: Any,
+    task: str,
+    loss_of: Callable[[Any], torch.Tensor],
+    *,
+    seconds: float = math.inf,
+    most: int = sys.maxsize,
+) -> None:
+    """Fine-tune a model by the loss of random batches, for some CPU seconds or steps."""
     random, start, steps = np.random.default_rng(0), time.process_time(), 0
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     model.train()
-    while time.process_time() - start < seconds:
+    while time.process_time() - start < seconds and steps < most:
         optimizer.zero_grad()
         loss_of(random).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -119,7 +128,7 @@ def tuned_reranker(start: CrossEncoder, task: str, folder: Path) -> CrossEncoder
         labels = torch.tensor([float(pair["label"]) for pair in pairs])
         return F.binary_cross_entropy_with_logits(scores, labels)
 
-    train(model, f"{task} (reranker)", RERANKER_SECONDS, loss)
+    train(model, f"{task} (reranker)", loss, most=STEPS)
     model.save_pretrained(str(folder))
     return model
 
