@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tiny_models as tiny
 import torch
 from calibrations import distance, run_fast, run_slow
-from tiny_convs import NUMBERS
+from tiny_convs import NUMBERS, with_statistics
 from tiny_models import VOCABULARY, Suite, by_task, sentences, without_labels
 from torch import nn
 from transformers import (
@@ -52,7 +52,9 @@ class Row:
         torch.manual_seed(1)
         model, inputs = self.make()
         blocks = [b for stage in resolve_family("auto", model).stages(model) for b in stage]
-        return tiny.suite_of(model.eval(), inputs, blocks, 1)
+        suite = tiny.suite_of(model.eval(), inputs, blocks, 1)
+        has_norms = any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+        return with_statistics(suite, 1) if has_norms else suite
 
 
 class Examined(NamedTuple):
