@@ -31,14 +31,17 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 def greedy_answers(
     model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
 ) -> list[list[int]]:
-    """Answer prompts by greedy search, in token ids up to and including an end token."""
+    """Answer prompts by greedy search, in token ids up to and including an end token.
+
+    Prompts are those of `encoder.prompt`, which leave room for the answers.
+    """
     device = device_of(model)
     ids, mask = padded_left(prompts, encoder.pad_id)
     with torch.no_grad():
         written = model.eval().generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
-            max_new_tokens=most,
+            max_new_tokens=encoder.answer_length(most),
             **GREEDY,
             pad_token_id=encoder.pad_id,
         )

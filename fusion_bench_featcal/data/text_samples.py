@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fusion_bench_featcal.data.chats import bounded_templates
 from fusion_bench_featcal.data.text_formats import Text
+from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 
 TextKind = Literal["seq2seq", "causal", "classification"]
 IGNORED = -100  # label without a target, in transformers' losses
-NO_LIMIT = 10**9  # tokenizers without a limit report a huge one
 _DATE = "26 Jul 2024"  # by default Llama's chat template inserts the current date
 
 
@@ -46,20 +46,21 @@ class TextEncoder:
     For a decoder-only model prompt and target are tokenised as one text, as in its training. Chats
     are rendered by the tokenizer's chat template, and the last answer is the target. Texts longer
     than `max_length` are truncated: a prompt at its end, so that the target keeps at least half.
-    Without `max_length` a text beyond the tokenizer's limit is an error. For a classifier a row is
-    one text or pair, and a chat includes its last turn. Targets are not read.
+    Without `max_length` a text beyond the limit of the tokenizer, or of the model's `positions`, is
+    an error. For a classifier a row is one text or pair, and a chat includes its last turn. Targets
+    are not read.
     """
 
     tokenizer: Any
     kind: TextKind
     max_length: int | None = None
+    positions: int = NO_LIMIT
 
     def __post_init__(self) -> None:
-        limit = tokens_allowed(self.tokenizer)
-        if self.max_length is not None and self.max_length > limit:
+        most, limit = longest_text(self.tokenizer, self.positions)
+        if self.max_length is not None and self.max_length > most:
             raise CalibrationError(
-                f"max_length = {self.max_length} is more than the tokenizer's own limit of "
-                f"{limit} tokens (model_max_length): lower it"
+                f"max_length = {self.max_length} is more than {most} tokens, {limit}: lower it"
             )
 
     def sample(self, text: Text) -> Sample:
@@ -94,6 +95,12 @@ class TextEncoder:
         room = limit if self.kind == "seq2seq" else max(limit - reserved, limit // 2)
         return self._within(prompt, room, text.name, len(prompt))
 
+    def answer_length(self, most: int) -> int:
+        """Return how many tokens a model can write behind a prompt of `prompt`, at most `most`."""
+        if self.kind == "seq2seq":
+            return min(most, self.positions)
+        return min(most, self.positions - self.positions // 2)
+
     def answered(self, prompt: list[int], answer: list[int], name: str) -> Sample:
         """Return a prompt with a model's answer as its target."""
         return self._cut(_Ids(prompt, answer), name)
@@ -106,7 +113,7 @@ class TextEncoder:
 
     @property
     def _limit(self) -> int:
-        return self.max_length or tokens_allowed(self.tokenizer)
+        return self.max_length or longest_text(self.tokenizer, self.positions)[0]
 
     @cached_property
     def _marks(self) -> frozenset[int]:
@@ -239,8 +246,8 @@ class TextEncoder:
     def _within(self, ids: list[int], limit: int, name: str, length: int) -> list[int]:
         if self.max_length is None and length > limit and limit < NO_LIMIT:
             raise CalibrationError(
-                f"{name}: {length} tokens, but the tokenizer's limit (model_max_length) is "
-                f"{self._limit}. Set max_length to cut long texts"
+                f"{name}: {length} tokens, but {longest_text(self.tokenizer, self.positions)[1]} "
+                f"is {self._limit}. Set max_length to cut long texts"
             )
         return ids[:limit]
 
@@ -265,21 +272,6 @@ def _tokenised(text: Text, kind: TextKind, labels: Any) -> _Ids:
     labels = [label for label, counts in zip(labels, mask, strict=True) if counts]
     start = next((n for n, label in enumerate(labels) if label != IGNORED), len(labels))
     return _Ids(ids[:start], ids[start:], labels[start:])
-
-
-def tokens_allowed(tokenizer: Any) -> int:
-    """Return a tokenizer's maximum number of tokens.
-
-    Raises:
-        CalibrationError: If its files give no number of tokens.
-    """
-    limit = tokenizer.model_max_length
-    if type(limit) not in (int, float) or not limit >= 1 or limit != limit // 1:
-        raise CalibrationError(
-            f"the tokenizer's limit (model_max_length in tokenizer_config.json) is {limit!r:.40}, "
-            "not a number of tokens. Correct the file"
-        )
-    return int(limit)
 
 
 def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import class_tests, own_logits
 from fusion_bench_featcal.data.tables import split_of
+from fusion_bench_featcal.data.text_limits import longest_text, positions_of
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
@@ -43,7 +44,9 @@ class ZeroShot:
     @torch.no_grad()
     def head(self, prompts: Sequence[str]) -> Tensor:
         """Return unit vectors of the classes' prompts, `[classes, d]`."""
-        tokens = self._tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt")
+        most, _ = longest_text(self._tokenizer, positions_of(self._model.text_model))
+        cut: Any = {"truncation": True, "max_length": most}
+        tokens = self._tokenizer(list(prompts), padding=True, **cut, return_tensors="pt")
         pooled = self._model.text_model(**tokens).pooler_output
         return F.normalize(self._model.text_projection(pooled).float(), dim=-1)
 

@@ -1,12 +1,13 @@
 """Models of transformers for `featcal calibrate`: language models, classifiers, CLIP, images."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.data.text_samples import TextEncoder, tokens_allowed
+from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text, positions_of
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.model_folder import (
@@ -34,10 +35,10 @@ class OpenedTransformers:
         """Find all models, and compare configs, shapes and a sample of the weights."""
         self.request, self.models = request, Models.of(request)
         self.processor = self.models.processor()
-        self.notes = self.models.notes
         self.experts, self.has_heads = self.models.experts, self.models.has_heads
         self.own_head = self.models.like.name
         self.settings = self._settings()
+        self.notes = [*self.models.notes, *self._note_on_length()]
 
     @property
     def title(self) -> str:
@@ -72,15 +73,29 @@ class OpenedTransformers:
                 f"{kind} models"
             )
         elif length == MAX_LENGTH:
-            length = min(MAX_LENGTH, tokens_allowed(self.processor))
+            length = min(MAX_LENGTH, longest_text(self.processor, self._positions)[0])
         return completed(request.settings.replace(max_length=length))
+
+    @cached_property
+    def _positions(self) -> int:
+        """Positions of text models."""
+        is_text = self.models.like.kind in TEXT_MODELS
+        return positions_of(self.models.like.empty) if is_text else NO_LIMIT
+
+    def _note_on_length(self) -> list[str]:
+        """Return a sentence on texts that are cut earlier than the tokenizer's limit."""
+        length = self.settings.max_length
+        if length != self._positions or "max_length" in self.request.set:
+            return []
+        most, limit = longest_text(self.processor, self._positions)
+        return [f"texts are cut at {most} tokens: {limit}"] if most == length else []
 
     def open_tasks(self) -> dict[str, Task]:
         """Open every task's data, for the kind of models."""
         models, processor, request = self.models, self.processor, self.request
         kind, length = models.like.kind, self.settings.max_length
         if kind in LANGUAGE_MODELS:
-            encoder = TextEncoder(processor, kind, length)  # type: ignore[arg-type]
+            encoder = TextEncoder(processor, kind, length, self._positions)  # type: ignore[arg-type]
             return {
                 task: open_language_task(task, request, encoder, partial(models.load_expert, task))
                 for task in request.expert
@@ -88,7 +103,7 @@ class OpenedTransformers:
         if kind not in TEXT_MODELS:
             heads = {} if request.no_eval else _image_heads(models)
             return {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
-        encoder = TextEncoder(processor, "classification", length)
+        encoder = TextEncoder(processor, "classification", length, self._positions)
         heads = {} if request.no_eval else _class_names(models)
         configs = [model.config for model in (models.like, *models.experts.values())]
         pads = all(config.get("pad_token_id") is not None for config in configs if config)

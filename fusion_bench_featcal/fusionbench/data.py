@@ -15,6 +15,7 @@ from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
+from fusion_bench_featcal.data.text_limits import NO_LIMIT
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
@@ -36,6 +37,7 @@ def calibration_batches(
     processor: Any,
     *,
     device: Any = None,
+    positions: int = NO_LIMIT,
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
@@ -49,6 +51,7 @@ def calibration_batches(
         processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
             callable from an RGB picture to a tensor `[channels, height, width]`.
         device: Device on which experts generate targets, by default the one they are loaded on.
+        positions: Positions of text models, as of `positions_of`.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
@@ -61,7 +64,8 @@ def calibration_batches(
     """
     split = settings.calibration_split
     check_tasks_have_data(task_names, getattr(modelpool, f"{split}_dataset_names"), split)
-    if text_kind(modelpool) is not None:
+    kind: Any = text_kind(modelpool)
+    if kind is not None:
         _check_text_settings(modelpool, settings)
     batches = {}
     for task in task_names:
@@ -70,7 +74,7 @@ def calibration_batches(
         if isinstance(rows, ImageItems):
             batches[task] = ImageBatches(rows, indices, settings.batch_size, processor)
         else:
-            encoder = TextEncoder(processor, text_kind(modelpool), settings.max_length)  # type: ignore[arg-type]
+            encoder = TextEncoder(processor, kind, settings.max_length, positions)
             load_expert = partial(load_pool_model, modelpool, task)
             batches[task] = TextBatches(rows, indices, settings, encoder, load_expert, device)
     return batches

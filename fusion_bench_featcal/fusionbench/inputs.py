@@ -8,7 +8,7 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.data.embeddings import Pooling
-from fusion_bench_featcal.data.text_samples import NO_LIMIT, tokens_allowed
+from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
 from fusion_bench_featcal.encoders.naming import class_of, pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
@@ -99,12 +99,18 @@ class MethodInputs:
             CalibrationError: If a task lacks data.
         """
         pool = with_own_data(self.modelpool, settings)
-        is_text = text_kind(pool) is not None
-        if settings.max_length is None and is_text and self.pooling is not None:
-            cut = min(tokens_allowed(self.processor), self.pooling.max_length or NO_LIMIT)
+        positions = NO_LIMIT if text_kind(pool) is None else self.models.positions
+        if settings.max_length is None and text_kind(pool) and self.pooling is not None:
+            most, _ = longest_text(self.processor, positions)
+            cut = min(most, self.pooling.max_length or NO_LIMIT)
             settings = settings.replace(max_length=cut if cut < NO_LIMIT else None)
         return calibration_batches(
-            pool, pool.model_names, settings, self.processor, device=self.fabric.device
+            pool,
+            pool.model_names,
+            settings,
+            self.processor,
+            device=self.fabric.device,
+            positions=positions,
         )
 
     def require_base(self, purpose: str, instead: str = "") -> None:

@@ -13,6 +13,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
 
+from fusion_bench_featcal.data.text_limits import NO_LIMIT, positions_of
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts import ExpertSource
@@ -152,6 +153,17 @@ class PoolModels(dict[str, PoolModel]):
     def experts(self) -> dict[str, PoolModel]:
         """Task -> expert."""
         return {name: self[name] for name in self.pool.model_names}
+
+    @property
+    def positions(self) -> int:
+        """Positions of text models (`positions_of`), `NO_LIMIT` if their files do not say it."""
+        model = self.base or next(iter(self.values()))
+        if model.module is not None:
+            return positions_of(model.module)
+        try:
+            return positions_of(model.folders[0].empty) if model.folders else NO_LIMIT
+        except CalibrationError:  # the pool may load it all the same
+            return NO_LIMIT
 
     def fetch(self) -> None:
         """Download at once all files that the hub's cache lacks. Raises as `fetch_all`."""

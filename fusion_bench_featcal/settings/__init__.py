@@ -149,7 +149,7 @@ class FeatCalSettings(Settings):
     max_length: int | None = setting(
         None,
         "Maximum length of a text in tokens. Longer ones are truncated. Null: a text that exceeds "
-        "the tokenizer's limit is an error.",
+        "the limit of the tokenizer or of the model's positions is an error.",
         ge=2,
     )
     calibrate_bias: bool = setting(True, "Calibrate biases (Eqs. 51-55).")

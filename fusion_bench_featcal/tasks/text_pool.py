@@ -25,6 +25,7 @@ from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
+from fusion_bench_featcal.data.text_limits import positions_of
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, TextKind
 from fusion_bench_featcal.errors import CalibrationError
@@ -78,7 +79,8 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             metrics: Task name -> `exact_match` (the default) or `spearman`.
             batch_size: Prompts per batch. It changes memory and speed, not answers.
             max_new_tokens: Longest generated answer, by default the longest target of the task.
-            max_length: Longest prompt in tokens, by default the tokenizer's limit.
+            max_length: Longest text in tokens. By default a text above the tokenizer's limit, or
+                the model's positions, is an error.
             **unknown: Refused, except for keys that all FusionBench configurations have.
 
         Raises:
@@ -133,7 +135,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     def _score(self, model: Any, task: str) -> Score:
         kind: TextKind = "seq2seq" if model.config.is_encoder_decoder else "causal"
         if (task, kind) not in self._batches:
-            self._batches[task, kind] = self._opened(task, kind)
+            self._batches[task, kind] = self._opened(task, kind, positions_of(model))
         batches, order = self._batches[task, kind]
         with self.fabric.autocast(), surgery_task(model, task):
             score = Tests(batches.checked, targets_of, order=order).score(model)
@@ -141,12 +143,10 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
                 return Score(self._correlation(model, batches), score.losses, None)
         return score
 
-    def _opened(self, task: str, kind: TextKind) -> tuple[TextBatches, list[int]]:
+    def _opened(self, task: str, kind: TextKind, positions: int) -> tuple[TextBatches, list[int]]:
         """Tokenise a task's rows for a kind of model. Return also their order."""
-        rows, encoder = (
-            self.test_dataloaders[task],
-            TextEncoder(self.tokenizer, kind, self.max_length),
-        )
+        rows = self.test_dataloaders[task]
+        encoder = TextEncoder(self.tokenizer, kind, self.max_length, positions)
         settings = FeatCalSettings(batch_size=self.batch_size)
         batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)
         for text, sample in zip(batches.texts, batches.encoded, strict=True):
@@ -159,8 +159,8 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         targets, encoder = self._targets(batches), batches.encoder
         # An answer longer than every target cannot be right.
         longest = max(len(_target_ids(sample)) for sample in batches.encoded)
-        prompts = [encoder.prompt(text, self.max_new_tokens or 0) for text in batches.texts]
         most = self.max_new_tokens or longest
+        prompts = [encoder.prompt(text, most) for text in batches.texts]
         answers = answer_texts(model, encoder, prompts, batch_size=self.batch_size, most=most)
         return spearman(answers, targets)
 

@@ -1,0 +1,62 @@
+"""The longest text that a tokenizer and a model's positions allow."""
+
+from typing import Any
+
+from fusion_bench_featcal.errors import CalibrationError
+
+NO_LIMIT = 10**9  # tokenizers without a limit report a huge one
+_TABLES = ("position_embeddings", "embed_positions")
+
+
+def longest_text(tokenizer: Any, positions: int = NO_LIMIT) -> tuple[int, str]:
+    """Return the maximum number of tokens of a text, and the limit in words.
+
+    Args:
+        tokenizer: The tokenizer.
+        positions: Positions of the model, as of `positions_of`.
+
+    Raises:
+        CalibrationError: If the tokenizer's files give no number of tokens.
+    """
+    allowed = tokens_allowed(tokenizer)
+    if positions < allowed:
+        return positions, "the model's positions (max_position_embeddings)"
+    return allowed, "the tokenizer's limit (model_max_length)"
+
+
+def tokens_allowed(tokenizer: Any) -> int:
+    """Return a tokenizer's maximum number of tokens.
+
+    Raises:
+        CalibrationError: If its files give no number of tokens.
+    """
+    limit = tokenizer.model_max_length
+    if type(limit) not in (int, float) or not limit >= 1 or limit != limit // 1:
+        raise CalibrationError(
+            f"the tokenizer's limit (model_max_length in tokenizer_config.json) is {limit!r:.40}, "
+            "not a number of tokens. Correct the file"
+        )
+    return int(limit)
+
+
+def positions_of(model: Any) -> int:
+    """Return the number of tokens for which a model of transformers has positions.
+
+    It is `NO_LIMIT` for models with relative positions, such as T5. Positions of RoBERTa and others
+    begin behind the index of padding, so that fewer are left than the config has.
+
+    Args:
+        model: The model, with or without weights.
+    """
+    config = model.config
+    is_biased = getattr(config, "position_biased_input", True)  # DeBERTa
+    if getattr(config, "alibi", False) or not is_biased:
+        return NO_LIMIT
+    most = getattr(config, "max_position_embeddings", None)  # also under other names
+    limits = [most] if isinstance(most, int) and most > 0 else []
+    for name, table in model.named_modules():
+        rows = getattr(table, "num_embeddings", None)
+        if name.rpartition(".")[2] in _TABLES and rows is not None:
+            padding = getattr(table, "padding_idx", None)
+            limits.append(rows if padding is None else rows - padding - 1)
+    return min(limits, default=NO_LIMIT)
