@@ -1,7 +1,7 @@
 """`ImageItems`: any dataset as pictures. `load_images`: folders, tables and hub datasets."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +9,18 @@ import datasets
 import torch
 from PIL import Image
 
-from fusion_bench_featcal.data.labels import class_numbers, encode_labels, sort_names
+from fusion_bench_featcal.data.image_folders import check_column, read_folder, with_files
+from fusion_bench_featcal.data.labels import class_numbers, encode_labels
 from fusion_bench_featcal.data.pictures import to_rgb
-from fusion_bench_featcal.data.tables import from_hub, read_table, require_numbered
+from fusion_bench_featcal.data.tables import (
+    from_hub,
+    read_table,
+    require_numbered,
+    split_of,
+)
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
-IMAGE_SUFFIXES = {
-    ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
-    ".ppm", ".tga", ".tif", ".tiff", ".webp",
-}  # fmt: skip
 Change = Callable[[Image.Image, int], Image.Image]
-
-SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 
 
 class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
@@ -69,7 +68,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _read_table(self, table: datasets.Dataset) -> None:
         column, label = self._image_column, self._label_column
-        _check_column(table, column, self.name)
+        check_column(table, column, self.name)
         if isinstance(table.features[column], datasets.Image):
             # undecoded, so that messages can name a damaged file
             table = table.cast_column(column, datasets.Image(decode=False))
@@ -148,23 +147,29 @@ def load_images(
     image_column: str = "image",
     label_column: str | None = "label",
     classnames: Sequence[str] | None = None,
+    *,
+    usual_split: str | None = None,
 ) -> ImageItems:
     """Load pictures from a folder, a table or the hub, without running code of a dataset.
 
-    - A folder has one subfolder of images per class, or only images, which are then unlabeled. If
-      it has a folder per split (`train`, `test`), set `split`.
+    - A folder has one subfolder of images per class, or only images, which are then unlabeled. A
+      `metadata.csv` or `metadata.jsonl` in it, as of `imagefolder`, is a table of its images, with
+      `file_name` in place of `image_column`. It may have a folder per split (`train`, `test`), or
+      be written by `save_to_disk`.
     - A table (`.jsonl`, `.csv`, `.parquet`) has paths, relative to its folder, or images in
       `image_column`, and integers or class names in `label_column`, if it exists.
-    - Anything else is the id of a hub dataset. `split` is required.
+    - Anything else is the id of a hub dataset.
 
     Args:
         path: The folder, the table or the hub id. Relative paths start at the current folder.
+            Folders and ids may end in `:SPLIT`.
         split: The split, if there are several.
         image_column: Column of the images.
         label_column: Column of the labels. If it is missing or None, the items are unlabeled.
         classnames: Class names by number. Names of folders, texts and the dataset's own names are
             found among them. By default these are the class names, sorted unless the dataset
             numbers them.
+        usual_split: The split if none is named and there are several.
 
     Returns:
         Items `{"image": RGB picture, "label": int}`. A picture is read when its item is used.
@@ -173,15 +178,18 @@ def load_images(
         ValueError: If the path, the split or a column does not exist.
         CalibrationError: If the data cannot be read, or a label is not a class.
     """
-    name = f"data {path!r}" + (f", split {split!r}" if split else "")
+    if split is None:
+        path, split = split_of(path)
     source = Path(path).expanduser()
     if source.is_dir():
-        rows = _read_folder(source, split)
-    elif source.is_file():
-        table = read_table(source, split, label_column)
-        rows = _with_files(table, source.parent, name, image_column)
-    else:
+        rows, split = read_folder(source, split, usual_split, image_column, label_column)
+    elif not source.is_file():
+        split = split or usual_split
         rows = from_hub(path, source, split)
+    else:
+        table = read_table(source, split, label_column)
+        rows = with_files(table, source.parent, f"data {path!r}", image_column)
+    name = f"data {path!r}" + (f", split {split!r}" if split else "")
     return ImageItems(
         rows,
         name=name,
@@ -189,75 +197,3 @@ def load_images(
         label_column=label_column,
         classnames=classnames,
     )
-
-
-def _check_column(table: datasets.Dataset, column: str, name: str) -> None:
-    if column not in table.column_names:
-        raise ValueError(
-            f"{name}: no column {column!r} of images{nearest_hint(column, table.column_names)}; "
-            f"there are: {', '.join(table.column_names)}. Name it (image_column of load_images or "
-            "of a task, --columns image=NAME)"
-        )
-
-
-def _with_files(table: datasets.Dataset, root: Path, name: str, column: str) -> datasets.Dataset:
-    """Return a table whose paths of images start at the folder `root`, after a check of them."""
-    _check_column(table, column, name)
-    if table.features[column] != datasets.Value("string"):
-        return table
-    files = [None if path is None else root / Path(path).expanduser() for path in table[column]]
-    for number, file in enumerate(files):
-        if file is not None and not file.exists():
-            raise CalibrationError(
-                f"{name}, item {number}: there is no file {file} (relative paths start at "
-                f"{root.absolute()}). Correct the table or set image_column (now {column!r})"
-            )
-    paths = [None if file is None else str(file) for file in files]
-    return table.remove_columns(column).add_column(column, paths)  # type: ignore[call-arg]
-
-
-def _read_folder(folder: Path, split: str | None) -> datasets.Dataset:
-    """Return a table of the images in a folder, with the names of class folders as labels."""
-    if split is not None:
-        folder = _split_folder(folder, split)
-    data = f"data {str(folder)!r}"
-    folders = {e.name: e for e in folder.iterdir() if e.is_dir() and not e.name.startswith(".")}
-    classes = {name: _images(folders[name].rglob("*")) for name in sort_names(folders)}
-    classes = {name: files for name, files in classes.items() if files}
-    alone, names = _images(folder.iterdir()), " or ".join(classes)
-    if split is None and classes and set(classes) <= SPLIT_FOLDERS:
-        raise ValueError(f"{data} has splits: set split to {names}")
-    if classes and alone:
-        raise ValueError(
-            f"{data} has images ({Path(alone[0]).name}, ...) beside class folders ({names}): move "
-            "them into class folders"
-        )
-    if not classes and not alone:
-        suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise ValueError(
-            f"{data} has no images ({suffixes}), neither in itself nor in class folders"
-        )
-    if alone:
-        return datasets.Dataset.from_dict({"image": alone})
-    images = [file for files in classes.values() for file in files]
-    labels = [name for name, files in classes.items() for _ in files]
-    return datasets.Dataset.from_dict({"image": images, "label": labels})
-
-
-def _split_folder(folder: Path, split: str) -> Path:
-    splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    if split not in splits:
-        raise ValueError(
-            f"data {str(folder)!r} has no folder for split {split!r}{nearest_hint(split, splits)}. "
-            f"Folders: {', '.join(splits) or 'none'}"
-        )
-    return folder / split
-
-
-def _images(entries: Iterable[Path]) -> list[str]:
-    """Return the image files among entries of a folder, sorted."""
-    return [
-        str(file)
-        for file in sorted(entries)
-        if file.suffix.lower() in IMAGE_SUFFIXES and file.name[0] != "." and file.is_file()
-    ]

@@ -68,6 +68,8 @@ def _rgb(picture: Image.Image) -> Image.Image:
 def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
     """Process one RGB picture to pixels `[channels, height, width]`.
 
+    A processor of transformers whose `image_mean` is one number gets it gray.
+
     Raises:
         CalibrationError: If the processor fails.
     """
@@ -75,12 +77,38 @@ def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
     try:
         if not is_of_transformers(processor):
             return transform(picture)
+        mean = getattr(getattr(transform, "image_processor", transform), "image_mean", None)
+        if isinstance(mean, list | tuple) and len(mean) == 1:
+            picture = picture.convert("L")
         return transform(images=[picture], return_tensors="pt")["pixel_values"][0]
     except Exception as error:  # processors pass on any error of their image library
         raise CalibrationError(
             f"{item}: the processor fails on this {picture.width} x {picture.height} image "
             f"({type(error).__name__}: {error}). Remove or replace it, or change the processor"
         ) from error
+
+
+def check_channels(processor: Any, channels: Any, option: str) -> None:
+    """Refuse models with another number of channels than their images have.
+
+    Args:
+        processor: The image processor.
+        channels: `num_channels` of the models' config, or None if it has none.
+        option: The model in the words of messages.
+
+    Raises:
+        CalibrationError: If they differ, naming both.
+    """
+    if channels is None or not is_of_transformers(processor):
+        return
+    picture = Image.new("RGB", (64, 64))
+    found = to_pixels(picture, processor, f"the image processor of {option}").shape[0]
+    if found != channels:
+        raise CalibrationError(
+            f"{option} takes images with num_channels={channels}, and its image processor gives "
+            f"{found} channels. Images are RGB, or gray if image_mean has one number: correct "
+            f"preprocessor_config.json"
+        )
 
 
 def stack_pixels(images: Sequence[Tensor], name: str) -> Tensor:

@@ -83,11 +83,16 @@ def load_texts(path: str, split: str = "train") -> FileRows | datasets.Dataset:
     if source.is_file():
         return read_rows(source, named)
     if source.is_dir():
-        return _saved(source, named or split)
+        return read_saved(source, named or split)
     return from_hub(name, source, named or split)
 
 
-def _saved(folder: Path, split: str) -> datasets.Dataset:
+def is_saved(folder: Path) -> bool:
+    """Return whether a folder was written by `save_to_disk`."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def read_saved(folder: Path, split: str | None) -> datasets.Dataset:
     """Read a folder written by `save_to_disk`."""
     try:
         loaded = datasets.load_from_disk(str(folder))
@@ -97,6 +102,9 @@ def _saved(folder: Path, split: str) -> datasets.Dataset:
         raise ValueError(f"data {str(folder)!r} is no saved dataset ({error}){hint}") from error
     if isinstance(loaded, datasets.Dataset):
         return loaded
+    if split is None:
+        names = " or ".join(sorted(loaded))
+        raise ValueError(f"data {str(folder)!r} has splits: set split to {names}")
     if split not in loaded:
         raise ValueError(f"data {str(folder)!r} has no split {split!r}, only {sorted(loaded)}")
     return loaded[split]

@@ -116,9 +116,7 @@ def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[l
 def _items(
     location: str, split: str, option: str, *, columns: Mapping[str, str | None]
 ) -> ImageItems:
-    """Open images at a path, or the hub dataset `ID:SPLIT`."""
-    name, named = split_of(location)
-    is_here = Path(name).expanduser().exists()
+    """Open images at a path or on the hub, with or without `:SPLIT`."""
     with naming_setting(option):
         keys: Any = {f"{name}_column": column for name, column in columns.items()}
-        return load_images(name, named or (None if is_here else split), **keys)
+        return load_images(location, usual_split=split, **keys)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.pictures import check_channels
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.model_config import check_same_function
@@ -32,6 +33,7 @@ from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.likeness import notes_on_experts
 from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.processors import (
+    check_processors,
     check_tokenizers,
     has_processor,
     load_processor,
@@ -267,9 +269,14 @@ class Models:
             is_whole_clip = self.like.architecture.__name__ == "CLIPModel"
             kind = AutoProcessor if is_whole_clip else AutoImageProcessor
         loaded = load_processor(Path(self.processor_folder), kind, "--tokenizer")
-        if kind is AutoTokenizer:
-            folders = {expert.label: expert.folder for expert in self.experts.values()}
-            check_tokenizers(loaded, f"--tokenizer {self.processor_folder}", folders)
+        option = f"--tokenizer {self.processor_folder}"
+        folders = {expert.label: expert.folder for expert in self.experts.values()}
+        if kind is not AutoTokenizer:
+            check_processors(loaded, option, folders)
+            channels = getattr(self.like.empty.config, "num_channels", None)
+            check_channels(loaded, channels, self.like.label)
+        else:
+            check_tokenizers(loaded, option, folders)
             loaded.padding_side = "right"
             if self.request.chat_template is not None:
                 file = Path(self.request.chat_template).expanduser()

@@ -13,7 +13,7 @@ from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
-from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.tables import load_texts, split_of
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_limits import NO_LIMIT
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -151,8 +151,8 @@ def _open(modelpool: Any, task: str, split: str, settings: FeatCalSettings | Non
     with naming_setting(setting, path if isinstance(path, str) else None):
         if isinstance(entry, str) and is_text:
             rows = load_texts(entry, split)
-        elif isinstance(entry, str) and Path(entry).expanduser().exists():
-            rows = load_images(entry)
+        elif isinstance(entry, str) and Path(split_of(entry)[0]).expanduser().exists():
+            rows = load_images(entry, usual_split=split)
         else:  # a configuration or a hub id
             rows = getattr(modelpool, f"load_{split}_dataset")(task)
         note_data_set(rows)

@@ -9,12 +9,17 @@ from fusion_bench.modelpool import BaseModelPool
 from omegaconf import OmegaConf
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPProcessor
 
+from fusion_bench_featcal.data.pictures import check_channels
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.models.processors import check_tokenizers, load_processor
+from fusion_bench_featcal.models.processors import (
+    check_processors,
+    check_tokenizers,
+    load_processor,
+)
 
 # By name, because importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {
@@ -39,14 +44,27 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     Without one in its config, a pool of image classifiers has its base's.
 
     Raises:
-        CalibrationError: If there is none, it cannot be loaded, or an expert has another tokenizer.
+        CalibrationError: If there is none, it cannot be loaded, or an expert has another one.
     """
+    models = PoolModels(modelpool)
+    folders: dict[str, Path] = {
+        f"expert {name!r} (modelpool.models.{name})": expert.folders[-1].folder
+        for name, expert in models.experts.items()
+        if expert.folders
+    }
     if text_kind(modelpool) is not None:
         tokenizer = _loaded(modelpool, "tokenizer", AutoTokenizer)
-        _check_tokenizers(modelpool, tokenizer)
+        _check_vocabulary(modelpool, tokenizer)
+        check_tokenizers(tokenizer, "modelpool.tokenizer", folders)
         return tokenizer
     is_clip = hasattr(modelpool, "load_clip_model")
-    return _loaded(modelpool, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
+    processor = _loaded(modelpool, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
+    check_processors(processor, "modelpool.processor", folders)
+    first = models.base or next(iter(models.values()))
+    config = first.config or {}
+    channels = (config.get("vision_config") or config).get("num_channels")
+    check_channels(processor, channels, f"modelpool.models.{first.name}")
+    return processor
 
 
 def _loaded(modelpool: Any, name: str, kind: Any) -> Any:
@@ -84,17 +102,11 @@ def _entry(modelpool: Any, name: str) -> Any:
     return (models.base or next(iter(models.values()))).location
 
 
-def _check_tokenizers(modelpool: BaseModelPool, tokenizer: Any) -> None:
-    """Compare the tokenizer with the embeddings' rows and with the experts' tokenizers."""
+def _check_vocabulary(modelpool: BaseModelPool, tokenizer: Any) -> None:
+    """Compare the tokenizer with the embeddings' rows."""
     last, rows = max(tokenizer.get_vocab().values()), getattr(modelpool, "vocabulary_rows", None)
     if rows is not None and last >= rows:
         raise CalibrationError(
             f"the tokenizer has tokens up to {last}, but the models have only {rows} embedding "
             "rows in common. Check modelpool.tokenizer and modelpool.models"
         )
-    folders: dict[str, Path] = {
-        f"expert {name!r} (modelpool.models.{name})": expert.folders[-1].folder
-        for name, expert in PoolModels(modelpool).experts.items()
-        if expert.folders
-    }
-    check_tokenizers(tokenizer, "modelpool.tokenizer", folders)

@@ -1,10 +1,10 @@
-"""Tokenizers and image processors of models, and the comparison of experts' tokenizers."""
+"""Tokenizers and image processors of models, and their comparison with those of experts."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer, BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
@@ -12,7 +12,16 @@ from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, RELEASE, rea
 from fusion_bench_featcal.files.untrusted import read_json
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-_CONFIGS = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+_IMAGE_CONFIGS = ("preprocessor_config.json", "processor_config.json")
+_CONFIGS = ("tokenizer_config.json", *_IMAGE_CONFIGS)
+_BY_FLAG = {
+    "do_resize": ("size", "resample", "size_divisor", "crop_pct"),
+    "do_center_crop": ("crop_size",),
+    "do_rescale": ("rescale_factor", "offset"),
+    "do_normalize": ("image_mean", "image_std"),
+    "do_pad": ("pad_size",),
+}
+"""Flags of image processors -> settings that are read if the flag is on."""
 
 
 def load_processor(folder: Path, kind: Any, option: str) -> Any:
@@ -67,6 +76,64 @@ def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Path]) -
                 f"tokens differ, such as {token!r} ({numbers[token]} here, "
                 f"{expert_numbers.get(token)} there). Experts must share one; check {option}"
             )
+
+
+def check_processors(processor: Any, option: str, experts: Mapping[str, Path]) -> None:
+    """Refuse experts whose image processors give other pixels.
+
+    Args:
+        processor: The image processor of all inputs, alone or with a tokenizer.
+        option: The option that names it.
+        experts: An expert in the words of messages -> its folder, which may have a processor.
+
+    Raises:
+        CalibrationError: If a setting of the pixels differs, naming expert, setting and values.
+    """
+    if not isinstance(processor, ProcessorMixin | BaseImageProcessor):  # a function of the user's
+        return
+    here = _pixel_settings(processor)
+    for label, folder in experts.items():
+        if not any((folder / file).is_file() for file in _IMAGE_CONFIGS):
+            continue
+        there = _pixel_settings(load_processor(folder, AutoImageProcessor, label))
+        for name in sorted({*here, *there}, key=lambda name: not name.startswith("do_")):
+            if here.get(name) != there.get(name):
+                raise CalibrationError(
+                    f"{label} has another image processor than {option}: {name} is "
+                    f"{_shown(there.get(name))} there and {_shown(here.get(name))} here. Experts "
+                    f"must share one: check {option}, or if the expert was tuned with this one, "
+                    f"correct the {_IMAGE_CONFIGS[0]} in {folder}"
+                )
+
+
+def _pixel_settings(processor: Any) -> dict[str, Any]:
+    """Return the settings of an image processor that change pixels, without those switched off."""
+    values = getattr(processor, "image_processor", processor).to_dict()
+    settings = {
+        name: _plain(value)
+        for name, value in values.items()
+        # Pictures are always converted. A flag without a value is off.
+        if name.startswith("do_") and value and name != "do_convert_rgb"
+    }
+    for flag, names in _BY_FLAG.items():
+        if flag in settings:
+            settings |= {n: _plain(values[n]) for n in names if values.get(n) is not None}
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in a form that equal settings of all processors have."""
+    if hasattr(value, "items"):
+        return {key: _plain(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, int | float):  # flags, sizes, filters and factors, which may be rounded
+        return int(value) if value == int(value) else round(float(value), 6)
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else f"{value!r:.60}"
 
 
 def _cause(folder: Path, error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
@@ -139,8 +138,8 @@ def _items(
     columns["classnames"] = classnames
     source = task.data if isinstance(task.data, str) else rows
     if isinstance(source, str):
-        is_of_hub = task.data is None and not Path(source).expanduser().exists()
-        return load_images(source, task.split or ("test" if is_of_hub else None), **columns)
+        usual = None if isinstance(task.data, str) else "test"
+        return load_images(source, task.split, usual_split=usual, **columns)
     if task.split is not None:
         raise ValueError(
             f"split {task.split!r} has no effect on what _target_ builds: set it among its keys"

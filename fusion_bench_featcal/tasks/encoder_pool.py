@@ -295,7 +295,7 @@ def _text_batches(reader: Any, texts: Sequence[str], size: int) -> list[dict[str
 
 
 def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size: int) -> OpenTask:
-    rows = load_images(source) if isinstance(source, str) else source
+    rows = load_images(source, usual_split="test") if isinstance(source, str) else source
     items = ImageItems(rows, name=name, classnames=head.class_names)
     labels = [items.read(number)[1] for number in range(len(items))]
     _require_labels(labels, name)

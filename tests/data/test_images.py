@@ -112,10 +112,69 @@ def test_a_folder_may_have_splits(tmp_path):
     for seed, split in enumerate(("test", "train")):
         write_class_folders(tmp_path / split, seed=seed)
     assert contents(load_images(str(tmp_path), split="test")) == PICTURES
+    assert contents(load_images(str(tmp_path), usual_split="test")) == PICTURES
     with pytest.raises(ValueError, match="has splits: set split to test or train"):
         load_images(str(tmp_path))
     with pytest.raises(ValueError, match=r"no folder for split 'tset' \(nearest: 'test'\)"):
         load_images(str(tmp_path), split="tset")
+
+
+def write_metadata(folder: Path, ending: str, column: str = "label") -> list[bytes]:
+    """Move the images of class folders into one folder with a table of `datasets`' imagefolder."""
+    rows = []
+    for number, file in enumerate(sorted(folder.glob("*/*.png"))):
+        rows.append({"file_name": f"{number}.png", column: file.parent.name, "size": 28})
+        file.rename(folder / f"{number}.png")
+    for empty in [path for path in folder.iterdir() if path.is_dir()]:
+        empty.rmdir()
+    table = datasets.Dataset.from_list(rows)
+    {"csv": table.to_csv, "jsonl": table.to_json}[ending](folder / f"metadata.{ending}")
+    return [picture for picture, _ in PICTURES]
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_folder_may_have_a_table_of_its_images(shapes, ending):
+    write_metadata(shapes, ending)
+    items = load_images(str(shapes))
+    assert contents(items) == PICTURES and items.classnames == list(SHAPES)
+    assert contents(load_images(f"{shapes.parent}:shapes")) == PICTURES
+    assert contents(load_images(str(shapes), image_column="file_name")) == PICTURES
+    assert not load_images(str(shapes), label_column=None).has_labels
+    (shapes / "0.png").unlink()
+    with pytest.raises(CalibrationError, match=r"metadata\..*item 0: there is no file .*0\.png"):
+        load_images(str(shapes))
+
+
+def test_other_columns_of_such_a_table(shapes):
+    write_metadata(shapes, "csv", column="kind")
+    assert contents(load_images(str(shapes), label_column="kind")) == PICTURES
+    with pytest.raises(ValueError, match="no column 'img' of images; there are: file_name"):
+        load_images(str(shapes), image_column="img", label_column="kind").read(0)
+
+
+def test_captions_beside_class_folders_are_no_labels(shapes):
+    rows = [{"file_name": "circle/00.png", "text": "a circle"}]
+    (shapes / "metadata.jsonl").write_text("".join(map(json.dumps, rows)))
+    assert contents(load_images(str(shapes))) == PICTURES
+
+
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_saved_datasets_of_images(shapes, tmp_path, has_splits):
+    rows = {"image": [picture(100 * c + n) for c in range(3) for n in range(4)]}
+    rows["label"] = [c for c in range(3) for _ in range(4)]
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(SHAPES))}
+    table: Any = datasets.Dataset.from_dict(rows, datasets.Features(features))
+    path = str(tmp_path / "saved")
+    if not has_splits:
+        table.save_to_disk(path)
+        assert contents(load_images(path)) == PICTURES
+        return
+    datasets.DatasetDict({"fit": table, "test": table.select([0])}).save_to_disk(path)
+    for items in (load_images(path, "fit"), load_images(f"{path}:fit")):
+        assert contents(items) == PICTURES and items.classnames == list(SHAPES)
+    assert len(load_images(path, usual_split="test")) == 1
+    with pytest.raises(ValueError, match=r"has splits: set split to fit or test"):
+        load_images(path)
 
 
 PETS, ABC = ["cat", "dog"], ["a", "b", "c"]

@@ -1,0 +1,122 @@
+"""Folders and tables of images as tables of the images' files, with labels if there are any."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import datasets
+
+from fusion_bench_featcal.data.labels import sort_names
+from fusion_bench_featcal.data.tables import is_saved, read_saved, read_table
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
+
+IMAGE_SUFFIXES = {
+    ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
+    ".ppm", ".tga", ".tif", ".tiff", ".webp",
+}  # fmt: skip
+_FILE_NAME = "file_name"  # column of `imagefolder` with the paths of images
+SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
+
+
+def check_column(table: datasets.Dataset, column: str, name: str) -> None:
+    """Refuse a table without the column of images."""
+    if column not in table.column_names:
+        raise ValueError(
+            f"{name}: no column {column!r} of images{nearest_hint(column, table.column_names)}; "
+            f"there are: {', '.join(table.column_names)}. Name it (image_column of load_images or "
+            "of a task, --columns image=NAME)"
+        )
+
+
+def with_files(table: datasets.Dataset, root: Path, name: str, column: str) -> datasets.Dataset:
+    """Return a table whose paths of images start at the folder `root`, after a check of them."""
+    check_column(table, column, name)
+    if table.features[column] != datasets.Value("string"):
+        return table
+    files = [None if path is None else root / Path(path).expanduser() for path in table[column]]
+    for number, file in enumerate(files):
+        if file is not None and not file.exists():
+            raise CalibrationError(
+                f"{name}, item {number}: there is no file {file} (relative paths start at "
+                f"{root.absolute()}). Correct the table or set image_column (now {column!r})"
+            )
+    paths = [None if file is None else str(file) for file in files]
+    return table.remove_columns(column).add_column(column, paths)  # type: ignore[call-arg]
+
+
+def read_folder(
+    root: Path, split: str | None, usual_split: str | None, image_column: str, label: str | None
+) -> tuple[datasets.Dataset, str | None]:
+    """Return a table of the images in a folder, and the split, None without splits."""
+    if is_saved(root):
+        saved = read_saved(root, split or usual_split)
+        return saved, split
+    if split is None:
+        splits = {name for name, files in _class_folders(root).items() if files}
+        if splits and splits <= SPLIT_FOLDERS and not _metadata(root):
+            split = usual_split
+            if split not in splits:
+                names = " or ".join(sort_names(splits))
+                raise ValueError(f"data {str(root)!r} has splits: set split to {names}")
+    folder = root if split is None else _split_folder(root, split)
+    classes = {name: files for name, files in _class_folders(folder).items() if files}
+    if file := _metadata(folder):
+        table = read_table(file, None, label)
+        names = set(table.column_names)
+        if image_column == "image" and _FILE_NAME in names and "image" not in names:
+            table = table.rename_column(_FILE_NAME, "image")
+        # Beside class folders it may have other things, such as captions.
+        if not classes or {image_column, label or "label"} <= set(table.column_names):
+            return with_files(table, folder, f"data {str(file)!r}", image_column), split
+    return _by_class(folder, classes), split
+
+
+def _metadata(folder: Path) -> Path | None:
+    """Return the table of a folder's images, as `datasets` has it for `imagefolder`."""
+    files = (folder / f"metadata.{ending}" for ending in ("csv", "jsonl", "parquet"))
+    return next(filter(Path.is_file, files), None)
+
+
+def _class_folders(folder: Path) -> dict[str, list[str]]:
+    """Return the images in each subfolder."""
+    folders = {e.name: e for e in folder.iterdir() if e.is_dir() and not e.name.startswith(".")}
+    return {name: _images(folders[name].rglob("*")) for name in sort_names(folders)}
+
+
+def _by_class(folder: Path, classes: Mapping[str, list[str]]) -> datasets.Dataset:
+    """Return a table of the images of class folders, or of images alone."""
+    data, alone, names = f"data {str(folder)!r}", _images(folder.iterdir()), " or ".join(classes)
+    if classes and alone:
+        raise ValueError(
+            f"{data} has images ({Path(alone[0]).name}, ...) beside class folders ({names}): move "
+            "them into class folders"
+        )
+    if not classes and not alone:
+        suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise ValueError(
+            f"{data} has no images ({suffixes}), neither in itself nor in class folders"
+        )
+    if alone:
+        return datasets.Dataset.from_dict({"image": alone})
+    images = [file for files in classes.values() for file in files]
+    labels = [name for name, files in classes.items() for _ in files]
+    return datasets.Dataset.from_dict({"image": images, "label": labels})
+
+
+def _split_folder(folder: Path, split: str) -> Path:
+    splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if split not in splits:
+        raise ValueError(
+            f"data {str(folder)!r} has no folder for split {split!r}{nearest_hint(split, splits)}. "
+            f"Folders: {', '.join(splits) or 'none'}"
+        )
+    return folder / split
+
+
+def _images(entries: Iterable[Path]) -> list[str]:
+    """Return the image files among entries of a folder, sorted."""
+    return [
+        str(file)
+        for file in sorted(entries)
+        if file.suffix.lower() in IMAGE_SUFFIXES and file.name[0] != "." and file.is_file()
+    ]
