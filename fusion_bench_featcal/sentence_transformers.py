@@ -6,7 +6,6 @@ those of `encode` and `predict`. Needs the extra `encoders`.
 
 import copy
 import logging
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +20,13 @@ from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.scores import primary_figure
 from fusion_bench_featcal.encoders.texts import Row, read_texts, record_batches
 from fusion_bench_featcal.models.bases import read_local, without_base
+from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
 Encoder = TypeVar("Encoder", bound=nn.Module)
-
-WEIGHTS = {".safetensors", ".bin", ".pt", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".xml"}
 
 logger = logging.getLogger(__name__)
 
@@ -141,15 +139,14 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
         model: The model.
         folder: The folder to write.
         merged: The merged model's folder. Licences, notes, code and whatever else the library does
-            not write is copied. Weights in other formats are not, as they are not repaired.
+            not write is copied, up to 50 MB a file. Weights in other formats are not, as they are
+            not repaired.
     """
     model.save_pretrained(str(folder))
-    source, target = Path(merged), Path(folder)
-    modules = read_local(str(source), "modules.json")
-    skipped = {"onnx", "openvino", ".git", ".cache", *(module["path"] for module in modules)}
-    for file in (file for file in source.rglob("*") if file.is_file()):
-        name = file.relative_to(source)
-        of_module = len(name.parts) > 1 and name.parts[0] in skipped
-        if not (of_module or (target / name).exists() or WEIGHTS & {*file.suffixes}):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target / name)
+    skipped = module_folders(Path(merged))
+    copy_other_files(Path(merged), Path(folder), skipped_folders=skipped, has_code=True)
+
+
+def module_folders(folder: Path) -> set[str]:
+    """Return the folders of a model's modules, which the library writes."""
+    return {module["path"] for module in read_local(str(folder), "modules.json")}

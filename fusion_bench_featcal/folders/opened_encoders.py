@@ -20,9 +20,10 @@ from fusion_bench_featcal.folders.sentence_rows import opener
 from fusion_bench_featcal.folders.tasks import Part, Task, open_parts, sentence
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.likeness import notes_on_experts
+from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult
-from fusion_bench_featcal.sentence_transformers import calibrate_encoder, save
+from fusion_bench_featcal.sentence_transformers import calibrate_encoder, module_folders
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.settings.rules import completed, rule_of
 
@@ -165,16 +166,16 @@ class OpenedEncoders:
         return result, result.model
 
     def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
-        """Save by the library, with all files of the merged model that it does not write.
+        """Save by the library, with small files of the merged model that it does not write.
 
         Files of the tokenizer are the original ones, as transformers 5 writes some that release 4
         cannot load.
         """
         merged = self.models.files.get("merged")
-        if merged is None:
-            weights.save_pretrained(str(folder))
-        else:
-            save(weights, folder, merged.folder)
+        weights.save_pretrained(str(folder))
+        if merged is not None:
+            modules = module_folders(merged.folder)
+            copy_other_files(merged.folder, folder, skipped_folders=modules)
         source = transformer_folder(self.models.home.folder)
         target = transformer_folder(folder)
         for pattern in _TOKENIZERS:

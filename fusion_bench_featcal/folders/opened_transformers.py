@@ -21,7 +21,12 @@ from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
-from fusion_bench_featcal.folders.writing import write_heads, write_processor, write_weights
+from fusion_bench_featcal.folders.writing import (
+    write_heads,
+    write_other_files,
+    write_processor,
+    write_weights,
+)
 from fusion_bench_featcal.models.saving import TRANSFORMERS, card_tags, correct_configs
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -140,10 +145,11 @@ class OpenedTransformers:
         return result, result.weights
 
     def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
-        """Write weights, heads, and tokenizer or image processor."""
+        """Write weights, heads, tokenizer or image processor, and files beside them."""
         write_weights(self.models, weights, folder)
         write_heads(self.models, heads, folder)
         write_processor(self.models, self.processor, folder)
+        write_other_files(self.models, folder)
         correct_configs(self.models.like.whole, folder)
 
     def card_head(self, folder: Path) -> tuple[Mapping[str, str], Sequence[str]]:

@@ -11,6 +11,7 @@ from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.tensors import write_tensors
 from fusion_bench_featcal.folders.model_folder import body_name
 from fusion_bench_featcal.folders.models import Models
+from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import write_shards
 from fusion_bench_featcal.run.finished import FinishedBlocks
 
@@ -62,3 +63,13 @@ def write_processor(models: Models, processor: Any, folder: Path) -> None:
     for file in set(folder.iterdir()) - existing_files:
         if (source / file.name).is_file() and not (is_new_template and file.suffix == ".jinja"):
             shutil.copyfile(source / file.name, file)
+
+
+def write_other_files(models: Models, folder: Path) -> None:
+    """Copy small files that are not written here, such as a licence or `tokenizer.model`.
+
+    Those of the tokenizer or image processor are in its folder, all others in the merged model's.
+    """
+    copy_other_files(Path(models.processor_folder), folder, of_processor=True)
+    if models.merged is not None:
+        copy_other_files(models.merged.folder, folder, of_processor=False)

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 MODULES = "modules.json"
 """File of sentence-transformers that lists an encoder and its modules, with their folders."""
+_NOTICES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 _CONFIGS = ["*.json", "*.txt", "*.model", "*.jinja", "mergekit_config.yml"]
 # Folders of an encoder's modules, such as 1_Pooling.
 _ENDINGS = ("json", "txt", "model", "safetensors", "bin")
@@ -151,11 +152,12 @@ def note_data_set(rows: Any) -> None:
             _DATA_SETS[f"datasets/{match[1].replace('___', '/')}"] = match[2]
 
 
-def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
+def needed_files(names: Iterable[str], *, weights: bool = True, notices: bool = False) -> list[str]:
     """Return the files of a repository that are needed here.
 
     These are configs, files of tokenizers and processors, modules of sentence-transformers, and
-    weights in safetensors files, or in `.bin` files if there are no safetensors files.
+    weights in safetensors files, or in `.bin` files if there are no safetensors files. With
+    `notices` these are also licences, which no result depends on.
     """
     names = sorted(names)
     used = list(filter_repo_objects(names, ignore_patterns=_UNUSED))
@@ -166,7 +168,7 @@ def needed_files(names: Iterable[str], *, weights: bool = True) -> list[str]:
     weight_files = next(filter(None, map(matching, _WEIGHTS)), []) if weights else []
     patterns = _MODULES if weight_files else [*_MODULES, *_INNER]
     modules = list(filter_repo_objects(names, allow_patterns=patterns)) if weights else []
-    return matching(_CONFIGS) + modules + weight_files
+    return matching(_CONFIGS + _NOTICES * notices) + modules + weight_files
 
 
 def _query(location: str, option: str, *, weights: bool) -> HubModel:
@@ -185,7 +187,7 @@ def _query(location: str, option: str, *, weights: bool) -> HubModel:
         return HubModel(location, option, folder, {})
     repository = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo_id, repo_type="model"))
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    files = {name: sizes[name] for name in needed_files(sizes, weights=weights)}
+    files = {name: sizes[name] for name in needed_files(sizes, weights=weights, notices=weights)}
     return HubModel(location, option, repository / "snapshots" / str(info.sha), files)
 
 

@@ -20,6 +20,7 @@ from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files import free_space, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
+from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Run, frame_of, versions
@@ -134,7 +135,12 @@ def correct_configs(model: Any, folder: Path) -> None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     is_untied = head is not None and head.weight is not model.get_input_embeddings().weight
     for file in folder.glob("*config.json"):
-        config = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            config = read_json(file)
+        except ValueError:  # of another program
+            continue
+        if not isinstance(config, dict):
+            continue
         corrected = {name: value for name, value in config.items() if name != "auto_map"}
         if is_untied and file.name == "config.json":
             corrected["tie_word_embeddings"] = False

@@ -55,6 +55,7 @@ def write(folder: Path, base: Any, merged: Any = None) -> dict[str, Any]:
     for name, model in models.items():
         model.save_pretrained(str(folder / name))
     (folder / "merged" / "LICENSE").write_text("as you like")
+    (folder / "merged" / "code.py").write_text("raise SystemExit('this code ran')")
     for task, rows in data_of(base).items():
         pairs = not isinstance(rows[0], str)
         table = [
@@ -138,7 +139,7 @@ def test_the_folder_is_the_object(kind: str, plain: str, tmp_path: Path) -> None
     torch.testing.assert_close(outputs(out, held), outputs(expected, held))
     folders = [tmp_path / name for name in ("merged", "out")]
     names = [{p.relative_to(folder) for p in folder.rglob("*")} for folder in folders]
-    assert names[0] <= names[1] and Path("LICENSE") in names[1]
+    assert names[0] - names[1] == {Path("code.py")} and Path("LICENSE") in names[1]
     for name in ("tokenizer.json", "tokenizer_config.json", *MODULES):
         before, after = ((folder / name).read_text() for folder in folders)
         assert before == after, name

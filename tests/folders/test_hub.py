@@ -20,7 +20,12 @@ from fusion_bench_featcal.models import hub
 from fusion_bench_featcal.models.plan import data_sets_to_fetch
 
 AGAIN = "run the command again. The download resumes"
-MODEL = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": b"weights" * 100}
+MODEL = {
+    "LICENSE": b"free",
+    "config.json": b"{}",
+    "tokenizer.json": b"[]",
+    "model.safetensors": b"weights" * 100,
+}
 
 
 @pytest.fixture
@@ -109,6 +114,9 @@ def test_only_files_that_are_read_are_fetched(needed: list[str], others: list[st
     assert sorted(files) == sorted([*needed, "tokenizer.json"])
     configs = hub.needed_files([*UNUSED, *others, *needed], weights=False)
     assert configs == sorted(n for n in needed if n.endswith(".json") and "/" not in n)
+    licences = ["LICENSE", "NOTICE.md"]
+    assert hub.needed_files([*needed, *licences]) == hub.needed_files(needed)
+    assert {*hub.needed_files([*needed, *licences], notices=True)} == {*needed, *licences}
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""Files of a merged model that a calibration does not write come along, but no code or weights."""
+
+from pathlib import Path
+
+import pytest
+from made_folders import words
+from reports import featcal
+from tiny_texts import WORDS, word_tokenizer
+
+from fusion_bench_featcal.folders.inputs import digests_of
+from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.models import other_files
+from fusion_bench_featcal.models.other_files import copy_other_files
+
+KEPT = {"LICENSE", "NOTICE.md", "notes.txt", "args_config.json", "list_config.json", "card.png"}
+TOKENIZER = {"tokenizer.model", "special_tokens_map.json", "preprocessor_config.json"}
+NEVER = {
+    "modeling_x.py", "old.bin", "model.onnx", "model.gguf", "tf_model.h5", "flax_model.msgpack",
+    "rust_model.ot", "optimizer.pt", "rng_state_0.pth", "model.fp16.SAFETENSORS", ".gitattributes",
+    "trainer_state.json", "featcal/old.json",
+}  # fmt: skip
+
+
+def write(folder: Path, names: set[str], text: str = "{}") -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_folders_of_models_keep_small_files(folder):
+    """Of a tokenizer from elsewhere, files come from there."""
+    write(folder / "merged", KEPT | TOKENIZER | NEVER | {"README.md", "recipe.yaml", "docs/use.md"})
+    (folder / "merged" / "list_config.json").write_text("[1")  # another program's
+    done = featcal(*words(folder, "--no-eval"))
+    assert done.code == 0, done.err
+    new = names_in(folder / "out")
+    assert new >= KEPT | TOKENIZER and new.isdisjoint(NEVER)
+    assert all(
+        (folder / "out" / name).read_text() == "{}"
+        for name in (KEPT | TOKENIZER) - {"list_config.json"}
+    )
+    assert all((folder / "out" / name).read_text() != "{}" for name in ("README.md", "recipe.yaml"))
+    word_tokenizer(words=WORDS).save_pretrained(folder / "other")
+    write(folder / "other", {"vocab.txt", "NOT_OF_A_TOKENIZER"})
+    more = ("--tokenizer", str(folder / "other"), "--out", str(folder / "new"))
+    done = featcal(*words(folder, "--no-eval", *more))
+    assert done.code == 0, done.err
+    new = names_in(folder / "new")
+    assert KEPT | {"vocab.txt"} <= new
+    assert new.isdisjoint(NEVER | TOKENIZER | {"NOT_OF_A_TOKENIZER"})
+
+
+def test_licences_are_no_inputs_of_a_run(folder):
+    def digests() -> dict[str, str]:
+        option = {task: str(folder / task) for task in ("one", "two")}
+        data = {task: f"{path}.jsonl" for task, path in option.items()}
+        values = {"merged": str(folder / "merged"), "expert": option, "data": data, "out": "x"}
+        return digests_of(Request.of(values))
+
+    before = digests()
+    write(folder / "merged", {"LICENSE", "NOTICE", "LICENSE.txt"})
+    assert digests() == before
+    write(folder / "merged", {"config.json"}, "{ }")
+    assert digests() != before
+
+
+@pytest.mark.parametrize("has_code", [False, True])
+def test_subfolders_code_and_large_files(tmp_path, monkeypatch, has_code):
+    monkeypatch.setattr(other_files, "_LARGEST", 5)
+    source, target = tmp_path / "source", tmp_path / "target"
+    write(source, KEPT | NEVER | {"1_Pooling/old.txt", ".cache/x", "docs/use.md"})
+    write(source, {"model.safetensors.index.json"})
+    write(source, {"huge.json"}, "too large")
+    write(target, {"LICENSE"}, "its own")
+    copy_other_files(source, target, skipped_folders={"1_Pooling"}, has_code=has_code)
+    code = {"modeling_x.py"} if has_code else set()
+    assert names_in(target) == KEPT | {"docs/use.md"} | code
+    assert (target / "LICENSE").read_text() == "its own"
