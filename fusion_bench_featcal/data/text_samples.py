@@ -80,8 +80,8 @@ class TextEncoder:
             )
         if ids.target is not None and not self._has_words(ids.scored or ids.target):
             raise CalibrationError(
-                f"{name}: the target is empty. Give it a text, choose another "
-                "calibration_split, or set calibration_targets=generated"
+                f"{name}: the target is empty. Give it a text, leave the row out, or set "
+                "calibration_targets=generated"
             )
         return self._cut(ids, name)
 

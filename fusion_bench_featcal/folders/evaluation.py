@@ -18,7 +18,7 @@ from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note
 from fusion_bench_featcal.results.run import GIVEN, INPUTS, Facts, row_of_rule
 from fusion_bench_featcal.settings import FeatCalSettings
 
-_MORE = "Try more samples (samples_per_task), {}, or leaving their experts out"
+_MORE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
 _NOT_EXPERTS = (
     "experts no better than the merged model on their own rows: {}. Check --tokenizer, "
     "--chat-template, the labels, and that --data and --expert are of the same task"

@@ -104,16 +104,6 @@ def family_of(setting: Any, body: Any, kind: Kind) -> Family:
     return family
 
 
-def check_channels(model: ModelFolder, body: Any) -> None:
-    """Refuse a model of images that are not in colour, as all images are read."""
-    channels = getattr(body.config, "num_channels", 3)
-    if model.kind not in TEXT_MODELS and channels != 3:
-        raise ValueError(
-            f"{model.label} has num_channels={channels} in its config.json, and images are read "
-            "with 3 channels. Calibrate it in Python, by batches of pixel_values (docs/python.md)"
-        )
-
-
 def class_names(model: ModelFolder) -> list[str]:
     """Return the class names of a model's head by number, from `id2label` in its config."""
     config: Any = model.empty.config

@@ -24,7 +24,6 @@ from fusion_bench_featcal.folders.model_folder import (
     ModelFolder,
     body_name,
     body_of,
-    check_channels,
     family_of,
 )
 from fusion_bench_featcal.folders.opened import require_base
@@ -247,7 +246,6 @@ class Models:
 
     def _check(self) -> None:
         like, settings = self.like, self.request.settings
-        check_channels(like, self.empty_body)
         norm = rule_of(settings).calibrate_norm
         find_all_modules(self.empty_body, self._stages, settings.modules, calibrate_norm=norm)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}

@@ -192,6 +192,14 @@ _WORDS = (
         "models that are stored or loaded in it, and fabric.precision=32-true",
         "save MERGED, --base and every --expert in it, by model.float().save_pretrained(DIR)",
     ),
+    ("image_column of load_images or of a task, --columns", "--columns"),
+    ("set image_column", "give --columns image=NAME"),
+    ("Check image_column", "Check --columns image=NAME"),
+    ("Check classnames and label_column", "Check --columns label=NAME"),
+    ("set split to", "name one, as in PATH:SPLIT, of"),
+    ("set split (", "name its split, as in ID:SPLIT ("),
+    (" (fabric.devices, fabric.num_nodes)", ""),
+    ("(fabric.precision=32-true, or models in a wider dtype)", "(models in a wider dtype)"),
 )
 """Settings and words of other doors -> the command's option."""
 
@@ -203,4 +211,4 @@ def in_words_of_the_command(error: Exception | str) -> str:
         text = re.sub(r"^base\b", "--base", text)
     for words, option in _WORDS:
         text = text.replace(words, option)
-    return text
+    return re.sub(r"\b([sS])et (?=--)", lambda m: "Give " if m[1] == "S" else "give ", text)

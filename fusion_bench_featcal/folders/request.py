@@ -81,7 +81,7 @@ class Request:
         "plus", "settings: FeatCal+ (default) or the paper's", choices=("plus", "paper")
     )
     set: Mapping[str, Any] = mapping(
-        "a setting, such as samples_per_task=64 (repeatable, see featcal settings)",
+        "a setting, as in --set samples_per_task=64 (repeatable, see featcal settings)",
         "SETTING=VALUE", options.setting_word, texts=False, last_counts=True,
     )  # fmt: skip
     tokenizer: str | None = setting(
@@ -263,7 +263,7 @@ class Request:
         if self.strict and self.no_eval:
             raise ValueError("--strict compares scores, which --no-eval skips: leave one out")
         if self.merge and "expert_read_budget" in self.set:
-            raise ValueError("--merge reads all of each expert: leave expert_read_budget out")
+            raise ValueError("--merge reads all of each expert: leave --set expert_read_budget out")
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")

@@ -168,6 +168,11 @@ DATA: list[Case] = [
      ["--data one", "line 1: ", "surrogates not allowed"]),
     ("llama", {"one.jsonl": '[{"prompt": "a", "target": "\\udC00"}]'}, {},
      ["--data one", "is not readable as jsonl: ", "surrogates not allowed"]),
+    ("llama", {"one.jsonl": [{"prompt": "a", "target": ""}]}, {},
+     [*ROW, "leave the row out, or give --set calibration_targets=generated"]),
+    ("vit", {"one-images/circle": lambda p: p.rename(p.parent / "fit")},
+     {"data": ["one-images:fitt", "two-images"]},
+     ["--data one=", "no folder for split 'fitt' (nearest: 'fit')"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": label} for label in ([0, 1], 0)]}, {},
      [*ROW, "label [0, 1] is none of the 2 classes"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": 0.85}]}, {},
@@ -190,7 +195,7 @@ def test_refused(copied, refusal, monkeypatch, kind, files, options, messages):
 def test_a_users_path_is_no_setting():
     """A folder may be called like one."""
     text = "checkpoint_dir /a/checkpoint_dir holds blocks. Set resume=true, or lower max_length"
-    expected = "--out /a/checkpoint_dir holds blocks. Set --resume, or lower --set max_length"
+    expected = "--out /a/checkpoint_dir holds blocks. Give --resume, or lower --set max_length"
     assert in_words_of_the_command(text) == expected
 
 

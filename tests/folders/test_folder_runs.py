@@ -251,7 +251,9 @@ def test_strict_saves_only_where_no_task_is_worse(folder, capsys):
     assert main(words(folder, *PAPER, *ridge, *far)) == 1
     screen = capsys.readouterr()
     (line,) = (line for line in screen.out.splitlines() if line.startswith("verdict: "))
-    assert "; worse: " in line and "Try more samples (samples_per_task), --preset plus" in line
+    assert (
+        "; worse: " in line and "Try more samples (--set samples_per_task=N), --preset plus" in line
+    )
     assert ". In doubt: experts no better than the merged model on their own rows: one (" in line
     assert "--strict: nothing was saved" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
