@@ -24,15 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # Read when torch is loaded: with spinning threads a busy machine is many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from fusion_bench_featcal.errors.block import error_block, is_bug
-    from fusion_bench_featcal.results.tables import without_codes
-
     try:
         return options.command(options) or 0
     except BrokenPipeError:  # the reader, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        # Imported here, because numpy's import takes a quarter of a second.
+        from fusion_bench_featcal.errors.block import error_block, is_bug
+        from fusion_bench_featcal.results.tables import without_codes
+
         if is_bug(error):
             raise
         print(without_codes(error_block(error, prefix="featcal: error")), file=sys.stderr)
@@ -43,9 +44,8 @@ def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
     from fusion_bench_featcal.errors import NotImproved
     from fusion_bench_featcal.errors.signals import exit_code, interruptions
-    from fusion_bench_featcal.folders.job import run
+    from fusion_bench_featcal.folders import run
     from fusion_bench_featcal.folders.options import command_line_options
-    from fusion_bench_featcal.results.remarks import typed_path
 
     request = Request.of(command_line_options(vars(options), Request))
     try:
@@ -59,6 +59,8 @@ def calibrate_command(options: argparse.Namespace) -> int:
         print(f"featcal: {message}", file=sys.stderr)
         return exit_code(error)
     if not request.plan:
+        from fusion_bench_featcal.results.remarks import typed_path
+
         print(f"saved: {out}")
         print(f"next: featcal report {typed_path(out)}")
     return 0

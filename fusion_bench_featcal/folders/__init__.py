@@ -27,8 +27,25 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
         CalibrationError: If a model is missing, or the calibration cannot go on. Finished blocks
             are kept. Messages of both name the command's options.
     """
-    # Imported here, because the command line reads this package's options without loading torch.
-    from fusion_bench_featcal.folders.job import run
     from fusion_bench_featcal.folders.request import Request
 
     return run(Request.of({"merged": merged, **options}, "calibrate_folder"))
+
+
+def run(request: Any) -> Path:
+    """Calibrate the models of a request (`Request`), and return the folder of the result.
+
+    Models are looked up on the hub before torch and transformers are imported, which takes seconds.
+
+    Raises:
+        ValueError: As `calibrate_folder`.
+        CalibrationError: As `calibrate_folder`.
+    """
+    from fusion_bench_featcal.models.hub import hub_models
+
+    hub_models(request.models)
+    if (folder := request.tokenizer) is not None:
+        hub_models({f"--tokenizer {folder}": folder}, weights=False)
+    from fusion_bench_featcal.folders import job
+
+    return job.run(request)

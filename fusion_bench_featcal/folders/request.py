@@ -11,12 +11,12 @@ from typing import Any
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.files import check_target, is_missing
+from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
 from fusion_bench_featcal.folders.merge_config import FILE
 from fusion_bench_featcal.folders.mergekit import task_weights, with_merge_config
 from fusion_bench_featcal.folders.options import mapping
-from fusion_bench_featcal.results.names import refuse_unusable_names
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import check_values, setting
 
@@ -256,7 +256,13 @@ class Request:
                 f"no data of {', '.join(missing)}: every expert needs samples of its task, "
                 f"--data {missing[0]}=FILE"
             )
-        locations = {**self.models, **{f"--data {t}={path}": path for t, path in self.data.items()}}
+        locations = dict(self.models)
+        locations |= {f"--data {task}={path}": path for task, path in self.data.items()}
+        locations |= {f"--eval {task}={path}": path for task, path in self.eval.items()}
+        if self.tokenizer is not None:
+            locations[f"--tokenizer {self.tokenizer}"] = self.tokenizer
+        if (file := self.chat_template) is not None and not Path(file).expanduser().is_file():
+            raise ValueError(f"--chat-template {file}: there is no such file here")
         for option, path in locations.items():  # before torch is imported: that takes seconds
             if is_missing(path) and ":" not in path:  # a folder may name its split
                 raise ValueError(f"{option}: there is no such file or folder here")

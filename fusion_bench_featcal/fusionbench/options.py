@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.results.names import refuse_unusable_names
 from fusion_bench_featcal.results.run import FEATCAL_PLUS, row_of_rule
 from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, check_values, is_text_list, setting

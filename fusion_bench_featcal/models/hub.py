@@ -73,7 +73,7 @@ _TRANSPORTS = ("requests", "urllib3", "httpx", "httpcore")  # of several release
 _TRANSIENT = (429, 500, 502, 503, 504)
 _WAITS = (1, 2, 4, 8, 8)  # seconds, as the client
 _LOG_IN = "log in (hf auth login)"
-_AGAIN = "run the command again. The download resumes"
+_AGAIN, _RESUMES = "run the command again", ". The download resumes"
 
 _MODELS: dict[tuple[str, bool], HubModel] = {}
 """Location and whether weights are needed -> model, for all models of this process."""
@@ -180,7 +180,7 @@ def _query(location: str, option: str, *, weights: bool) -> HubModel:
     try:
         info = patiently(query) if folder is None else query()
     except Exception as error:  # the client and the network raise many types
-        explained = hub_error(error, f"{option}{_nearest_here(location)}")
+        explained = hub_error(error, f"{option}{_nearest_here(location)}", is_lookup=True)
         if folder is None:
             raise explained from error
         log.info("%s. The cached version is used", explained)
@@ -242,21 +242,24 @@ def _announce(models: Sequence[HubModel]) -> None:
         disable_progress_bars()
 
 
-def hub_error(error: BaseException, option: str) -> CalibrationError:
+def hub_error(error: BaseException, option: str, *, is_lookup: bool = False) -> CalibrationError:
     """Return an error with the cause of a failed download, and the remedy.
 
     Args:
         error: The error of the hub's client, or an error caused by it.
         option: The option with its value that names the file or model.
+        is_lookup: Whether nothing was downloaded yet.
     """
-    return CalibrationError(f"{option}: {hub_cause(error) or first_line(error)}")
+    cause = hub_cause(error, is_lookup=is_lookup) or first_line(error)
+    return CalibrationError(f"{option}: {cause}")
 
 
-def hub_cause(error: BaseException) -> str | None:
+def hub_cause(error: BaseException, *, is_lookup: bool = False) -> str | None:
     """Return why the hub, the network or the cache's disk failed, and the remedy.
 
     Returns None if they did not cause the error.
     """
+    again = _AGAIN if is_lookup else _AGAIN + _RESUMES
     chain = list(causes(error))
     texts, kinds = " ".join(map(str, chain)), {type(link).__name__ for link in chain}
     status = _status(error)
@@ -282,12 +285,12 @@ def hub_cause(error: BaseException) -> str | None:
             f"{constants.HF_HUB_CACHE} lacks it. Correct it, or unset HF_HUB_OFFLINE"
         )
     if status == 429 or status >= 500:
-        return f"the hub is busy ({status}). Wait, or {_LOG_IN}, and {_AGAIN}"
+        return f"the hub is busy ({status}). Wait, or {_LOG_IN}, and {again}"
     is_network = any(type(link).__module__.startswith(_TRANSPORTS) for link in chain)
     if is_network or is_any(ConnectionError, TimeoutError):
         return (
             "there is no such file or folder here, and the hub at "
-            f"{constants.ENDPOINT} does not answer. Check the network and {_AGAIN}"
+            f"{constants.ENDPOINT} does not answer. Check the network and {again}"
         )
     return None
 

@@ -112,7 +112,7 @@ def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:
             info = patiently(query)
         except Exception as error:  # the client and the network raise many types
             if isinstance(error, RepositoryNotFoundError) and "/" in name:
-                raise hub_error(error, f"data {name}") from error
+                raise hub_error(error, f"data {name}", is_lookup=True) from error
             downloads.append(Download(name))
             continue
         files = [f for f in info.siblings or () if not f.rfilename.endswith(_NO_DATA)]

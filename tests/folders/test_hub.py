@@ -19,7 +19,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.models import hub
 from fusion_bench_featcal.models.plan import data_sets_to_fetch
 
-AGAIN = "run the command again. The download resumes"
+AGAIN = "run the command again"
 MODEL = {
     "LICENSE": b"free",
     "config.json": b"{}",

@@ -21,6 +21,7 @@ from reports import (
     rows_of,
 )
 
+from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.models.saving import CardFacts, card_text
 from fusion_bench_featcal.results import (
     Note,
@@ -33,7 +34,6 @@ from fusion_bench_featcal.results import (
     write_run,
 )
 from fusion_bench_featcal.results.figures import figures_of
-from fusion_bench_featcal.results.names import refuse_unusable_names
 
 EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
 
