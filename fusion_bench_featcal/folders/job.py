@@ -65,7 +65,8 @@ def _run(request: Request) -> Path:
         opened = open_models(request)
         settings, tasks = opened.settings, opened.open_tasks()
         notes = [note for task in tasks.values() for note in task.notes]
-        notes += [*request.notes, *map(in_words_of_the_command, opened.notes), *repeats(request)]
+        texts = [*opened.notes, *settings.extremes]
+        notes += [*request.notes, *map(in_words_of_the_command, texts), *repeats(request)]
         show_start(opened, settings, tasks, notes)
         if not request.plan:
             digests = _checked_digests(request)

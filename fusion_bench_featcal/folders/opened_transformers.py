@@ -70,6 +70,10 @@ class OpenedTransformers:
         """Return the request's settings with the longest text of the models, None for images."""
         request, length = self.request, self.request.settings.max_length
         kind = self.models.like.kind
+        unread = () if kind in LANGUAGE_MODELS else ("calibration_targets", "generated_tokens")
+        unread += () if kind in TEXT_MODELS else ("max_length",)
+        for name in (name for name in unread if name in request.set):
+            raise ValueError(f"--set {name} has no part in a model of kind {kind}: leave it out")
         if kind not in TEXT_MODELS:
             length = None
         elif request.text_tower or request.prompt:

@@ -26,6 +26,8 @@ PROMPT = "a photo of a {}."
 _RESERVED = ("base", "merged", "_pretrained_")
 # Settings that the command sets by --data, --out and --resume
 _ELSEWHERE = ("calibration_data", "calibration_split", "checkpoint_dir", "resume")
+_OF_POOLS = ("calibration_corruption",)
+"""Settings that only data of pools have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,7 @@ class Request:
     @cached_property
     def settings(self) -> FeatCalSettings:
         """Settings of the calibration, which are the preset with changes by `set`."""
-        names = [name for name in FeatCalSettings.names() if name not in _ELSEWHERE]
+        names = [name for name in FeatCalSettings.names() if name not in _ELSEWHERE + _OF_POOLS]
         refuse_unknown(self.set, names, "--set ")
         run = {"checkpoint_dir": str(self.checkpoints), "resume": self.resume}
         return FeatCalSettings(**{"max_length": MAX_LENGTH, "rule": self.preset, **self.set, **run})
@@ -190,6 +192,16 @@ class Request:
             f"{self.merge!r}; other mergers run by fusion_bench method=featcal "
             "method@method.base_method=..., or give the folder of a merged model"
         )
+
+    def _notes_on_scale(self) -> list[str]:
+        """Return a sentence on a scale of task arithmetic that is rarely meant."""
+        name, scale = self.merger
+        if name != "task_arithmetic" or 0 < scale <= 1:
+            return []
+        effect = "moves away from the experts" if scale else "leaves out the experts"
+        if scale > 0:
+            effect = f"goes {scale:g} times as far as each expert"
+        return [f"--merge {self.merge} {effect}: usual scales are 0.1 to 1"]
 
     def columns_of(self, task: str) -> dict[str, str]:
         """Return a task's columns by their standard names. NAME:PART has priority over PART."""
@@ -226,7 +238,7 @@ class Request:
             )
         if self.out is None and not self.plan:
             raise ValueError("give --out DIR, a new folder for the model")
-        notes: list[str] = []
+        notes = self._notes_on_scale()
         base, experts, origin = self.base, self.expert, "--expert"
         if self.merged is not None:
             base, experts, origin = with_merge_config(self.merged, base, experts, notes)

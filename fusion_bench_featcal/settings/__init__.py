@@ -33,6 +33,7 @@ CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
 SEVERITIES = (1, 2, 3, 4, 5)
 # Gram matrices have norm 1: a larger ridge leaves no digit of float64 for the data.
 _LARGEST_RIDGE = 1e12
+_STRONG_RIDGE, _FAR_ANCHOR = 100, 10  # numbers from which a note says what they do
 
 
 def _is_rule(value: Any) -> bool:
@@ -180,6 +181,22 @@ class FeatCalSettings(Settings):
         """The strengths of the paper's rule by name. Other rules have none of these."""
         names = ("ridge_lambda", "mix_alpha", "anchor_rho") if self.rule == "paper" else ()
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def extremes(self) -> list[str]:
+        """Sentences on numbers of the paper's rule that leave samples or models without effect."""
+        sentences, strengths = [], self.strengths
+        if (ridge := strengths.get("ridge_lambda", 0)) >= _STRONG_RIDGE:
+            sentences.append(
+                f"ridge_lambda={ridge:g} is very large: Gram matrices have norm 1, so that the "
+                "samples hardly count"
+            )
+        if abs(rho := strengths.get("anchor_rho", 0)) > _FAR_ANCHOR:
+            sentences.append(
+                f"anchor_rho={rho:g} is far: the anchor is {abs(rho):g} times as far from the base "
+                "as the merged model"
+            )
+        return sentences
 
     @classmethod
     def plus(cls, **changes: Any) -> "FeatCalSettings":

@@ -134,13 +134,22 @@ MODELS: list[Case] = [
      ["merged: config.json: ", "more tensors than its files have"]),
     ("vit", {"merged/config.json": {"num_hidden_layers": 9 * 10**4}}, {"data": "{}-images"},
      ["merged: config.json: ", "more tensors than its files have"]),
-    ("vit", {"*/config.json": {"num_channels": 1}}, {"data": "{}-images"},
-     ["the merged model ", "has num_channels=1 in its config.json", "read with 3 channels"]),
     ("llama", {"two": None} | merge_config("linear", "one", "./two", base_model="base"), NO_MODELS,
      ["--expert two=./two (named by ", "--expert NAME=DIR for every expert overrides"]),
     ("llama", merge_config("slerp", "one", "two", base_model="one"),
      NO_MODELS | {"more": "--preset paper"}, ["--base is missing", "--set anchor_rho=1"]),
 ]  # fmt: skip
+
+EXTREMES: list[Case] = [
+    (kind, {}, {"more": f"--set {setting}", "data": data}, [message])
+    for kind, data, setting, message in [
+        ("vit", "{}-images", "max_length=10", "--set max_length has no part in a model"),
+        ("vit", "{}-images", "generated_tokens=3", "of kind image classifier: leave"),
+        ("bert", "{}.jsonl", "calibration_targets=generated", "of kind text classifier: leave"),
+        ("vit", "{}-images", "calibration_corruption=null", "is unknown"),
+        ("llama", "{}.jsonl", "ridge_lambda=1e13", "ridge_lambda must be a finite number >= 0"),
+    ]
+]
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 ROW = ["--data one", "one.jsonl, line "]
@@ -182,7 +191,9 @@ DATA: list[Case] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "files", "options", "messages"), [*OPTIONS, *MODELS, *DATA])
+@pytest.mark.parametrize(
+    ("kind", "files", "options", "messages"), [*OPTIONS, *MODELS, *DATA, *EXTREMES]
+)
 def test_refused(copied, refusal, monkeypatch, kind, files, options, messages):
     folder = copied(kind)
     monkeypatch.chdir(folder)
@@ -190,6 +201,28 @@ def test_refused(copied, refusal, monkeypatch, kind, files, options, messages):
     line = refusal(arguments(folder, options))
     assert all(message in line for message in messages), line
     assert len(line) < 600
+
+
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        ("--merge task_arithmetic:30", "task_arithmetic:30 goes 30 times as far as each expert"),
+        ("--merge task_arithmetic:-0.3", "task_arithmetic:-0.3 moves away from the experts"),
+        ("--merge task_arithmetic:0", "task_arithmetic:0 leaves out the experts: usual scales are"),
+        ("--merge task_arithmetic:0.3", ""),
+        ("--preset paper --set ridge_lambda=1e9", "--set ridge_lambda=1e+09 is very large: Gram"),
+        ("--preset paper --set anchor_rho=-500", "the anchor is 500 times as far from the base"),
+        ("--preset paper --set ridge_lambda=0.5", ""),
+    ],
+)
+def test_numbers_that_are_rarely_meant_are_noted(made, tmp_path, more, note):
+    merged = None if "--merge" in more else "merged"
+    folder, _ = made("llama")
+    out = ["--out", str(tmp_path / "out")]
+    done = featcal(*words(folder, *out, "--plan", *more.split(), merged=merged))
+    assert done.code == 0, done.err
+    texts = ("times as far", "away from", "leaves out", "very large")
+    assert sum(text in done.out for text in texts) == bool(note) and note in done.out
 
 
 def test_a_users_path_is_no_setting():

@@ -19,10 +19,11 @@ from fusion_bench_featcal.settings.fields import settings_of
 PACKAGE = fusion_bench_featcal.__name__
 ROOT = Path(fusion_bench_featcal.__file__).parent
 FLAGS = {flag_of(field.name) for field in settings_of(Request)}
-SETTINGS = {*FeatCalSettings.names()} - {*request._ELSEWHERE}
+OTHERS = {*request._ELSEWHERE, *request._OF_POOLS}
+SETTINGS = {*FeatCalSettings.names()} - OTHERS
 COLUMNS = {*texts._OF_MODELS, *texts._OF_CLASSIFIERS, *images._COLUMNS}
 # Keywords of functions and keys of YAML, which are no words of the command.
-FOREIGN = {*request._ELSEWHERE, *inspect.signature(load_images).parameters} - {"path", "resume"}
+FOREIGN = {*OTHERS, *inspect.signature(load_images).parameters} - {"path", "resume"}
 
 
 def source_of(module: str) -> Path | None:
