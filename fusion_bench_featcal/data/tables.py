@@ -103,7 +103,7 @@ def read_saved(folder: Path, split: str | None) -> datasets.Dataset:
     if isinstance(loaded, datasets.Dataset):
         return loaded
     if split is None:
-        names = " or ".join(sorted(loaded))
+        names = " or ".join(sorted(map(str, loaded)))
         raise ValueError(f"data {str(folder)!r} has splits: set split to {names}")
     if split not in loaded:
         raise ValueError(f"data {str(folder)!r} has no split {split!r}, only {sorted(loaded)}")

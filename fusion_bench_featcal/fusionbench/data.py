@@ -64,7 +64,7 @@ def calibration_batches(
     """
     split = settings.calibration_split
     check_tasks_have_data(task_names, getattr(modelpool, f"{split}_dataset_names"), split)
-    kind: Any = text_kind(modelpool)
+    kind = text_kind(modelpool)
     if kind is not None:
         _check_text_settings(modelpool, settings)
     batches = {}
@@ -74,7 +74,7 @@ def calibration_batches(
         if isinstance(rows, ImageItems):
             batches[task] = ImageBatches(rows, indices, settings.batch_size, processor)
         else:
-            encoder = TextEncoder(processor, kind, settings.max_length, positions)
+            encoder = TextEncoder(processor, kind, settings.max_length, positions)  # type: ignore[arg-type]
             load_expert = partial(load_pool_model, modelpool, task)
             batches[task] = TextBatches(rows, indices, settings, encoder, load_expert, device)
     return batches

@@ -160,7 +160,7 @@ def test_captions_beside_class_folders_are_no_labels(shapes):
 
 @pytest.mark.parametrize("has_splits", [False, True])
 def test_saved_datasets_of_images(shapes, tmp_path, has_splits):
-    rows = {"image": [picture(100 * c + n) for c in range(3) for n in range(4)]}
+    rows: Any = {"image": [picture(100 * c + n) for c in range(3) for n in range(4)]}
     rows["label"] = [c for c in range(3) for _ in range(4)]
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(SHAPES))}
     table: Any = datasets.Dataset.from_dict(rows, datasets.Features(features))

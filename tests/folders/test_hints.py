@@ -41,9 +41,9 @@ def reachable() -> dict[Path, ast.Module]:
             continue
         trees[file] = ast.parse(file.read_text(encoding="utf-8"))
         for node in ast.walk(trees[file]):
-            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            if names and names[0].startswith(PACKAGE):
-                names += [f"{names[0]}.{alias.name}" for alias in node.names]
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                names.append(str(node.module))
                 waiting += [file for file in map(source_of, names) if file is not None]
     return trees
 
