@@ -135,8 +135,8 @@ def _factors(weights: Mapping[str, Weight], notes: list[str]) -> dict[str, float
     factors = {name: float(f"{value / mean:.4g}") for name, value in values.items()}
     shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
     notes.append(
-        f"task_weights by {FILE}: {shown}, because FeatCal+ replaces the merge (other weights: "
-        f"{instead})"
+        f"--set task_weights by {FILE}: {shown}, because FeatCal+ replaces the merge (other "
+        f"weights: {instead})"
     )
     return factors
 

@@ -195,13 +195,9 @@ class Request:
 
     def _notes_on_scale(self) -> list[str]:
         """Return a sentence on a scale of task arithmetic that is rarely meant."""
-        name, scale = self.merger
-        if name != "task_arithmetic" or 0 < scale <= 1:
-            return []
-        effect = "moves away from the experts" if scale else "leaves out the experts"
-        if scale > 0:
-            effect = f"goes {scale:g} times as far as each expert"
-        return [f"--merge {self.merge} {effect}: usual scales are 0.1 to 1"]
+        _, scale = self.merger
+        effect = f"goes {scale:g} times as far as each expert"
+        return [f"--merge {self.merge} {effect}: usual scales are 0.1 to 1"] if scale > 1 else []
 
     def columns_of(self, task: str) -> dict[str, str]:
         """Return a task's columns by their standard names. NAME:PART has priority over PART."""

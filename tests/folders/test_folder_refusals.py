@@ -207,8 +207,6 @@ def test_refused(copied, refusal, monkeypatch, kind, files, options, messages):
     ("more", "note"),
     [
         ("--merge task_arithmetic:30", "task_arithmetic:30 goes 30 times as far as each expert"),
-        ("--merge task_arithmetic:-0.3", "task_arithmetic:-0.3 moves away from the experts"),
-        ("--merge task_arithmetic:0", "task_arithmetic:0 leaves out the experts: usual scales are"),
         ("--merge task_arithmetic:0.3", ""),
         ("--preset paper --set ridge_lambda=1e9", "--set ridge_lambda=1e+09 is very large: Gram"),
         ("--preset paper --set anchor_rho=-500", "the anchor is 500 times as far from the base"),
@@ -221,7 +219,7 @@ def test_numbers_that_are_rarely_meant_are_noted(made, tmp_path, more, note):
     out = ["--out", str(tmp_path / "out")]
     done = featcal(*words(folder, *out, "--plan", *more.split(), merged=merged))
     assert done.code == 0, done.err
-    texts = ("times as far", "away from", "leaves out", "very large")
+    texts = ("times as far", "very large")
     assert sum(text in done.out for text in texts) == bool(note) and note in done.out
 
 

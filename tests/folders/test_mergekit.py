@@ -142,7 +142,7 @@ KEPT: list[tuple[str, dict[str, float]]] = [
 def test_weights_relative_to_their_mean(config: str, factors: dict[str, float]) -> None:
     read, (note,) = weights(config)
     assert read == factors
-    start = "task_weights by mergekit_config.yml: one " if factors else "weights of "
+    start = "--set task_weights by mergekit_config.yml: one " if factors else "weights of "
     assert note.startswith(start) and note.endswith("--set 'task_weights={one: 1, two: 1}')")
     assert factors or "differ by layer or tensor. They are not kept" in note
     # named by options and other paths: the folders count
