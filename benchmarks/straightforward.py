@@ -44,7 +44,7 @@ def calibrate_plainly(
 
 def begin(family: Any, model: Any, batch: Any, first: str, end: Any) -> Any:
     """Return the input of a stage's first block, given the call `end` after the last stage."""
-    return family.begin(model, batch, first, *([] if end is None else [end.hidden]))
+    return family.begin(model, batch, first, *([] if end is None else [end]))
 
 
 def calibrate_block(

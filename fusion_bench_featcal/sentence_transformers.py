@@ -4,7 +4,7 @@ The library itself reads the texts: prompts, pairs, lower-casing, lengths and qu
 those of `encode` and `predict`. Needs the extra `encoders`.
 """
 
-import copy
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,10 +15,12 @@ from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.encoders.library import KINDS
-from fusion_bench_featcal.encoders.models import differing_behind, transformer_of
+from fusion_bench_featcal.encoders.models import left_as_merged, transformer_of
 from fusion_bench_featcal.encoders.opening import open_like
+from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, family_of
 from fusion_bench_featcal.encoders.scores import primary_figure
 from fusion_bench_featcal.encoders.texts import Row, read_texts, record_batches
+from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.rules.plus import Plus
@@ -41,10 +43,12 @@ def repair(
     evaluator: Any = None,
     **options: Any,
 ) -> Encoder:
-    """Return a copy of a merged model whose transformer is calibrated towards the experts.
+    """Return a copy of a merged model that is calibrated towards the experts.
 
-    Everything outside the transformer's blocks is the merged model's: prompts, pooling, activation,
-    similarity function, maximal length, heads. A warning names heads in which experts differ.
+    The transformer's blocks change, and the linear modules behind them: Dense of an embedding
+    model, the transform of SPLADE, the projection of ColBERT. All else is the merged model's:
+    prompts, pooling, activation, similarity function, maximal length, embeddings, norms and heads
+    of rerankers. A warning names modules behind the blocks that stay although experts differ.
 
     Args:
         merged: A `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` or `MultiVectorEncoder`. It
@@ -62,7 +66,7 @@ def repair(
             warning if the repaired model is below the merged one.
         options: `batch_size`, of texts that run together (16), and further arguments of
             `calibrate`, such as `seed` or `progress`. The two texts of a pair are two of its
-            samples.
+            samples. `modules=["*"]` fits a reranker's heads too.
 
     Raises:
         TypeError: If a model or a row has the wrong type.
@@ -90,25 +94,31 @@ def calibrate_encoder(
     evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
     if not {*evaluators} <= {*experts, None}:
         raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
-    transformer = transformer_of("merged", merged).model
+    transformer_of("merged", merged)
     calls = read_texts(merged, experts, texts)
     tuned = {task: open_like(merged, f"experts[{task!r}]", one) for task, one in experts.items()}
     origin = None if base is None else open_like(merged, "base", base)
     if origin is None:
         places = [place_of(expert) for expert in experts.values()]
         logger.warning(without_base(places, "base={!r}"))
+    batches = {task: record_batches(merged, calls[task], batch_size) for task in tuned}
+    model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
+    few, patterns = next(iter(batches.values()))[0], getattr(rule, "modules", None)
+    chosen = options.pop("family", "auto"), options.get("modules", patterns)
+    family = family_of(model, pipelines.values(), few, *chosen)
+    last_block = family.blocks[-1]
     result = calibrate(
-        transformer,
-        None if origin is None else origin.transformers_model,
-        {task: expert.transformers_model for task, expert in tuned.items()},
-        {task: record_batches(merged, calls[task], batch_size) for task in tuned},
+        model,
+        None if origin is None else EncoderWeights(Pipeline(origin), model, last_block),
+        {task: EncoderWeights(one, model, last_block) for task, one in pipelines.items()},
+        batches,
         rule,
+        family,
         **options,
     )
-    last_block = result.log.of_kind("block")[-1]["block"]
-    if names := differing_behind(last_block, merged, [*tuned.values()]):
+    if names := left_as_merged(merged, [*tuned.values()], result.log):
         logger.warning("experts differ in %s, which stay as merged", ", ".join(names))
-    repaired = copy.deepcopy(merged, {id(transformer): result.model})
+    repaired = cast(Pipeline, result.model).wrapped
     for task, one in evaluators.items() if evaluator else ():
         expert = {} if task is None else {"expert": tuned[task]}
         _show_figures(task, one, {**expert, "merged": merged, "repaired": repaired})
@@ -142,9 +152,18 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
             not write is copied, up to 50 MB a file. Weights in other formats are not, as they are
             not repaired.
     """
-    model.save_pretrained(str(folder))
+    write(model, Path(folder))
     skipped = module_folders(Path(merged))
     copy_other_files(Path(merged), Path(folder), skipped_folders=skipped, has_code=True)
+
+
+def write(model: Any, folder: Path) -> None:
+    """Save a model by `save_pretrained`, which loses the lower-casing of its transformer."""
+    model.save_pretrained(str(folder))
+    if transformer_of("the model", model).do_lower_case:
+        path = next(m["path"] for m in read_local(str(folder), "modules.json") if m["idx"] == 0)
+        file = folder / path / "sentence_bert_config.json"
+        file.write_text(json.dumps({**read_json(file), "do_lower_case": True}, indent=4))
 
 
 def module_folders(folder: Path) -> set[str]:

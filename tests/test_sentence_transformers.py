@@ -38,12 +38,19 @@ from sentence_transformers.base.modules import (  # noqa: E402
     Router,
     Transformer,
 )
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask  # noqa: E402
 from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
     Pooling,
     StaticEmbedding,
     WordWeights,
 )
 
+from fusion_bench_featcal import Paper, Plus  # noqa: E402
+from fusion_bench_featcal.encoders.pipeline import (  # noqa: E402
+    EncoderFamily,
+    Pipeline,
+    scored_positions,
+)
 from fusion_bench_featcal.encoders.texts import calls_of, read_texts, record_batches  # noqa: E402
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
 from fusion_bench_featcal.sentence_transformers import (  # noqa: E402
@@ -102,6 +109,14 @@ def case(
     yield Case(base, experts, merged, repaired, folder, folder / "out", states)
 
 
+HEADS = {  # linear modules behind the blocks
+    "SentenceTransformer": ["2.linear"],
+    "CrossEncoder": ["0.model.bert.pooler.dense", "0.model.classifier"],
+    "SparseEncoder": ["0.model.cls.predictions.transform.dense"],
+    "MultiVectorEncoder": ["1.linear"],
+}
+
+
 def test_outputs_come_nearer_to_the_experts(case: Case) -> None:
     for seed, (task, expert) in enumerate(case.experts.items(), 10):
         rows = rows_of(case.base, seed)
@@ -117,12 +132,14 @@ def test_inputs_are_unchanged(case: Case) -> None:
         assert not any(m._forward_pre_hooks for m in model.modules()), name
 
 
-def test_all_but_the_blocks_is_the_merged_models(case: Case) -> None:
+def test_all_but_blocks_and_heads_is_the_merged_models(case: Case) -> None:
     repaired, merged = case.repaired, case.merged
     assert type(repaired) is type(merged) and repaired is not merged
     before, after = merged.state_dict(), repaired.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all(".encoder.layer." in name for name in changed)
+    heads = () if isinstance(merged, st.CrossEncoder) else tuple(HEADS[type(merged).__name__])
+    assert all(any(name.startswith(head) for name in changed) for head in heads)
+    assert all(".encoder.layer." in name or name.startswith(heads) for name in changed)
     assert {after[n].data_ptr() for n in after}.isdisjoint(before[n].data_ptr() for n in before)
     for name in ("prompts", "default_prompt_name", "max_seq_length"):
         assert getattr(repaired, name) == getattr(merged, name), name
@@ -143,30 +160,116 @@ def test_a_saved_model_has_every_file_and_equal_outputs(case: Case) -> None:
         assert isinstance(loaded.activation_fn, nn.Identity)
 
 
-HEADS = {
-    "SentenceTransformer": "2.linear",
-    "CrossEncoder": "0.model.classifier",
-    "SparseEncoder": "0.model.cls.predictions.transform.dense",
-    "MultiVectorEncoder": "1.linear",
-}
-
-
-def test_heads_that_differ_and_a_base_are_named_once(case: Case, caplog: Any) -> None:
-    kind = type(case.base).__name__
-    head, folders = HEADS[kind], {task: case.folder / task for task in case.experts}
+def test_the_experts_name_the_base(case: Case, caplog: Any) -> None:
+    folders = {task: case.folder / task for task in case.experts}
     for task, expert in case.experts.items():
-        expert = copy.deepcopy(expert)
-        expert.get_submodule(head).weight.data += 0.1 * (task == "math")
         expert.save_pretrained(str(folders[task]))
         (folders[task] / "README.md").write_text("---\nbase_model: org/base\n---\n# An expert\n")
     texts = {task: rows_of(case.base, seed) for seed, task in enumerate(TASKS)}
     with caplog.at_level(logging.WARNING, LOGGER):
         again = repair(case.merged, experts=folders, texts=texts, progress=False)
-    base, heads = [r.getMessage() for r in caplog.records if r.name == LOGGER]
+    (base,) = [r.getMessage() for r in caplog.records if r.name == LOGGER]
     assert base.endswith("fewer texts repair more. The experts name it: base='org/base'")
-    assert heads == f"experts differ in {head}, which stay as merged"
-    if not MAKERS[kind][1]:  # no base there either
+    if not MAKERS[type(case.base).__name__][1]:  # no base there either
         assert equal(again, case.repaired)
+
+
+# --- the tail ---
+
+EXPANSION = {"strategy": "fixed", "attend": False, "length": 12}
+
+
+def expanding(base: Any) -> Any:
+    base[0].query_expansion = EXPANSION
+    return base
+
+
+@pytest.mark.parametrize("rule", [Plus(), Paper(anchor_rho=1.0)], ids=["plus", "paper"])
+@pytest.mark.parametrize("kind", [*MAKERS, "expanding"])
+def test_heads_that_differ_come_nearer_to_the_experts(
+    kind: str, rule: Any, plain: str, tmp_path: Path, caplog: Any
+) -> None:
+    """The repair is compared with one that keeps the merged model's heads, as for rerankers."""
+    make, _ = MAKERS[kind.replace("expanding", "MultiVectorEncoder")]
+    torch.manual_seed(1)
+    base = make(plain, backbone(tmp_path, BertForMaskedLM)).eval()
+    base = expanding(base) if kind == "expanding" else base
+    heads = HEADS[type(base).__name__]
+    experts = {task: tuned(base, seed, heads) for seed, task in enumerate(TASKS, 1)}
+    merged = type(base).merge([*experts.values()], "linear")
+    texts = {task: rows_of(base, seed) for seed, task in enumerate(TASKS)}
+    kept: dict[str, Any] = {"modules": [f"!{head}" for head in heads]}
+    choices = [{}, {"modules": ["*"]}] if kind == "CrossEncoder" else [kept, {}]
+    gaps, models = [], [merged]
+    for number, more in enumerate(choices):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, LOGGER):
+            options = more | {"rule": rule, "progress": False}
+            models.append(repair(merged, experts=experts, texts=texts, **options))
+        differ = f"experts differ in {', '.join(heads)}, which stay as merged"
+        assert [differ][number:] == [r.getMessage() for r in caplog.records][1:]
+    for seed, expert in enumerate(experts.values(), 10):
+        right = outputs(expert, rows := rows_of(base, seed))
+        gaps.append([float((outputs(model, rows) - right).norm()) for model in models])
+    assert all(fitted < min(others) for *others, fitted in gaps), gaps
+    states = [model.state_dict() for model in models]
+    for name in states[0]:  # the tail is solved after the blocks, which it leaves as they are
+        is_head = name.startswith(tuple(heads))
+        assert torch.equal(states[1][name], states[2][name]) is not is_head, name
+        if is_head or "encoder.layer" not in name:
+            assert torch.equal(states[0][name], states[1][name]), name
+
+
+def test_norms_and_the_matrix_of_the_vocabulary_stay(tmp_path: Path, caplog: Any) -> None:
+    base = st.SparseEncoder(backbone(tmp_path, BertForMaskedLM), device="cpu")
+    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
+    norm = "0.model.cls.predictions.transform.LayerNorm"
+    experts["math"].get_submodule(norm).weight.data += 0.1
+    merged = st.SparseEncoder.merge([*experts.values()], "linear")
+    model = repaired_by((base, experts, merged))[0].model
+    table = model.get_input_embeddings().weight
+    assert model.get_output_embeddings().weight is table
+    assert torch.equal(table, merged[0].model.get_input_embeddings().weight)
+    assert [r.getMessage() for r in caplog.records if r.name == LOGGER] == [
+        f"experts differ in {norm}, which stay as merged"
+    ]
+
+
+def test_a_head_of_other_classes_stays_and_is_named(plain: str, caplog: Any) -> None:
+    base, other = (st.CrossEncoder(plain, num_labels=n, device="cpu") for n in (1, 3))
+    experts = {"math": tuned(base, 1), "code": tuned(other, 2)}
+    merged, pairs = tuned(base, 3), dict.fromkeys(TASKS, rows_of(base, 1))
+    model = repaired_by((None, experts, merged), texts=pairs, modules=["*"])
+    heads = "0.model.bert.pooler.dense", "0.model.classifier"
+    same = [torch.equal(*(m.get_submodule(n).weight for m in (model, merged))) for n in heads]
+    assert same == [False, True] and "experts differ in 0.model.classifier, wh" in caplog.text
+
+
+def test_a_pooler_that_is_not_read_stays(encoders: Any) -> None:
+    pooler = "0.model.pooler.dense.weight"
+    assert torch.equal(
+        repaired_by(encoders).get_parameter(pooler), encoders[2].get_parameter(pooler)
+    )
+
+
+@pytest.mark.parametrize("strategy", ["fixed", "min"])
+def test_positions_that_count_are_the_ones_that_are_scored(plain: str, strategy: str) -> None:
+    """Tokens of query expansion are scored without attention, words of a list are not scored."""
+    base = st.MultiVectorEncoder(plain, prompts=PROMPTS, device="cpu")
+    base[0].query_expansion = {**EXPANSION, "strategy": strategy, "length": 9}
+    mask = next(module for module in base if isinstance(module, MultiVectorMask))
+    mask.skiplist_words = ["lamp", "stone"]
+    mask.resolve_with_tokenizer(base.tokenizer)
+    texts = texts_of(0, 16)
+    for method in ("encode_query", "encode_document"):
+        vectors = [len(v) for v in getattr(base, method)(texts, batch_size=16)]
+        (batch,) = record_batches(base, {method: texts})
+        scored = scored_positions(Pipeline(base), batch)
+        assert sorted(scored.sum(1).tolist()) == sorted(vectors)
+        counted = EncoderFamily([], {}).masks(Pipeline(base), batch, 0, "all")[""]
+        assert counted is not None and not (batch["attention_mask"].bool() & ~counted).any()
+        assert not (scored & ~counted).any()
+        assert (counted.sum() > batch["attention_mask"].sum()) == (method == "encode_query")
 
 
 # --- texts ---

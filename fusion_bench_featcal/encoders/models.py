@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_bench_featcal.encoders.library import Router, Transformer
+from fusion_bench_featcal.encoders.library import Router, Transformer, st
 from fusion_bench_featcal.families import resolve_family, stages_of
+from fusion_bench_featcal.run.log import CalibrationLog
 
 
 def transformer_of(label: str, model: Any) -> Transformer:
@@ -18,6 +19,8 @@ def transformer_of(label: str, model: Any) -> Transformer:
     if len(modules) != 1:
         kinds = [type(module).__name__ for module in model]
         raise ValueError(f"{label} has {len(modules)} transformers, not exactly one, in {kinds}")
+    if callable(getattr(modules[0].model, "merge_and_unload", None)):
+        raise ValueError(f"{label} has an adapter: put its merge_and_unload() in its place")
     return modules[0]
 
 
@@ -26,15 +29,22 @@ def last_block_of(transformer: nn.Module, family: Any = "auto") -> str:
     return stages_of(resolve_family(family, transformer), transformer)[-1][-1]
 
 
-def differing_behind(last_block: str, merged: Any, experts: Sequence[Any]) -> list[str]:
-    """Return names of the modules behind a transformer's last block in which experts differ."""
+def left_as_merged(merged: Any, experts: Sequence[Any], log: CalibrationLog) -> list[str]:
+    """Return modules behind the blocks in which experts differ, and that were not calibrated."""
     modules, names = dict(merged.named_modules()), list(merged.state_dict())
-    prefix = next(n for n, module in modules.items() if module is merged.transformers_model)
-    last = max(n for n, name in enumerate(names) if name.startswith(f"{prefix}.{last_block}."))
+    calibrated = {record["module"] for record in log.of_kind("module")}
+    blocks = [record["block"] for record in log.of_kind("block")]
+    # Modules of the tail are blocks of their own.
+    last_block = [block for block in blocks if not isinstance(modules[block], nn.Linear)][-1]
+    last = max(n for n, name in enumerate(names) if name.startswith(f"{last_block}."))
     states, differing = [expert.state_dict() for expert in experts], dict[str, None]()
     for name in names[last + 1 :]:
         first, *others = [state[name].cpu() for state in states if name in state] or [None]
         if any(not torch.equal(first, other) for other in others):
             differing[name.rpartition(".")[0]] = None
     tables = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
-    return [name for name in differing if name not in tables]  # tables of positions: for blocks
+    # Blocks read tables of positions, which may be registered behind them. Only rerankers read a
+    # transformer's own pooler.
+    has_pooler = isinstance(merged, st.CrossEncoder)
+    read = [name for name in differing if has_pooler or ".pooler." not in name]
+    return [name for name in read if name not in {*tables, *calibrated}]

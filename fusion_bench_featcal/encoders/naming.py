@@ -23,13 +23,6 @@ def class_of(folder: Path) -> str:
     return RERANKER if "sentence_transformers" in read_local(place, "config.json") else ""
 
 
-def transformer_folder(folder: Path) -> Path:
-    """Return the folder of the transformer inside a folder, which is mostly the folder itself."""
-    modules = read_local(str(folder), MODULES)
-    path = next((m["path"] for m in modules if m["type"].endswith("Transformer")), "")
-    return folder / path
-
-
 def pooled_encoder(folder: Path, label: str) -> Any:
     """Return a `PooledEncoder`. Its library is only imported here, as that takes seconds.
 

@@ -4,6 +4,7 @@ Methods and task pools of FusionBench see the transformer alone, and pool its st
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +13,6 @@ from fusion_bench_featcal.data.embeddings import MODES, Pooling
 from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.naming import DEFAULT
 from fusion_bench_featcal.encoders.opening import open_model
-from fusion_bench_featcal.encoders.texts import forward_inputs
 from fusion_bench_featcal.errors import CalibrationError
 
 _NAMES = {"lasttoken": "last"}
@@ -56,4 +56,5 @@ class PooledEncoder:
         model = self.model
         prompt = model.prompts.get(model.default_prompt_name or "")
         features = model.preprocess([*texts], prompt=prompt)
-        return forward_inputs(transformer_of(self.label, model), features)
+        accepted = signature(transformer_of(self.label, model).model.forward).parameters
+        return {n: t for n, t in features.items() if n in accepted and isinstance(t, Tensor)}

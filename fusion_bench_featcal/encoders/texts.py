@@ -1,13 +1,13 @@
 """Rows of texts: the methods of an encoder that read them, and the batches that they become."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.encoders.library import Transformer, st
+from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.models import transformer_of
+from fusion_bench_featcal.encoders.pipeline import OPTIONS
 from fusion_bench_featcal.modules.models import Modes
 
 Row = str | Sequence[str] | Mapping[str, Any]
@@ -68,7 +68,7 @@ def calls_of(model: Any, label: str, row: Row) -> list[tuple[str, Any]]:
 def columns_of(label: str, row: Any) -> dict[Any, str]:
     """Return the texts of a row by name of the column, or by number."""
     if isinstance(row, Mapping):
-        columns = {name: value for name, value in row.items() if name not in TARGETS}
+        columns = {name: row[name] for name in in_order(row) if name not in TARGETS}
     else:
         row = [row] if isinstance(row, str) or not isinstance(row, Iterable) else [*row]
         columns = dict(enumerate(row))
@@ -82,6 +82,15 @@ def columns_of(label: str, row: Any) -> dict[Any, str]:
     return columns
 
 
+def in_order(columns: Iterable[Any]) -> list[Any]:
+    """Return columns with queries first and negatives last, by their names, else as they are."""
+
+    def place(name: Any) -> int:
+        return -(name in ("query", "anchor", "question")) + str(name).startswith("negative")
+
+    return sorted(columns, key=place)
+
+
 def is_id(column: Any) -> bool:
     """Return whether a column is named like one of numbers or names of rows."""
     return str(column) == "id" or str(column).endswith(("_id", "_ids", "_idx"))
@@ -89,15 +98,15 @@ def is_id(column: Any) -> bool:
 
 def record_batches(
     model: Any, calls: Mapping[str, list[Any]], batch_size: int = 16
-) -> list[dict[str, Tensor]]:
-    """Return the batches that reach a model's transformer when its methods read inputs."""
+) -> list[dict[str, Any]]:
+    """Return the batches that reach a model when its methods read inputs."""
     module, modes, batches = transformer_of("merged", model), Modes.of(model), list[Any]()
     unpadded = module.unpad_inputs
 
-    def record(_: nn.Module, arguments: tuple[dict[str, Any]]) -> None:
-        batches.append(forward_inputs(module, arguments[0]))
+    def record(_: nn.Module, arguments: tuple[dict[str, Any]], options: dict[str, Any]) -> None:
+        batches.append({**arguments[0], OPTIONS: options})
 
-    handle = module.register_forward_pre_hook(record)
+    handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
         module.unpad_inputs = False  # otherwise a whole batch may be one row
         for method, inputs in calls.items():
@@ -107,10 +116,7 @@ def record_batches(
         module.unpad_inputs = unpadded
         modes.restore(model)
     # Copies, because the library makes its batches in inference mode.
-    return [{name: tensor.clone() for name, tensor in batch.items()} for batch in batches]
-
-
-def forward_inputs(module: Transformer, features: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return those of a batch's features that the transformer's forward pass reads."""
-    accepted = signature(module.model.forward).parameters
-    return {n: t for n, t in features.items() if n in accepted and isinstance(t, Tensor)}
+    return [
+        {name: v.clone() if isinstance(v, Tensor) else v for name, v in batch.items()}
+        for batch in batches
+    ]

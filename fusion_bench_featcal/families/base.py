@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,10 +47,13 @@ class Family(ABC):
         name: The family's name in settings and logs, by default that of the class.
         compared: Whether calibration first compares the blocks, run one by one, with the model's
             forward pass on two samples.
+        tail: Modules behind the blocks that are calibrated too, each a stage after all others. They
+            use samples alone, because the base may have begun with other ones.
     """
 
     name: str
     compared: bool = True
+    tail: Sequence[str] = ()
 
     def __init_subclass__(cls) -> None:
         """Name the class."""
@@ -71,7 +74,8 @@ class Family(ABC):
             model: The model. Blocks of this and of earlier stages have no weights.
             inputs: A batch of its inputs.
             block: The block.
-            ended: Output of the last block of the previous stage, or None in the first stage.
+            ended: The call behind the previous stage, whose `hidden` is the output of its last
+                block, or None in the first stage.
 
         Returns:
             The block's input: a `Call`, or another dataclass with an attribute `hidden`.

@@ -67,7 +67,7 @@ def _difference(family: Family, model: nn.Module, inputs: Any) -> str | None:
         return f"it runs {[name for name, _ in expected]}, not each of {blocks} once, in this order"
     try:
         for stage in stages:
-            call = family.begin(model, inputs, stage[0], outputs[-1]) if outputs else call
+            call = family.begin(model, inputs, stage[0], call) if outputs else call
             for block in stage:
                 call = family.step(model, block, call)
                 outputs.append(call.hidden)

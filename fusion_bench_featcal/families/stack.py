@@ -2,8 +2,7 @@
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from fusion_bench_featcal.families.base import (
     Family,
     Masks,
     call_model,
-    call_of,
     hidden_output,
     labelled_rows,
     mask_named,
@@ -24,6 +22,7 @@ from fusion_bench_featcal.families.base import (
     stoppable,
     without_cache,
 )
+from fusion_bench_featcal.families.skipping import Passed, skipping
 
 _CLEARLY = 10
 """Size ratio to all other lists above which a list counts as the model's blocks."""
@@ -113,7 +112,14 @@ class Stack(Family):
         if isinstance(inputs, Mapping):  # labels are for the head, which the pass does not reach
             inputs = {key: without_cache(v, key) for key, v in inputs.items() if key != "labels"}
         calls: dict[str, Call] = {}
-        with _skipping(model, blocks, calls), stoppable():
+
+        def note(name: str, call: Call) -> Tensor:
+            calls[name] = call
+            if name == blocks[-1]:
+                raise stop_forward()
+            return call.hidden.as_subclass(Passed)
+
+        with skipping(model, blocks, note), stoppable():
             call_model(model, inputs)
         if list(calls) != blocks:
             raise CalibrationError(
@@ -253,51 +259,6 @@ def _classes(purpose: str) -> Collection[str]:
     from transformers.models.auto import modeling_auto
 
     return getattr(modeling_auto, f"MODEL_FOR_{purpose}_MAPPING_NAMES").values()
-
-
-class _Passed(Tensor):
-    """Features returned by a skipped block, in any form that the model expects.
-
-    A model takes a block's result whole, by its first or only entry, or unpacks two entries. Any
-    other use is detected by the comparison with the model's forward pass.
-    """
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int):
-            return self if index in (0, -1) else None
-        return self.as_subclass(Tensor)[index]
-
-    def __iter__(self) -> Any:
-        return iter((self, None))
-
-    def __len__(self) -> int:
-        return 1
-
-
-@contextmanager
-def _skipping(model: nn.Module, blocks: Sequence[str], calls: dict[str, Call]) -> Iterator[None]:
-    """Context in which blocks only record their arguments. At the last block the pass ends."""
-    modules: list[Any] = [model.get_submodule(name) for name in blocks]
-
-    def note(name: str, *args: Any, **kwargs: Any) -> Tensor:
-        call = call_of(args, kwargs)
-        calls[name] = call = replace(call, hidden=call.hidden.as_subclass(Tensor))
-        if name == blocks[-1]:
-            raise stop_forward()
-        return call.hidden.as_subclass(_Passed)
-
-    replaced = [module.__dict__.get("forward") for module in modules]  # by some other library
-    try:
-        for name, module in zip(blocks, modules, strict=True):
-            module.forward = lambda *args, name=name, **kwargs: note(name, *args, **kwargs)
-        yield
-    finally:
-        for module, forward in zip(modules, replaced, strict=True):
-            del module.forward
-            if forward is not None:
-                module.forward = forward
 
 
 def _shallow_copy(value: Any) -> Any:

@@ -96,7 +96,7 @@ class EncoderDecoder(Family):
 
             encoder = self.stages(model)[0][0].rsplit(".", 2)[0]
             norm = model.get_submodule(f"{encoder}.{self.norm}")
-            inputs = {**inputs, "encoder_outputs": BaseModelOutput(norm(ended.clone()))}
+            inputs = {**inputs, "encoder_outputs": BaseModelOutput(norm(ended.hidden.clone()))}
         call = captured(model, inputs, block)
         names = list(inspect.signature(model.get_submodule(block).forward).parameters)
         named = dict(zip(names[1:], call.args, strict=False))

@@ -21,6 +21,7 @@ from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
+from fusion_bench_featcal.results.notes import NOTE, Note
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.run.devices import check_device
@@ -131,7 +132,7 @@ def _evaluate_and_save(
     write_inputs(request.checkpoints, evaluation.digests)
     with measure() as cost:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")
-        result, weights = opened.calibrate(tasks)
+        result, weights, notes = opened.calibrate(tasks)
     row, merger = row_of_rule(settings.rule), request.merger[0]
     result.reads["budget"] = settings.expert_read_budget
     result.reads["upstream"] = merger and {"merger": merger, "experts": opened.read}
@@ -139,6 +140,7 @@ def _evaluate_and_save(
     samples = {task: {"samples": count, "split": "data"} for task, count in counts.items()}
     facts = calibration_facts(row, settings, result.log.records, samples)
     evaluation.add(row, weights, facts, cost.as_dict())
+    evaluation.report.note(*(Note(NOTE, text) for text in notes))
     verdict = evaluation.conclude(settings)
     if has_saved := verdict.is_good or not request.strict:
         origin = {"merged model": request.merged or request.merge}

@@ -83,8 +83,8 @@ class Opened(Protocol):
         """Return a model with an expert's head, if experts have heads of their own."""
         ...
 
-    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any]:
-        """Calibrate the merged model. Returns the result, and the calibrated weights."""
+    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any, list[str]]:
+        """Calibrate the merged model. Returns the result, the calibrated weights, and notes."""
         ...
 
     def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:

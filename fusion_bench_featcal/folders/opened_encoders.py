@@ -1,14 +1,13 @@
 """Models of sentence-transformers for `featcal calibrate`, which the library opens and saves."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.calibration import rule_and_options
-from fusion_bench_featcal.encoders.models import differing_behind, last_block_of, transformer_of
-from fusion_bench_featcal.encoders.naming import class_of, transformer_folder
+from fusion_bench_featcal.encoders.models import left_as_merged, transformer_of
+from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
@@ -23,17 +22,19 @@ from fusion_bench_featcal.models.likeness import notes_on_experts
 from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult
-from fusion_bench_featcal.sentence_transformers import calibrate_encoder, module_folders
+from fusion_bench_featcal.sentence_transformers import calibrate_encoder, module_folders, write
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.settings.rules import completed, rule_of
 
-_TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 _ELSEWHERE = {
     "text_tower": "--text-tower is for CLIP",
     "tokenizer": "--tokenizer: models of sentence-transformers have their own",
     "chat_template": "--chat-template: models of sentence-transformers have their own prompts",
 }
 _OF_TEXTS = ("max_length", "calibration_targets", "generated_tokens")
+
+
+_READING = ("prompts", "default_prompt_name", "max_seq_length", "similarity_fn_name")
 
 
 class OpenedEncoders:
@@ -92,9 +93,9 @@ class OpenedEncoders:
             notes.append(f"no modules.json: sentence-transformers reads {home.label} by its mean")
         elif request.merged is not None and home is not models.files["merged"]:
             notes.append(f"{request.merged} has no modules.json: modules are those of {home.label}")
-        last_block = last_block_of(transformer_of("merged", merged).model, self.settings.family)
-        if differing := differing_behind(last_block, merged, [*experts.values()]):
-            notes.append(f"experts differ in {', '.join(differing)}, which stay as merged")
+        for task, expert in experts.items():
+            if other := [n for n in _READING if _reading(expert, n) != _reading(merged, n)]:
+                notes.append(f"expert {task} has other {', '.join(other)} than the merged model")
         if models.base is None:
             return [*notes, without_base([*request.expert.values()], "--base {}")]
         named = {f"expert {task}": _lazy(task, expert) for task, expert in experts.items()}
@@ -113,7 +114,8 @@ class OpenedEncoders:
         notes = []
         if isinstance(tests, str):
             notes, tests = [f"{task}: not scored, as {tests}"], None
-            parts = calibration, held = open_parts(task, replace(request, no_eval=True), open_rows)
+            request = replace(request, no_eval=True)
+            parts = calibration, held = open_parts(task, request, open_rows)
         rows = [calibration.rows[number] for number in calibration.indices]
         for number, row in zip(calibration.indices, rows, strict=True):
             try:
@@ -122,7 +124,8 @@ class OpenedEncoders:
                 raise ValueError(str(error)) from error
         columns, measure = calibration.rows.columns.values(), tests.measure if tests else ""
         if unread := calibration.rows.unread:
-            notes.append(f"{task}: columns that are not read: {', '.join(unread)}")
+            hint = calibration.rows.hint
+            notes.append(f"{task}: columns that are not read: {', '.join(unread)}{hint}")
         notes.insert(0, sentence(task, request, *parts, columns, measure))
         title = tests.columns if tests else Task.title
         return Task(rows, len(rows), tests, notes, title)
@@ -151,8 +154,8 @@ class OpenedEncoders:
         """Return the model, whose head all tasks share."""
         return model
 
-    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any]:
-        """Calibrate the merged model. Returns the result, and the calibrated model."""
+    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any, list[str]]:
+        """Calibrate the merged model. Returns the result, the calibrated model, and notes."""
         rule, options = rule_and_options(self.settings, Options())
         result = calibrate_encoder(
             self.models.merged,
@@ -163,25 +166,17 @@ class OpenedEncoders:
             batch_size=self.settings.batch_size,
             **(vars(options) | {"samples_per_task": None}),
         )
-        return result, result.model
+        left = left_as_merged(self.models.merged, [*self.models.experts.values()], result.log)
+        notes = [f"experts differ in {', '.join(left)}, which stay as merged"] if left else []
+        return result, result.model, notes
 
     def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
-        """Save by the library, with small files of the merged model that it does not write.
-
-        Files of the tokenizer are the original ones, as transformers 5 writes some that release 4
-        cannot load.
-        """
+        """Save by the library, with small files of the merged model that it does not write."""
         merged = self.models.files.get("merged")
-        weights.save_pretrained(str(folder))
+        write(weights, folder)
         if merged is not None:
             modules = module_folders(merged.folder)
             copy_other_files(merged.folder, folder, skipped_folders=modules)
-        source = transformer_folder(self.models.home.folder)
-        target = transformer_folder(folder)
-        for pattern in _TOKENIZERS:
-            for file in target.glob(pattern):
-                if (source / file.name).is_file():
-                    shutil.copyfile(source / file.name, file)
 
     def card_head(self, folder: Path) -> tuple[Mapping[str, str], Sequence[str]]:
         """Return library and task of the card that the library wrote, and tags of both cards."""
@@ -198,6 +193,12 @@ def _refuse_unused(request: Request) -> None:
             raise ValueError(f"{reason}: leave it out")
     for name in (name for name in _OF_TEXTS if name in request.set):
         raise ValueError(f"--set {name}: sentence-transformers reads the texts: leave it out")
+
+
+def _reading(model: Any, name: str) -> Any:
+    """Return a value by which a model reads or compares texts, without prompts that are empty."""
+    value = getattr(model, name, None)
+    return {k: v for k, v in value.items() if v} if name == "prompts" else value
 
 
 def _bytes(model: Any) -> int:

@@ -134,8 +134,8 @@ class OpenedTransformers:
         models = self.models
         return models.with_body(task, head, models.body(model)) if self.has_heads else model
 
-    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any]:
-        """Calibrate the merged model. Returns the result, and the calibrated weights."""
+    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any, list[str]]:
+        """Calibrate the merged model. Returns the result, the calibrated weights, and no notes."""
         models = self.models
         result = calibrate(
             models.empty_body,
@@ -146,7 +146,7 @@ class OpenedTransformers:
             device=self.request.device,
             merged_weights=models.merged_source,
         )
-        return result, result.weights
+        return result, result.weights, []
 
     def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
         """Write weights, heads, tokenizer or image processor, and files beside them."""

@@ -218,6 +218,10 @@ class Request:
         if self.out is None:
             return
         check_target(self.folder, "--out")
+        for label, location in self.models.items():
+            model = Path(location).expanduser()
+            if model.is_dir() and model.resolve() in self.folder.resolve().parents:
+                raise ValueError(f"--out {self.out} is inside {label}: name a folder outside it")
         if not self.resume and self.has_blocks:
             raise ValueError(
                 f"{self.checkpoints} has blocks of an interrupted run: go on with --resume, or "

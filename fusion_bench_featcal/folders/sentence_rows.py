@@ -7,10 +7,12 @@ from typing import Any
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.encoders.texts import TARGETS, is_id
+from fusion_bench_featcal.encoders.texts import TARGETS, in_order, is_id
 from fusion_bench_featcal.folders.request import Request
 
 LABEL = "label"
+_SEEN = 1000
+"""Number of rows whose values tell columns of texts."""
 
 
 class SentenceRows:
@@ -30,17 +32,26 @@ class SentenceRows:
             columns: Name -> column, of which `label` is a target.
         """
         self._rows = rows
-        first = rows[0]
         texts = {name: column for name, column in columns.items() if name not in TARGETS}
         if not texts and "text" in available:
             texts = {name: name for name in ("text", "text_pair") if name in available}
         if not texts:
             usable = [c for c in available if c not in TARGETS and not is_id(c)]
-            texts = {column: column for column in usable if isinstance(first[column], str)}
+            first = [rows[number] for number in range(min(len(rows), _SEEN))]
+            texts = {c: c for c in usable if any(isinstance(row.get(c), str) for row in first)}
         self._targets = {name: name for name in TARGETS if name in available}
         self._targets |= {name: column for name, column in columns.items() if name in TARGETS}
-        self.columns = texts
+        self.columns = {name: texts[name] for name in in_order(texts)}
+        self._numbers = {c for c in available if isinstance(_number(rows[0].get(c)), float)}
         self.unread = [c for c in available if c not in {**texts, **self._targets}.values()]
+
+    @property
+    def hint(self) -> str:
+        """Return how to name the score of a pair, if a column of numbers is not read."""
+        numbers = [column for column in self.unread if column in self._numbers]
+        if len(self.columns) != 2 or self._targets or not numbers:
+            return ""
+        return f". If {numbers[0]} is the pair's score: --columns score={numbers[0]}"
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -64,6 +75,8 @@ def _number(value: Any) -> Any:
     """Return the number that a text is, or the value itself."""
     if not isinstance(value, str):
         return value
+    if value.lower() in ("true", "false"):
+        return int(value.lower() == "true")
     try:
         return int(value) if value.strip().lstrip("-").isdecimal() else float(value)
     except ValueError:

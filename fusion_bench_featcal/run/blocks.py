@@ -68,7 +68,7 @@ def calibrate_block(problem: Problem, block: str) -> None:
 def narrow(problem: Problem, block: str) -> None:
     """In the last block, count only first positions, if the model's head reads no others."""
     streams = problem.streams
-    if streams.reads_first and block == streams.stages[-1][-1]:
+    if streams.reads_first and block == streams.last_block:
         names = streams.feeding_first(block, problem.modules[block].sites)
         streams.narrow(problem.processes.decided(streams.largest[0], names))
 
@@ -160,7 +160,8 @@ def collect(
 
 def empty_sums(problem: Problem, group: Group) -> GroupSums:
     """Return sums over no task for a group."""
-    dtype, base = problem.dtype, problem.base
+    dtype = problem.dtype
+    base = None if group.name in problem.streams.family.tail else problem.base
     if group.kind == "statistics":
         return StatisticsSums(group.inputs, problem.model.get_buffer(f"{group.name}.running_mean"))
     merged = group.linear(problem.model.get_parameter, dtype)

@@ -62,6 +62,11 @@ class Streams:
         """Return the model that is being calibrated, with only some tensors in memory."""
         return self.working.module
 
+    @property
+    def last_block(self) -> str:
+        """Return the last block before the tail."""
+        return self.stages[-1 - len(self.family.tail)][-1]
+
     @contextmanager
     def loaded(self, block: str) -> Iterator[None]:
         """Context with a block of the calibrated model in memory, with merged weights at first."""
@@ -101,7 +106,7 @@ class Streams:
 
     def _begun(self, model: nn.Module, inputs: Any, index: int, call: Any) -> Any:
         """Return the input of a stage's first block, from the call after the previous stage."""
-        ended = (call.hidden,) if index else ()
+        ended = (call,) if index else ()
         with self.autocast():
             return self.family.begin(model, inputs, self.stages[index][0], *ended)
 

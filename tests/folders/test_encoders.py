@@ -140,7 +140,7 @@ def test_the_folder_is_the_object(kind: str, plain: str, tmp_path: Path) -> None
     folders = [tmp_path / name for name in ("merged", "out")]
     names = [{p.relative_to(folder) for p in folder.rglob("*")} for folder in folders]
     assert names[0] - names[1] == {Path("code.py")} and Path("LICENSE") in names[1]
-    for name in ("tokenizer.json", "tokenizer_config.json", *MODULES):
+    for name in MODULES:
         before, after = ((folder / name).read_text() for folder in folders)
         assert before == after, name
 
@@ -191,6 +191,45 @@ def test_the_card_is_the_librarys(usual: tuple[Path, str]) -> None:
     assert "library_name: sentence-transformers" in head and "- featcal" in head
     assert "pipeline_tag: sentence-similarity" in head
     assert "evaluated on" not in screen
+
+
+@pytest.mark.parametrize("has_modules", [True, False])
+def test_lengths_and_lower_casing_are_the_experts(copied: Path, has_modules: bool) -> None:
+    """Folders of earlier releases have both beside the tokenizer."""
+    for name in ("merged", "base", *TASKS):
+        limits = {"max_seq_length": 6, "do_lower_case": True}
+        change_json(copied / name / "sentence_bert_config.json", limits)
+    expert = st.SentenceTransformer(str(copied / TASKS[0]), device="cpu")
+    if not has_modules:
+        for file in MODULES:
+            (copied / "merged" / file).unlink()
+    run(copied, "--no-eval")
+    out = st.SentenceTransformer(str(copied / "out"), device="cpu")
+    text = [" ".join(["A Lamp OF stone"] * 3)]
+    ids = [model.preprocess(text)["input_ids"] for model in (expert, out)]
+    assert torch.equal(*ids) and ids[1].shape[1] == expert.max_seq_length == 6
+
+
+def test_experts_that_read_texts_otherwise_are_named(copied: Path) -> None:
+    config = copied / TASKS[1] / "config_sentence_transformers.json"
+    change_json(config, {"prompts": {"query": "query : "}})
+    screen = run(copied, "--no-eval", "--plan")
+    assert "expert code has other prompts than the merged model" in screen
+    assert "expert math has other" not in screen
+
+
+def test_roles_are_those_of_the_names(copied: Path) -> None:
+    """Columns may stand in any order in a file, and a first row may lack a text."""
+    texts = zip(texts_of(0), texts_of(1), texts_of(2), strict=True)
+    rows = [{"negative": c, "positive": b, "anchor": a} for a, b, c in texts]
+    for task in TASKS:
+        write_rows(copied / f"{task}.jsonl", rows)
+    assert "(anchor, positive, negative)" in run(copied, "--plan")
+    write_rows(copied / "math.jsonl", [{**rows[0], "anchor": None}, *rows[1:]])
+    line = error_of(*words(copied, "--no-eval"))
+    assert line.endswith("line 1: anchor is None, not a text")
+    write_rows(copied / "math.jsonl", [{"anchor": "a lamp"}, *rows[1:]])
+    assert "line 1: positive is None" in error_of(*words(copied, "--no-eval"))
 
 
 @pytest.mark.parametrize("where", ["merged", "others"])
@@ -246,7 +285,9 @@ def test_merging_merges_all_modules(plain: str, tmp_path: Path) -> None:
         with torch.no_grad():
             models[task][2].linear.weight.mul_(1 + TASKS.index(task))
         models[task].save_pretrained(str(tmp_path / task))
-    run(tmp_path, "--no-eval", "--merge", "simple_average", merged=None)
+    kept = ("--set", "modules=['!2.linear']")
+    screen = run(tmp_path, "--no-eval", "--merge", "simple_average", *kept, merged=None)
+    assert "experts differ in 2.linear, which stay as merged" in screen
     out = st.SentenceTransformer(str(tmp_path / "out"), device="cpu")
     mean = torch.stack([models[task][2].linear.weight for task in TASKS]).mean(dim=0)
     torch.testing.assert_close(out[2].linear.weight, mean)
@@ -319,7 +360,8 @@ REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
      ["math.jsonl has the columns id, and none of them has texts: name them by --columns"]),
     ({"math.jsonl": '{"text": "a"}\n{"text": ""}\n'}, [], ["line 2: text is '', not a text"]),
     ({}, ["--columns", "query=ask"], ["text, label, so query=ask is wrong: name them by"]),
-    ({}, ["--tokenizer", "base"], ["--tokenizer: models of sentence-transformers have their own"]),
+    ({}, ["--out", "BASE/new"], ["base/new is inside --base ", ": name a folder outside it"]),
+    ({}, ["--tokenizer", "BASE"], ["--tokenizer: models of sentence-transformers have their own"]),
     ({}, ["--set", "max_length=9"], ["--set max_length: sentence-transformers reads the texts"]),
 ]  # fmt: skip
 
@@ -331,6 +373,7 @@ def test_refused(copied: Path, files: dict[str, Any], more: list[str], messages:
             (copied / name).write_text(content)
         else:
             change_json(copied / name, content)
-    line = error_of(*words(copied, "--no-eval", *more))
+    placed = [word.replace("BASE", str(copied / "base")) for word in more]
+    line = error_of(*words(copied, "--no-eval", *placed))
     assert all(message in line for message in messages), line
     assert not (copied / "out").exists() and not (copied / "out.blocks").exists()

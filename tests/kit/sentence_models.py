@@ -1,7 +1,7 @@
 """Tiny models of sentence-transformers: four kinds with random weights, and their texts."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,12 @@ def sentence_model(plain: str, *behind: nn.Module, lower: bool = False, **option
     return st.SentenceTransformer(modules=modules, device="cpu", **options)
 
 
-def tuned(base: Any, seed: int) -> Any:
-    """Return a copy whose blocks are moved by noise of rank 4."""
+def tuned(base: Any, seed: int, heads: Sequence[str] = ()) -> Any:
+    """Return a copy whose blocks and named heads are moved by noise of rank 4."""
     model, random = copy.deepcopy(base), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and ".encoder.layer." in name:
+            if parameter.ndim == 2 and (".encoder.layer." in name or name[:-7] in heads):
                 left, right = (torch.randn(n, 4, generator=random) for n in parameter.shape)
                 step = left @ right.T
                 parameter += 0.2 * step / step.norm() * parameter.norm()
