@@ -239,9 +239,16 @@ def test_a_head_of_other_classes_stays_and_is_named(plain: str, caplog: Any) -> 
     base, other = (st.CrossEncoder(plain, num_labels=n, device="cpu") for n in (1, 3))
     experts = {"math": tuned(base, 1), "code": tuned(other, 2)}
     merged, pairs = tuned(base, 3), dict.fromkeys(TASKS, rows_of(base, 1))
-    model = repaired_by((None, experts, merged), texts=pairs, modules=["*"])
+    model, excluding = (
+        repaired_by((None, experts, merged), texts=pairs, modules=[pattern])
+        for pattern in ("*", "!query")
+    )
     heads = "0.model.bert.pooler.dense", "0.model.classifier"
     same = [torch.equal(*(m.get_submodule(n).weight for m in (model, merged))) for n in heads]
+    assert all(
+        torch.equal(excluding.state_dict()[n], merged.state_dict()[n])
+        for n in (f"{head}.weight" for head in heads)
+    )
     assert same == [False, True] and "experts differ in 0.model.classifier, wh" in caplog.text
 
 

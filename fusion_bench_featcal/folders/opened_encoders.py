@@ -34,7 +34,7 @@ _ELSEWHERE = {
 _OF_TEXTS = ("max_length", "calibration_targets", "generated_tokens")
 
 
-_READING = ("prompts", "default_prompt_name", "max_seq_length", "similarity_fn_name")
+_READING = ("prompts", "default_prompt_name", "max_seq_length")
 
 
 class OpenedEncoders:
@@ -196,7 +196,7 @@ def _refuse_unused(request: Request) -> None:
 
 
 def _reading(model: Any, name: str) -> Any:
-    """Return a value by which a model reads or compares texts, without prompts that are empty."""
+    """Return a value by which a model reads texts, without prompts that are empty."""
     value = getattr(model, name, None)
     return {k: v for k, v in value.items() if v} if name == "prompts" else value
 
