@@ -197,7 +197,7 @@ def _refuse_unused(request: Request) -> None:
 
 def _reading(model: Any, name: str) -> Any:
     """Return a value by which a model reads texts, without prompts that are empty."""
-    value = getattr(model, name, None)
+    value: Any = getattr(model, name)
     return {k: v for k, v in value.items() if v} if name == "prompts" else value
 
 

@@ -76,8 +76,9 @@ class MethodInputs:
             return None
         if kind == "classification":
             folder = base.folders[-1].folder if base.folders else None
-            is_named = folder is not None and class_of(folder)
-            return pooled_encoder(folder, f"the base {folder}").pooling if is_named else None
+            if folder is None or not class_of(folder):
+                return None
+            return pooled_encoder(folder, f"the base {folder}").pooling
         names = base.files.names() if base.files is not None else ()
         return Pooling("cls") if _CLASS_TOKEN in names else None
 

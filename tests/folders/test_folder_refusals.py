@@ -57,7 +57,7 @@ def wider_llama(path: Path) -> None:
 
 
 def longer_rows(path: Path) -> None:
-    numbers = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
+    numbers: Any = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
     wider = model_of(vocab_size=len(WORDS), intermediate_size=16, **numbers)
     write(wider, path, word_tokenizer())
 

@@ -246,7 +246,8 @@ def test_strict_saves_only_where_no_task_is_worse(folder, capsys):
     assert verdict.startswith("verdict: better than the merged model on ") and verdict in screen
     assert all(screen.count(f"gain of {task} on ") == 1 for task in TASKS)
     write_rows(folder / "one.jsonl", sentences("one", ROWS)[:1] * ROWS)  # an interval of 0
-    scatter(llama_model(), 5, 2.0).save_pretrained(folder / "one")  # an expert of nothing
+    noise: Any = scatter(llama_model(), 5, 2.0)  # an expert of nothing
+    noise.save_pretrained(folder / "one")
     far = ("--set", "anchor_rho=300", "--strict")  # the result is the anchor
     assert main(words(folder, *PAPER, *ridge, *far)) == 1
     screen = capsys.readouterr()
@@ -271,7 +272,7 @@ def test_one_folder_of_two_experts_is_noted(folder):
 
 def test_splits_of_one_folder_are_different_data(tmp_path):
     rows = {"text": ["a b", "c"]}
-    splits = {name: datasets.Dataset.from_dict(rows) for name in ("fit", "more")}
+    splits: Any = {name: datasets.Dataset.from_dict(rows) for name in ("fit", "more")}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     names = {"a": f"{tmp_path}/saved:fit", "b": f"{tmp_path}/saved:more", "c": "org/data:train"}
     assert repeats(Request(data=names)) == []

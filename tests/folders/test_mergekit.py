@@ -179,7 +179,8 @@ def test_options_win_over_weights_of_the_merge() -> None:
     assert request.settings.task_weights == {"one": 0.5, "two": 1.5}
     assert sum("task_weights by" in note for note in request.notes) == 1
     assert "two: 1.5" in request.recipe
-    for options in ({"set": {"task_weights": {"one": 7}}}, {"preset": "paper"}):
+    chosen: list[dict[str, Any]] = [{"set": {"task_weights": {"one": 7}}}, {"preset": "paper"}]
+    for options in chosen:
         request = Request.of(values | options)
         assert request.settings.task_weights == options.get("set", {}).get("task_weights")
         assert not any("task_weights" in note for note in request.notes)

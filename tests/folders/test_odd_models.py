@@ -275,7 +275,7 @@ def test_an_offloaded_model_has_weights_that_it_reads_without_a_call(model):
     """SigLIP's pooling reads a matrix inside torch's attention, DeBERTa a table of positions."""
     torch.manual_seed(0)
     if model == "siglip":
-        size = SIZES | {"image_size": 28, "patch_size": 14}
+        size: Any = SIZES | {"image_size": 28, "patch_size": 14}
         made: Any = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**size))
         inputs = {"pixel_values": torch.randn(2, 3, 28, 28)}
     else:

@@ -72,7 +72,8 @@ def test_worse_needs_the_evidence_of_better(seed, shift):
     """Exchanged models exchange better and worse, and a task between stays there."""
     losses = torch.randn(2, 20, generator=torch.Generator().manual_seed(seed)).double()
     models = [{"a": score(losses[0] / 4 + 1, 0)}, {"a": score(losses[1] / 4 + 1 + shift, 0)}]
-    there, back = compare(*models, ""), compare(*reversed(models), "")
+    before, after = models
+    there, back = compare(before, after, ""), compare(after, before, "")
     is_better = "on 1 of 1 task" in there.sentence
     assert is_better == (not back.is_good)
     assert ("within the 95 %" in there.sentence) == ("within the 95 %" in back.sentence)
