@@ -57,8 +57,8 @@ def _run(request: Request) -> Path:
         shutil.rmtree(blocks, ignore_errors=True)
         print(f"{out} is complete: this command saved it before")
         return out
-    request.check_folder()
     check_device(request.device, f"--device {request.device}")
+    request.check_folder()
     try:
         if request.plan and show_downloads(request):
             return out

@@ -51,7 +51,7 @@ class SentenceRows:
         numbers = [column for column in self.unread if column in self._numbers]
         if len(self.columns) != 2 or self._targets or not numbers:
             return ""
-        return f". If {numbers[0]} is the pair's score: --columns score={numbers[0]}"
+        return f". If {numbers[0]} is the score of the pair: --columns score=COLUMN"
 
     def __len__(self) -> int:
         return len(self._rows)

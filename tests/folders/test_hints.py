@@ -21,7 +21,8 @@ ROOT = Path(fusion_bench_featcal.__file__).parent
 FLAGS = {flag_of(field.name) for field in settings_of(Request)}
 OTHERS = {*request._ELSEWHERE, *request._OF_POOLS}
 SETTINGS = {*FeatCalSettings.names()} - OTHERS
-COLUMNS = {*texts._OF_MODELS, *texts._OF_CLASSIFIERS, *images._COLUMNS}
+# Encoders take any name, `score` as a target.
+COLUMNS = {*texts._OF_MODELS, *texts._OF_CLASSIFIERS, *images._COLUMNS, "score"}
 # Keywords of functions and keys of YAML, which are no words of the command.
 FOREIGN = {*OTHERS, *inspect.signature(load_images).parameters} - {"path", "resume"}
 
