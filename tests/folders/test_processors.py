@@ -25,6 +25,7 @@ from transformers import (
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.pictures import to_pixels
+from fusion_bench_featcal.experts.config_files import IS_RELEASE_4
 from fusion_bench_featcal.fusionbench import load_input_processor
 from fusion_bench_featcal.models.processors import check_processors
 
@@ -94,7 +95,7 @@ def test_both_doors_refuse_another_processor(copied, refusal, tmp_path):
     pool = tiny_pool(models)
     pool._processor = tiny_processor(models)
     name = next(iter(pool.model_names))
-    (Path(models[name]) / "processor_config.json").unlink()
+    (Path(models[name]) / "processor_config.json").unlink(missing_ok=True)
     experts(Path(models[name]), image_mean=[0.2] * 3)
     with pytest.raises(CalibrationError, match=rf"expert '{name}' \(modelpool.models.{name}\) has"):
         load_input_processor(pool)
@@ -118,6 +119,7 @@ def gray(mean: Any = (0.5,)) -> Any:
     return ViTImageProcessor(size=size, image_mean=list(mean), image_std=list(mean))
 
 
+@pytest.mark.skipif(IS_RELEASE_4, reason="its processors take no pictures in gray: it is refused")
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_models_of_one_channel(tmp_path, kind):
     models = write_models(tmp_path, gray_models(kind), gray())
