@@ -14,11 +14,11 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.encoders.figures import primary_figure
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import left_as_merged, transformer_of
 from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, family_of
-from fusion_bench_featcal.encoders.scores import primary_figure
 from fusion_bench_featcal.encoders.texts import Row, read_texts, record_batches
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local, without_base
