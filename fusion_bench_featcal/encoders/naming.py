@@ -1,9 +1,7 @@
 """The class of sentence-transformers that a folder names, read without importing the library."""
 
 from pathlib import Path
-from typing import Any
 
-from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import MODULES
 
@@ -21,16 +19,3 @@ def class_of(folder: Path) -> str:
     if (folder / MODULES).is_file():
         return read_local(place, "config_sentence_transformers.json").get("model_type", DEFAULT)
     return RERANKER if "sentence_transformers" in read_local(place, "config.json") else ""
-
-
-def pooled_encoder(folder: Path, label: str) -> Any:
-    """Return a `PooledEncoder`. Its library is only imported here, as that takes seconds.
-
-    Raises:
-        CalibrationError: If the library is missing, or the folder cannot be opened.
-    """
-    try:
-        from fusion_bench_featcal.encoders.pooling import PooledEncoder
-    except ImportError as error:
-        raise CalibrationError(f"{label} {error}") from error
-    return PooledEncoder(folder, label)

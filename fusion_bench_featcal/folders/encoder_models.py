@@ -11,7 +11,8 @@ from fusion_bench_featcal.encoders.opening import (
     with_adapter,
     with_weights,
 )
-from fusion_bench_featcal.folders.kinds import is_adapter, models_of
+from fusion_bench_featcal.folders.kinds import models_of
+from fusion_bench_featcal.folders.model_folder import refuse_adapter
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.model_files import ModelFiles
 
@@ -37,10 +38,7 @@ class EncoderModels:
             class_name: The library's class of the models.
         """
         self.request = request
-        self.files = {
-            name: ModelFiles(folder, f"{option} {f'{name}=' * (option == '--expert')}{location}")
-            for (name, location, option), folder in models_of(request)
-        }
+        self.files = {name: files for (name, *_), files in models_of(request).items()}
         self.home = self._find_home(class_name)
         home = open_model(class_name, self.home.folder, self.home.label, request.device)
         if request.merged is None:
@@ -52,22 +50,21 @@ class EncoderModels:
 
     def _find_home(self, class_name: str) -> ModelFiles:
         """Return the first model whose folder names the class, else the first that is whole."""
-        whole = [files for files in self.files.values() if not is_adapter(files.folder)]
+        whole = [files for files in self.files.values() if not files.is_adapter]
         named = [files for files in whole if class_of(files.folder) == class_name]
         return (named or whole)[0]
 
     def _open_base(self, reference: Any) -> Any:
         if (files := self.files.get("base")) is None:
             return None
-        if is_adapter(files.folder):
-            raise ValueError(f"{files.label} is an adapter: name the model that it changes")
+        refuse_adapter(files)
         return self._open(files, reference)
 
     def _open_experts(self, reference: Any) -> dict[str, Any]:
         experts = {}
         for task in self.request.expert:
             files = self.files[task]
-            if not is_adapter(files.folder):
+            if not files.is_adapter:
                 experts[task] = self._open(files, reference)
             elif self.base is None:
                 raise ValueError(f"{files.label} is an adapter: name its base by --base DIR")
@@ -97,13 +94,10 @@ class EncoderModels:
         name, scale = self.request.merger
         if len(self.request.expert) < 2:
             raise ValueError("--merge needs at least two experts")
-        reference, self.base = home, None
-        if any(is_adapter(self.files[task].folder) for task in self.request.expert):
-            self.base = self._open_base(home)
-        self.experts = self._open_experts(reference)
-        average = merged_by_library([*self.experts.values()], None)
+        has_adapters = any(self.files[task].is_adapter for task in self.request.expert)
+        self.base = self._open_base(home) if has_adapters else None
+        self.experts = self._open_experts(home)
+        self.merged = average = merged_by_library([*self.experts.values()], None)
         self.base = self.base or self._open_base(average)
-        if name == "simple_average":
-            self.merged = average
-        else:
+        if name != "simple_average":
             self.merged = merged_by_library([*self.experts.values()], scale, self.base)

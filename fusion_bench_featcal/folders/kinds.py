@@ -1,11 +1,10 @@
-"""Which library opens the models of a request, decided by their files."""
-
-from pathlib import Path
+"""The library that opens the models of a request, decided by their files."""
 
 from fusion_bench_featcal.encoders.naming import DEFAULT, RERANKER, class_of
-from fusion_bench_featcal.folders.model_folder import ENCODER, ModelFolder
+from fusion_bench_featcal.folders.model_folder import ENCODER, ModelFolder, label_of
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import fetch
+from fusion_bench_featcal.models.model_files import ModelFiles
 
 
 def class_of_encoders(request: Request) -> str:
@@ -16,16 +15,17 @@ def class_of_encoders(request: Request) -> str:
     head that name no class either are opened as the library opens them.
     """
     models = models_of(request)
-    names = [class_of(folder) for _, folder in models]
-    if request.merged is not None and names[0]:
-        return names[0]
-    named = {*filter(None, names)}
-    whole = [n for n, (_, folder) in enumerate(models) if not is_adapter(folder)]
+    names = {key: class_of(files.folder) for key, files in models.items()}
+    first = next(iter(names))
+    if request.merged is not None and names[first]:
+        return names[first]
+    named = {*filter(None, names.values())}
+    whole = [key for key, files in models.items() if not files.is_adapter]
     if not whole:
         return ""
-    if len(named) == 1 and all(names[n] for n in whole):
+    if len(named) == 1 and all(names[key] for key in whole):
         return named.pop()
-    like = ModelFolder(*models[whole[0]][0])
+    like = ModelFolder(*whole[0])
     is_classifier = like.architecture.__name__.endswith("ForSequenceClassification")
     if len(named) == 1:
         name = named.pop()
@@ -33,18 +33,11 @@ def class_of_encoders(request: Request) -> str:
     return DEFAULT if not (named or is_classifier) and like.kind == ENCODER else ""
 
 
-def models_of(request: Request) -> list[tuple[tuple[str, str, str], Path]]:
-    """Return name, location and option, and folder, of the merged model, the experts, the base."""
+def models_of(request: Request) -> dict[tuple[str, str, str], ModelFiles]:
+    """Return name, location and option -> files, of the merged model, the experts and the base."""
     models = [("merged", request.merged, "the merged model")]
     models += [(task, location, "--expert") for task, location in request.expert.items()]
     models += [("base", request.base, "--base")]
-    return [
-        ((name, location, option), fetch(location, f"{option} {location}"))
-        for name, location, option in models
-        if location is not None
-    ]
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether a folder has an adapter."""
-    return (folder / "adapter_config.json").is_file()
+    keys = [(n, location, option) for n, location, option in models if location is not None]
+    labels = {key: label_of(*key) for key in keys}
+    return {key: ModelFiles(fetch(key[1], label), label) for key, label in labels.items()}

@@ -38,7 +38,7 @@ class ModelFolder(ModelFiles):
             option: The option that names it.
         """
         self.name = name
-        label = f"{option} {name}={location}" if option == "--expert" else f"{option} {location}"
+        label = label_of(name, location, option)
         super().__init__(fetch(location, label), label)
         if not self.folder.is_dir():
             raise ValueError(f"{label} is a file: name the folder that the model is in")
@@ -63,6 +63,17 @@ class ModelFolder(ModelFiles):
             "classifiers and encoders, and CLIP models. Calibrate others by fusion_bench "
             "method=featcal"
         )
+
+
+def label_of(name: str, location: str, option: str) -> str:
+    """Return the words of messages for a model."""
+    return f"{option} {name}={location}" if option == "--expert" else f"{option} {location}"
+
+
+def refuse_adapter(base: ModelFiles) -> None:
+    """Refuse an adapter as the base."""
+    if base.is_adapter:
+        raise ValueError(f"{base.label} is an adapter: name the model that it changes")
 
 
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:

@@ -25,8 +25,9 @@ from fusion_bench_featcal.folders.model_folder import (
     body_name,
     body_of,
     family_of,
+    refuse_adapter,
 )
-from fusion_bench_featcal.folders.opened import require_base
+from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.likeness import notes_on_experts
@@ -69,8 +70,7 @@ class Models:
             merged = ModelFolder("merged", request.merged, "the merged model")
         if request.base is not None:
             base = ModelFolder("base", request.base, "--base")
-            if base.is_adapter:
-                raise ValueError(f"{base.label} is an adapter: name the model that it changes")
+            refuse_adapter(base)
         experts = {t: ModelFolder(t, path, "--expert") for t, path in request.expert.items()}
         models = cls(request, base, experts, merged)
         models._check()
@@ -225,13 +225,8 @@ class Models:
     @property
     def notes(self) -> list[str]:
         """Sentences on the models, and on experts that may not belong together."""
-        request = self.request
-        notes = [f"merge: {request.merge}"] if request.merge else []
-        notes += [f"base: {request.base}"] if request.base else []
-        notes += [
-            f"expert {task}: {request.expert[task]}{' (adapter)' * expert.is_adapter}"
-            for task, expert in self.experts.items()
-        ]
+        adapters = [task for task, expert in self.experts.items() if expert.is_adapter]
+        notes = notes_on_inputs(self.request, adapters)
         if self.base_source is None:
             return notes
         named = {f"expert {task}": expert for task, expert in self._runnable.items()}

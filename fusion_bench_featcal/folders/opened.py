@@ -1,4 +1,4 @@
-"""What `featcal calibrate` needs of models, whichever library opens them."""
+"""The protocol of opened models in `featcal calibrate`, and what all implementations share."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -49,12 +49,12 @@ class Opened(Protocol):
 
     @property
     def has_heads(self) -> bool:
-        """Whether every expert has a head of its own."""
+        """True if every expert has a head of its own."""
         ...
 
     @property
     def own_head(self) -> str:
-        """Whose head the saved model has, if experts have heads."""
+        """The model whose head the saved one has, if experts have heads."""
         ...
 
     @property
@@ -94,6 +94,21 @@ class Opened(Protocol):
     def card_head(self, folder: Path) -> tuple[Mapping[str, str], Sequence[str]]:
         """Return keys of a card's head that name the library, and tags, of a written folder."""
         ...
+
+
+def notes_on_inputs(request: Request, adapters: Collection[str]) -> list[str]:
+    """Return a line for the merger, the base and each expert of a request.
+
+    Args:
+        request: The request.
+        adapters: Tasks whose experts are adapters.
+    """
+    notes = [f"merge: {request.merge}"] if request.merge else []
+    notes += [f"base: {request.base}"] if request.base else []
+    return notes + [
+        f"expert {task}: {location}{' (adapter)' * (task in adapters)}"
+        for task, location in request.expert.items()
+    ]
 
 
 def require_base(request: Request, *, is_needed: bool) -> None:

@@ -12,8 +12,7 @@ from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.folders.encoder_models import EncoderModels
-from fusion_bench_featcal.folders.kinds import is_adapter
-from fusion_bench_featcal.folders.opened import require_base
+from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.sentence_rows import opener
 from fusion_bench_featcal.folders.tasks import Part, Task, open_parts, sentence
@@ -83,12 +82,7 @@ class OpenedEncoders:
         """Return sentences on the models, and on experts that may not belong together."""
         request, models = self.request, self.models
         home, merged, experts = models.home, models.merged, models.experts
-        notes = [f"merge: {request.merge}"] if request.merge else []
-        notes += [f"base: {request.base}"] if request.base else []
-        notes += [
-            f"expert {task}: {path}{' (adapter)' * is_adapter(models.files[task].folder)}"
-            for task, path in request.expert.items()
-        ]
+        notes = notes_on_inputs(request, [t for t in experts if models.files[t].is_adapter])
         if not class_of(home.folder):
             notes.append(f"no modules.json: sentence-transformers reads {home.label} by its mean")
         elif request.merged is not None and home is not models.files["merged"]:

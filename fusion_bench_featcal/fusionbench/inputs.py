@@ -9,7 +9,8 @@ from torch import nn
 
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
-from fusion_bench_featcal.encoders.naming import class_of, pooled_encoder
+from fusion_bench_featcal.encoders.naming import class_of
+from fusion_bench_featcal.encoders.optional import pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.data import (

@@ -32,7 +32,8 @@ from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Score, class_tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.encoders.naming import class_of, pooled_encoder
+from fusion_bench_featcal.encoders.naming import class_of
+from fusion_bench_featcal.encoders.optional import pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.options import plain

@@ -33,7 +33,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def test_folders_of_models_keep_small_files(folder):
-    """Of a tokenizer from elsewhere, files come from there."""
+    """Files of a tokenizer from elsewhere come from there."""
     write(folder / "merged", KEPT | TOKENIZER | NEVER | {"README.md", "recipe.yaml", "docs/use.md"})
     (folder / "merged" / "list_config.json").write_text("[1")  # another program's
     done = featcal(*words(folder, "--no-eval"))
