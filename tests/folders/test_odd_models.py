@@ -193,8 +193,9 @@ def test_models_of_sentence_transformers_need_its_extra(tmp_path, monkeypatch):
     for task in TASKS:
         write_rows(tmp_path / f"{task}.jsonl", [{"text": "a b"}])
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    rooms = (f"{fusion_bench_featcal.__name__}.{room}" for room in ("encoders.", "sentence_"))
-    for name in [name for name in sys.modules if name.startswith(tuple(rooms))]:
+    package = fusion_bench_featcal.__name__
+    rooms = (f"{package}.encoders.", f"{package}.sentence_", f"{package}.folders.encoder_")
+    for name in [name for name in sys.modules if name.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "fusion_bench_featcal.folders.opened_encoders", raising=False)
     line = error_of(*words(tmp_path))
