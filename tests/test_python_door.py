@@ -202,7 +202,8 @@ def test_labels_of_another_length_and_models_without_weights_are_named() -> None
 
 
 def test_encoders_without_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    for name in ("sentence_transformers", "sklearn"):
+        monkeypatch.setitem(sys.modules, name, None)
     rooms = ("fusion_bench_featcal.encoders", "fusion_bench_featcal.sentence_transformers")
     for name in [name for name in sys.modules if name.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, name)

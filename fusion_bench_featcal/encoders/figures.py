@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import spearmanr
-from sklearn.metrics import average_precision_score
 
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.encoders.library import st
+from fusion_bench_featcal.encoders.library import average_precision_score, st
 from fusion_bench_featcal.encoders.targets import Targets, too_few
 from fusion_bench_featcal.modules.models import Modes
 

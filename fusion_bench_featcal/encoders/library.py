@@ -1,4 +1,4 @@
-"""The classes of sentence-transformers, whose import takes seconds."""
+"""The names that need the extra `encoders`. Their import takes seconds."""
 
 try:
     import sentence_transformers as st
@@ -8,6 +8,7 @@ try:
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
     from sentence_transformers.sentence_transformer import evaluation as of_texts
     from sentence_transformers.sparse_encoder import evaluation as of_terms
+    from sklearn.metrics import average_precision_score
 
     KINDS = (st.SentenceTransformer, st.CrossEncoder, st.SparseEncoder, st.MultiVectorEncoder)
 except (ImportError, AttributeError) as error:
@@ -16,6 +17,6 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 __all__ = [
-    "KINDS", "MultiVectorMask", "Router", "Transformer", "of_pairs", "of_terms", "of_texts",
-    "of_vectors", "st",
+    "KINDS", "MultiVectorMask", "Router", "Transformer", "average_precision_score", "of_pairs",
+    "of_terms", "of_texts", "of_vectors", "st",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from fusion_bench_featcal.data.generation import greedy_answers
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, positions_of
 from fusion_bench_featcal.data.text_samples import TextEncoder
 
+OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 MOST = 12
 CLASSES, DECODER, PAIRS = (
     AutoModelForSequenceClassification,
@@ -76,6 +77,7 @@ def run(model: Any, length: int) -> Any:
     return model(ids, **({"labels": ids} if model.config.is_encoder_decoder else {})).logits
 
 
+@OF_TRANSFORMERS
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_text_runs_and_a_longer_one_does_not(kind):
     maker, shape, most = KINDS[kind]
@@ -85,6 +87,7 @@ def test_the_longest_text_runs_and_a_longer_one_does_not(kind):
         run(model, MOST + 3)
 
 
+@OF_TRANSFORMERS
 @pytest.mark.parametrize("kind", RELATIVE)
 def test_relative_positions_have_no_limit(kind):
     model = made(kind, *RELATIVE[kind])
