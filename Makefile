@@ -59,7 +59,8 @@ test: $(VENV)/.installed ## run the tests but the slow ones, in minutes; TESTS=t
 
 # What meets transformers through tiny models or not at all: make test covers it.
 ELSEWHERE := results comparison reads packaging/test_[!h]*.py test_checkpoint.py \
-	test_plus_properties.py test_processes.py test_settings.py test_starts.py data/test_images.py
+	test_plus_properties.py test_processes.py test_settings.py test_starts.py data/test_images.py \
+	$(addprefix folders/test_,cheap_mistakes.py hints.py mergekit.py verdicts.py)
 
 # Two differences in one run: without the vector instructions of newer processors, results round otherwise.
 test-4.57: export ATEN_CPU_CAPABILITY = default
