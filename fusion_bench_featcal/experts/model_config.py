@@ -1,7 +1,8 @@
 """Configs of models, compared: models that share tensors but are different functions."""
 
+import json
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -71,9 +72,15 @@ def complete_config(config: Any) -> dict[str, Any] | None:
         return config.to_dict()
     if not isinstance(config, Mapping):
         return None
+    return _with_defaults(json.dumps(dict(config)))
+
+
+@lru_cache
+def _with_defaults(text: str) -> dict[str, Any]:
+    """Return the content of a config.json with its class's defaults for missing keys."""
     from transformers import CONFIG_MAPPING
 
-    values = dict(config)
+    values = json.loads(text)
     try:
         return CONFIG_MAPPING[values["model_type"]].from_dict(values).to_dict()
     except Exception:  # an unknown class, or values that it refuses: see the model's loader

@@ -147,7 +147,7 @@ def tied_head(source: ExpertSource, model: Any) -> dict[str, list[str]]:
         model: The model whose structure runs them.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    config = complete_config(source.config)
+    config = None if head is None else complete_config(source.config)
     if head is None or config is None or not config.get("tie_word_embeddings"):
         return {}
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}

@@ -169,9 +169,9 @@ class Models:
             return self._like_source
         whole = self.base if model.is_adapter and self.base is not None else model
         before, after = ((m.config or {}).get("vocab_size") for m in (whole, self.like))
-        source = model.source(self.base)
         if before is None or after is None or before == after:
-            return source
+            return model.source(self.base, self.empty_body)
+        source = model.source(self.base)
         return VocabularyRows(source, after, self._like_source)
 
     @cached_property

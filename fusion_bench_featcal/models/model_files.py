@@ -254,11 +254,15 @@ class ModelFiles:
         except (FileNotFoundError, OtherAdapterError):
             return None
 
-    def source(self, base: "ModelFiles | None" = None) -> ExpertSource:
+    def source(
+        self, base: "ModelFiles | None" = None, structure: nn.Module | None = None
+    ) -> ExpertSource:
         """Return its weights for the class to calibrate, read tensor by tensor if possible.
 
         Args:
             base: The model that an adapter changes. PEFT merges other adapters than plain LoRA.
+            structure: The model without weights that will run them, by default its own. Its own
+                is not built if the names of its files fit this one.
         """
         stored = self.streamed(base)
         if self.is_adapter:
@@ -268,13 +272,20 @@ class ModelFiles:
                 return stored
             model = base.load(base.architecture)
             return self._labelled(lambda folder: PeftExpert(model, folder))
-        try:
-            if stored is not None:
-                pair_names(self.label, stored, self.empty)
+        if stored is not None:
+            if structure is not None and self._fits(stored, structure):
                 return stored
-        except CalibrationError:  # transformers uses other tensor names than the files
-            pass
-        return InMemoryExpert(self.load())
+            if self._fits(stored, self.empty):
+                return stored
+        return InMemoryExpert(self.load())  # transformers uses other tensor names than the files
+
+    def _fits(self, stored: ExpertSource, structure: nn.Module) -> bool:
+        """Return whether files have names and shapes of all tensors of a structure."""
+        try:
+            pair_names(self.label, stored, structure)
+        except CalibrationError:
+            return False
+        return True
 
 
 def load_lora_model(base_model_path: str, peft_model_path: str) -> nn.Module:

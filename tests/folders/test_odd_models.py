@@ -209,10 +209,11 @@ OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarni
 
 def with_choices(folder: Path, models: Any) -> list[str]:
     """Tables of the images, labelled by what their expert chooses."""
+    processor = load_processor().image_processor
     for task in TASKS:
         model, rows = models[task].eval(), []
         for file in sorted((folder / f"{task}-images").rglob("*.png")):
-            pixels = load_processor().image_processor(Image.open(file), return_tensors="pt")
+            pixels = processor(Image.open(file), return_tensors="pt")
             with torch.no_grad():
                 number = int(model(**pixels).logits.argmax())
             rows.append({"image": str(file), "label": model.config.id2label[number]})
