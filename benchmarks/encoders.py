@@ -226,22 +226,31 @@ def study(
 def study_of_rerankers(
     title: str, merged: CrossEncoder, base: CrossEncoder, experts: dict[str, CrossEncoder]
 ) -> None:
-    """Print the table of two rerankers: average precision, its rows' values by the jackknife."""
-    tests, samples = {}, {}
+    """Print the table of two rerankers on their test pairs.
+
+    Metrics are the average precision, whose values per row are the jackknife's, and the accuracy at
+    a score of 0.5, which a reranker's users take as the border of "fits".
+    """
+    tests, pairs, samples = {}, {}, {}
     for task in experts:
         random = np.random.default_rng(1)
-        rows = pairs_of(rows_of(task, "test", QUERIES), names_of(task), random)
-        tests[task] = encoder_tests(merged, rows, str)
+        pairs[task] = pairs_of(rows_of(task, "test", QUERIES), names_of(task), random)
+        tests[task] = encoder_tests(merged, pairs[task], str)
         for draw in DRAWS:
             texts = rows_of(task, "calibration", 64, 100 + draw)
             samples[task, draw] = pairs_of(texts, names_of(task), random)
 
     def scores_of(models: dict[str, Any]) -> Scores:
-        values = {task: 1 - tests[task].score(model).losses for task, model in models.items()}
-        return {task: 100 * value[:, None].numpy() for task, value in values.items()}
+        return {task: values_of(model, task) for task, model in models.items()}
 
-    metrics = ("average precision",)
-    print(f"\n| {title} | {metrics[0]} | CPU s |\n|---|--:|--:|")
+    def values_of(model: Any, task: str) -> np.ndarray:
+        precision = 1 - tests[task].score(model).losses.numpy()
+        scores = model.predict([(pair["query"], pair["document"]) for pair in pairs[task]])
+        is_right = (scores > 0.5) == np.array([pair["label"] for pair in pairs[task]])
+        return 100 * np.stack([precision, is_right], axis=1)
+
+    metrics = ("average precision", "accuracy at .5")
+    print(f"\n| {title} | {' | '.join(metrics)} | CPU s |\n|---|--:|--:|--:|")
     print(line_of("experts, each on its own task", [scores_of(experts)], None, 0, metrics))
     before = scores_of(dict.fromkeys(experts, merged))
     print(line_of("merged", [before], None, 0, metrics), flush=True)

@@ -24,7 +24,9 @@ WIDTHS = {
     "llama-narrow": (768, 2048, 12, 4),
     "llama-small": (1024, 3584, 16, 4),
     "llama-1b": (2048, 8192, 32, 8),
+    "llama-3b": (3072, 8192, 24, 8),
     "llama-8b": (4096, 14336, 32, 8),
+    "llama-70b": (8192, 28672, 64, 8),
 }
 """Name -> width, width of the MLP, heads, and size of a patch or number of key-value heads."""
 

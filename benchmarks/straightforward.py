@@ -1,8 +1,8 @@
 """A direct implementation of Algorithm 1 with the paper's rule, for comparison with the package.
 
-Whole experts are in memory. Every module has separate statistics of every task, stored until the
-block is solved by LU in float32. Blocks are called through the package's families, so that both
-sides run the same forward passes.
+Whole experts are in memory. Every module has separate statistics of every task in float32, stored
+until the block is solved by LU. Blocks are called through the package's families, so both sides run
+the same forward passes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,7 +91,7 @@ def inputs_of(model: nn.Module, names: Iterable[str]):
     recorded: dict[str, Tensor] = {}
 
     def note(name: str) -> Any:
-        return lambda _, args: recorded.update({name: args[0].flatten(0, -2)})
+        return lambda _, args: recorded.update({name: args[0].flatten(0, -2).float()})
 
     handles = [model.get_submodule(name).register_forward_pre_hook(note(name)) for name in names]
     try:
@@ -110,7 +110,7 @@ def modules_of(model: nn.Module, block: str, kind: type[nn.Module]) -> list[str]
 def anchor_of(merged: Any, base: Any, rho: float) -> list[Tensor]:
     """Return the anchor's parameters (Eq. 11)."""
     pairs = zip(merged.parameters(), base.parameters(), strict=True)
-    return [rho * one + (1 - rho) * other for one, other in pairs]
+    return [rho * one.float() + (1 - rho) * other.float() for one, other in pairs]
 
 
 def add(sums: Sums, terms: Iterable[Tensor]) -> None:
@@ -145,13 +145,14 @@ def solve_linear(
         norm = torch.linalg.vector_norm(torch.linalg.vector_norm(gram, dim=1)) / count
         task_weights[task] = 1 / norm.clamp_min(EPS)
         system += gram * (task_weights[task] / count)
-        right += experts[task].weight @ cross * (task_weights[task] / count)
+        right += experts[task].weight.float() @ cross * (task_weights[task] / count)
     solved = torch.linalg.solve(system, right, left=False)
     if not biases:
         return [solved]
     bias = ridge * biases[0]
     for task, (_, _, x, target, count) in sums.items():
-        mean = experts[task].bias + experts[task].weight @ (target / count) - solved @ (x / count)
+        mean = experts[task].bias - solved @ (x / count)
+        mean = mean + experts[task].weight.float() @ (target / count)
         bias = bias + task_weights[task] * mean
     return [solved, bias / (sum(task_weights.values()) + ridge)]
 
