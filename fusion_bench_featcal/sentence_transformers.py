@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.encoders.figures import primary_figure
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import left_as_merged, transformer_of
@@ -64,9 +65,10 @@ def repair(
         evaluator: An evaluator of the library, or task -> evaluator. Their main metrics of the
             merged and the repaired model, and of the task's expert, are printed at the end, with a
             warning if the repaired model is below the merged one.
-        options: `batch_size`, of texts that run together (16), and further arguments of
-            `calibrate`, such as `seed` or `progress`. The two texts of a pair are two of its
-            samples. `modules=["*"]` fits a reranker's heads too.
+        options: `batch_size`, of texts that run together (`auto`: 16, on a GPU 16 to 64 by the
+            model's maximum length), and further arguments of `calibrate`, such as `seed` or
+            `progress`. The two texts of a pair are two of its samples. `modules=["*"]` fits a
+            reranker's heads too.
 
     Raises:
         TypeError: If a model or a row has the wrong type.
@@ -84,7 +86,7 @@ def calibrate_encoder(
     texts: Mapping[str, Iterable[Row]],
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
     *,
-    batch_size: int = 16,
+    batch_size: int | str = "auto",
     evaluator: Any = None,
     **options: Any,
 ) -> CalibrationResult:
@@ -94,14 +96,15 @@ def calibrate_encoder(
     evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
     if not {*evaluators} <= {*experts, None}:
         raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
-    transformer_of("merged", merged)
+    longest = getattr(transformer_of("merged", merged), "max_seq_length", None)
     calls = read_texts(merged, experts, texts)
     tuned = {task: open_like(merged, f"experts[{task!r}]", one) for task, one in experts.items()}
     origin = None if base is None else open_like(merged, "base", base)
     if origin is None:
         places = [place_of(expert) for expert in experts.values()]
         logger.warning(without_base(places, "base={!r}"))
-    batches = {task: record_batches(merged, calls[task], batch_size) for task in tuned}
+    size = batch_size_of(batch_size, merged.device, longest)
+    batches = {task: record_batches(merged, calls[task], size) for task in tuned}
     model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
     few, patterns = next(iter(batches.values()))[0], getattr(rule, "modules", None)
     chosen = options.pop("family", "auto"), options.get("modules", patterns)

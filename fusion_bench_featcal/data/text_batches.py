@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.data.generation import greedy_answers, padded_left
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -24,7 +25,7 @@ class TextBatches:
     settings: FeatCalSettings
     encoder: TextEncoder
     load_expert: Callable[[], nn.Module]  # called if the expert writes the targets
-    device: Any = None  # of the expert, by default the one on which it is loaded
+    device: Any = None  # of the calibration and of an expert that writes targets
 
     @property
     def samples(self) -> int:
@@ -96,13 +97,20 @@ class TextBatches:
             return [len(prompt) + self.settings.generated_tokens for prompt in self.prompts]
         return [len(sample.ids) for sample in self.encoded]
 
+    @cached_property
+    def batch_size(self) -> int:
+        """Samples per batch, possibly fewer in the last one."""
+        chosen = self.settings.batch_size
+        longest = max(self.lengths(), default=1) if chosen == "auto" else None
+        return batch_size_of(chosen, self.device, longest)
+
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.settings.batch_size)
+        return -(-len(self.indices) // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `input_ids`, `attention_mask`, `labels`: `[batch, length]`, padded."""
-        for start in range(0, self.samples, self.settings.batch_size):
-            yield pad_samples(self.encoded[start : start + self.settings.batch_size], self.encoder)
+        for start in range(0, self.samples, self.batch_size):
+            yield pad_samples(self.encoded[start : start + self.batch_size], self.encoder)
 
     def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
         """List the batches for a model.
@@ -112,7 +120,7 @@ class TextBatches:
         """
         batches = list(self)
         for number, batch in enumerate(batches):
-            self._check(batch, model, number * self.settings.batch_size)
+            self._check(batch, model, number * self.batch_size)
         return batches
 
     def _answers(self) -> list[list[int]]:
@@ -120,8 +128,8 @@ class TextBatches:
         expert = self.load_expert()
         expert = expert if self.device is None else expert.to(self.device)
         answers: list[list[int]] = []
-        for start in range(0, self.samples, self.settings.batch_size):
-            prompts = self.prompts[start : start + self.settings.batch_size]
+        for start in range(0, self.samples, self.batch_size):
+            prompts = self.prompts[start : start + self.batch_size]
             self._check({"input_ids": padded_left(prompts, self.encoder.pad_id)[0]}, expert, start)
             answers += greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
         return answers

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
@@ -76,7 +77,7 @@ def open_image_task(
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
     read_columns = columns if heads else {**columns, "label": None}  # calibration reads no labels
     part, test_part = open_parts(task, request, partial(_items, columns=read_columns))
-    size, tests = request.settings.batch_size, None
+    size, tests = batch_size_of(request.settings.batch_size, request.device), None
     if test_part.indices and heads:
         labels, logits = _labels(test_part, heads, request.prompt_of(task))
         images = ImageBatches(test_part.rows, test_part.indices, size, processor)

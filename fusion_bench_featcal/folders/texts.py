@@ -179,7 +179,8 @@ def open_class_task(
         parts = calibration_part, test_part = open_parts(task, request, open_rows)
 
     def batches(part: Part, settings: Any) -> TextBatches:
-        return TextBatches(part.rows, part.indices, settings, encoder, load_expert=nn.Identity)
+        rows, device = (part.rows, part.indices), request.device
+        return TextBatches(*rows, settings, encoder, load_expert=nn.Identity, device=device)
 
     settings, labels = request.settings, [column]
     calibration, tests = batches(calibration_part, settings), None
@@ -187,7 +188,7 @@ def open_class_task(
     if test_part.indices:
         one_by_one = settings if pads else settings.replace(batch_size=1)
         inputs, numbers = batches(test_part, one_by_one), head_labels(test_part, classes)
-        tests = class_tests(inputs.checked, one_by_one.batch_size, numbers)
+        tests = class_tests(inputs.checked, inputs.batch_size, numbers)
     read = [*calibration.columns("columns"), *(labels if tests else [])]
     notes = [sentence(task, request, *parts, read)]
     notes += _notes_of_rows(task, calibration, labels)

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.data.corruptions import corrupted
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.image_batches import ImageBatches
@@ -64,7 +65,7 @@ def calibration_batches(
     """
     split = settings.calibration_split
     check_tasks_have_data(task_names, getattr(modelpool, f"{split}_dataset_names"), split)
-    kind = text_kind(modelpool)
+    kind, size = text_kind(modelpool), batch_size_of(settings.batch_size, device)
     if kind is not None:
         _check_text_settings(modelpool, settings)
     batches = {}
@@ -72,7 +73,7 @@ def calibration_batches(
         rows = _open(modelpool, task, split, settings)
         indices = draw_samples(len(rows), task, settings)
         if isinstance(rows, ImageItems):
-            batches[task] = ImageBatches(rows, indices, settings.batch_size, processor)
+            batches[task] = ImageBatches(rows, indices, size, processor)
         else:
             encoder = TextEncoder(processor, kind, settings.max_length, positions)  # type: ignore[arg-type]
             load_expert = partial(load_pool_model, modelpool, task)

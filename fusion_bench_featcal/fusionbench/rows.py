@@ -158,7 +158,7 @@ class SampleSettings(Method):
     """Settings of a method that draws samples like FeatCal."""
 
     samples_per_task: int = same_as(FeatCalSettings, "samples_per_task", group="data")
-    batch_size: int = same_as(FeatCalSettings, "batch_size")
+    batch_size: int = setting(16, "Samples in a forward pass. Changes memory and rounding.", ge=1)
     seed: int = same_as(FeatCalSettings, "seed")
     calibration_split: str = same_as(FeatCalSettings, "calibration_split")
     calibration_corruption: Mapping[str, Any] | None = same_as(

@@ -117,8 +117,12 @@ class FeatCalSettings(Settings):
         default=256,
         help="Unlabeled samples drawn for each task. A task that has fewer uses all.",
     )
-    batch_size: int = setting(
-        16, "Samples that run through a block together. Changes memory and rounding.", ge=1
+    batch_size: int | str = setting(
+        "auto",
+        "Samples that run through a block together. `auto`: 16, on a GPU 64 images, or as many "
+        "texts (16 to 64) as have 8,192 tokens. Changes memory and rounding.",
+        accepts="auto or an integer >= 1",
+        check=lambda value: value == "auto" or is_integer(value, 1),
     )
     seed: int = same_as(Options, "seed")
     calibration_split: str = setting(

@@ -51,10 +51,10 @@ class FeatureCorrection(SampleSettings):
     language_models: ClassVar[bool] = True  # whether it also corrects these
     changes_merged: ClassVar[bool] = False
 
-    batch_size: int = same_as(
-        FeatCalSettings,
-        "batch_size",
-        help="Features in an update, and samples in a forward pass.",
+    batch_size: int = setting(
+        16,
+        "Features in an update, and samples in a forward pass.",
+        ge=1,
         group="module and fit",
     )
     clip_model: str | None = setting(

@@ -1,0 +1,26 @@
+"""Sizes of calibration batches: the user's, or by the device."""
+
+from typing import Any
+
+import torch
+
+_ON_CPU = 16
+# A host starts every operation of a GPU, and a small batch keeps it busy longer than the GPU.
+_ON_GPU = 64
+# Padded tokens of a batch. Features within a block are largest where texts are long.
+_TOKENS_ON_GPU = 8_192
+
+
+def batch_size_of(chosen: Any, device: Any = None, longest: int | None = None) -> int:
+    """Return the number of samples that run through a block together.
+
+    Args:
+        chosen: The setting `batch_size`, an integer or `auto`.
+        device: The device of the calibration, by default a CPU.
+        longest: Tokens of the longest text, or None for images.
+    """
+    if chosen != "auto":
+        return int(chosen)
+    if device is None or torch.device(device).type == "cpu":
+        return _ON_CPU
+    return _ON_GPU if longest is None else max(_ON_CPU, min(_ON_GPU, _TOKENS_ON_GPU // longest))
