@@ -74,8 +74,14 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Show the downloads, reads and files of a calibration before anything is loaded."""
+    """Show downloads, reads and files of a calibration, or estimate one from a model's shapes."""
     import json
+
+    if options.shapes:
+        _estimate(options)
+        return
+    if not options.words:
+        raise ValueError("plan needs the words of a run, or --shapes FOLDER")
 
     from fusion_bench_featcal.errors import CalibrationError
     from fusion_bench_featcal.fusionbench.plan_run import plan_run
@@ -90,6 +96,26 @@ def plan_command(options: argparse.Namespace) -> None:
         print(json.dumps(plan.as_dict(), indent=1))
     else:
         show_plan(plan)
+
+
+def _estimate(options: argparse.Namespace) -> None:
+    """Print what a calibration of a model takes, from its config.json."""
+    import json
+
+    from fusion_bench_featcal.run.shapes import shapes_of, show_shapes
+
+    if options.words:
+        raise ValueError(f"--shapes needs no words of a run: leave out {' '.join(options.words)}")
+    shapes = shapes_of(options.shapes, tokens=options.tokens)
+    amounts = {"tasks": options.tasks, "samples": options.samples}
+    estimates = {
+        name: shapes.estimate(**amounts, plus=plus)
+        for name, plus in (("FeatCal", False), ("FeatCal+", True))
+    }
+    if options.json:
+        print(json.dumps({name: one.as_dict() for name, one in estimates.items()}, indent=1))
+    else:
+        show_shapes(shapes, estimates)
 
 
 def settings_command(options: argparse.Namespace) -> None:
@@ -150,9 +176,18 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     plan = _verb(verbs, "plan", plan_command)
-    plan.add_argument("words", nargs="+", metavar="WORD", help="words of a run: modelpool=... ...")
+    plan.add_argument("words", nargs="*", metavar="WORD", help="words of a run: modelpool=... ...")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
     plan.add_argument("-m", "--multirun", action="store_true", help="plan a sweep")
+    plan.add_argument(
+        "--shapes", metavar="FOLDER",
+        help="in place of a run: reads, operations and memory of a model by its config.json",
+    )  # fmt: skip
+    for name, default in {"tasks": 3, "samples": 256, "tokens": 512}.items():
+        plan.add_argument(
+            f"--{name}", type=_number, default=default, metavar="N",
+            help=f"of --shapes ({default})",
+        )  # fmt: skip
 
     settings = _verb(verbs, "settings", settings_command)
     settings.add_argument("method", nargs="?", default="featcal", metavar="METHOD")
@@ -162,6 +197,12 @@ def _parser() -> argparse.ArgumentParser:
     path = _verb(suite, "path", suite_path_command)
     path.add_argument("name", nargs="?", default="", metavar="NAME", help="default: all suites")
     return parser
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return int(text)
 
 
 def _verbs(parser: argparse.ArgumentParser) -> Any:
