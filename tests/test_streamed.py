@@ -17,9 +17,9 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError, InMemoryExpert, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import LazyModel, hollow_copy
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.folders.models import fill
 from fusion_bench_featcal.models import merging as merging_module
 from fusion_bench_featcal.models.merging import MergedOnRead
+from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.streams import Streams
 
 CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule

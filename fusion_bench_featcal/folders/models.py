@@ -1,6 +1,6 @@
 """All models of one `featcal calibrate`, compared with each other before they are loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,10 +38,12 @@ from fusion_bench_featcal.models.processors import (
     has_processor,
     load_processor,
 )
+from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.models import tail_of
-from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.settings.rules import rule_of
+from fusion_bench_featcal.streams.trial import try_blocks
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,19 @@ class Models:
     def _stages(self) -> list[list[str]]:
         """The blocks of the calibrated part."""
         return stages_of(self.family, self.empty_body)
+
+    @cached_property
+    def _modules(self) -> dict[str, BlockModules]:
+        """The modules of each block that are calibrated."""
+        settings = self.request.settings
+        norm = rule_of(settings).calibrate_norm
+        return find_all_modules(
+            self.empty_body, self._stages, settings.modules, calibrate_norm=norm
+        )
+
+    def try_blocks(self, batches: Iterable[Mapping[str, Tensor]]) -> None:
+        """Refuse models whose blocks cannot be calibrated, by a run on shapes (`try_blocks`)."""
+        try_blocks(self.family, self.empty_body, self._stages, self._modules, batches)
 
     @cached_property
     def family(self) -> Family:
@@ -240,9 +255,7 @@ class Models:
         return LazyModel(self.base.label, source, self.empty_body)
 
     def _check(self) -> None:
-        like, settings = self.like, self.request.settings
-        norm = rule_of(settings).calibrate_norm
-        find_all_modules(self.empty_body, self._stages, settings.modules, calibrate_norm=norm)
+        like, _ = self.like, self._modules
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
         models = [like, *filter(None, [self.base]), *whole.values()]
         for model in models:
@@ -286,17 +299,3 @@ class Models:
             if model is not None and has_processor(model.folder):
                 return str(model.folder)
         return str(self.like.folder)
-
-
-@torch.no_grad()
-def fill(model: nn.Module, source: ExpertSource) -> None:
-    """Copy a source's values into a model in memory, in its dtypes.
-
-    Raises:
-        CalibrationError: If the source lacks a tensor or has one of another shape.
-    """
-    weights, filled = LazyModel("the model", source, model), set[int]()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in filled:  # a tied matrix is read once
-            filled.add(id(tensor))
-            tensor.copy_(weights.tensor(name))

@@ -1,4 +1,4 @@
-"""Structures of models without weights, of a size that their files can hold."""
+"""Structures of models without weights, of a size that their files can hold, and their filling."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.experts import ExpertSource, LazyModel
 
 _MOST = 10**5  # parameters of a model whose files are not safetensors
 
@@ -57,6 +57,20 @@ def untie(model: Any, stored: ExpertSource) -> None:
         return
     if not torch.equal(stored.tensor(head_name), stored.tensor(tied[-1])):
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, source: ExpertSource) -> None:
+    """Copy a source's values into a model in memory, in its dtypes.
+
+    Raises:
+        CalibrationError: If the source lacks a tensor or has one of another shape.
+    """
+    weights, filled = LazyModel("the model", source, model), set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in filled:  # a tied matrix is read once
+            filled.add(id(tensor))
+            tensor.copy_(weights.tensor(name))
 
 
 @contextmanager

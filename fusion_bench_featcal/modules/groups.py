@@ -1,6 +1,6 @@
 """Modules of a block that receive the same input, in the order of their calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +124,7 @@ def find_groups(
         CalibrationError: If a module did not run.
     """
     by_name = {site.name: site for site in sites}
-    for name in by_name:
-        if name not in recorded.inputs:
-            raise CalibrationError(
-                f"block {block}: module {name} does not run. Exclude it: modules=['!{name}']"
-            )
+    refuse_idle(block, by_name, recorded)
     members: dict[Any, list[Site]] = {}
     for name, x in recorded.inputs.items():
         if (site := by_name.get(name)) is None:
@@ -137,6 +133,19 @@ def find_groups(
         key = id(x), id(mask_of(name)), site.has_bias, site.patches, alone
         members.setdefault(key, []).append(site)
     return [_group_of(model, tuple(same_input)) for same_input in members.values()]
+
+
+def refuse_idle(block: str, names: Iterable[str], recorded: Recorded) -> None:
+    """Refuse modules of a block that a pass did not run.
+
+    Raises:
+        CalibrationError: If there is one.
+    """
+    for name in names:
+        if name not in recorded.inputs:
+            raise CalibrationError(
+                f"block {block}: module {name} does not run. Exclude it: modules=['!{name}']"
+            )
 
 
 def _group_of(model: nn.Module, sites: tuple[Site, ...]) -> Group:

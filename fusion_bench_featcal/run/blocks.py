@@ -192,7 +192,10 @@ def sums_by_task(
                 if turn:
                     inputs = streams.inputs_of(task, batch, block, turn)
                     for group in sums:
-                        with naming_module(task, block, group.name), exact_products():
+                        with (
+                            naming_module(block, group.name, task),
+                            exact_products(),
+                        ):
                             sums[group].add(batch, inputs[group.name])
                     del inputs  # frees memory before the next batch runs
         if entering is not None:

@@ -121,7 +121,7 @@ def moment_of(problem: Problem, block: str, group: Group, number: int, into: Ten
         sums = Moments(into.zero_(), *map(into.new_zeros, shapes))
         for batch in streams.visits(task):
             x = streams.inputs_of(task, batch, block, [group])[group.name]
-            with naming_module(task, block, group.name):
+            with naming_module(block, group.name, task):
                 for _, rows, _ in paired_features(batch, group, x):
                     sums.add(rows)
         sums.mirrored()

@@ -235,12 +235,13 @@ def naming_task(task: str) -> Iterator[None]:
 
 
 @contextmanager
-def naming_module(task: str, block: str, name: str) -> Iterator[None]:
-    """Context that prefixes calibration errors with a module's name."""
+def naming_module(block: str, name: str, task: str | None = None) -> Iterator[None]:
+    """Context that prefixes calibration errors with a module's name, and its task if it has one."""
     try:
         yield
     except CalibrationError as error:
+        of_task = "" if task is None else f"task {task}, "
         raise CalibrationError(
-            f"task {task}, block {block}: module {name} {error}. Exclude it: "
+            f"{of_task}block {block}: module {name} {error}. Exclude it: "
             f"modules=['!{name.removeprefix(f'{block}.')}']"
         ) from error

@@ -136,7 +136,7 @@ def image_classifier_folders(
     torch.manual_seed(0)
     for number, task in enumerate(TASKS):
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)
-    base = scatter(kind(config(**values, **classes(*SHAPES), **more)), 0, 0.1)
+    base = scatter(kind(config(**(values | more), **classes(*SHAPES))), 0, 0.1)
     return write_models(folder, base, load_processor())
 
 

@@ -1,0 +1,35 @@
+"""Models whose blocks cannot be calibrated are refused before any of them runs, in a plan too."""
+
+from typing import Any
+
+import pytest
+import transformers
+from made_folders import classifier_folders, image_classifier_folders, words
+
+STAGES: dict[str, Any] = {"patch_size": 2, "embed_dim": 8, "depths": [1, 1], "image_size": 28}
+CONTENT: dict[str, Any] = {
+    "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]
+}  # fmt: skip
+IMAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "Swin": (STAGES | {"window_size": 2, "num_heads": [2, 2], "num_attention_heads": [2, 2]},
+             "the blocks of SwinModel cannot be run one by one: "),
+    "FocalNet": (STAGES | {"hidden_sizes": [8, 16]},
+                 "the blocks of FocalNetModel cannot be run one by one: "),
+}  # fmt: skip
+TEXTS: dict[str, tuple[dict[str, Any], str]] = {
+    "DebertaV2": (CONTENT | {"share_att_key": True}, "key_proj run twice in their block"),
+    "Deberta": (CONTENT, "pos_proj receives rows "),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+@pytest.mark.parametrize("name", [*IMAGES, *TEXTS])
+def test_unfit_blocks_are_refused_before_a_model_runs(tmp_path, refusal, name, plan):
+    task = "SequenceClassification" if name in TEXTS else "ImageClassification"
+    kind, config = getattr(transformers, f"{name}For{task}"), f"{name}Config"
+    more, message = (TEXTS | IMAGES)[name]
+    make = classifier_folders if name in TEXTS else image_classifier_folders
+    make(tmp_path, kind, getattr(transformers, config), **more)
+    data = "{}.jsonl" if name in TEXTS else "{}-images"
+    assert message in refusal(words(tmp_path, *plan, data=data))
