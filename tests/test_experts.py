@@ -31,8 +31,9 @@ from fusion_bench_featcal.experts.config_files import open_config
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.fusionbench import PoolModel
-from fusion_bench_featcal.models.lora import LoraExpert, OtherAdapterError, merged_by_peft
+from fusion_bench_featcal.models.lora import LoraExpert, OtherAdapterError
 from fusion_bench_featcal.models.model_files import ModelFiles, load_lora_model
+from fusion_bench_featcal.models.peft_adapters import merged_by_peft
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1
@@ -278,6 +279,34 @@ def test_pools_read_plain_adapters_by_tensor_and_load_others(more: Any, tmp_path
         torch.testing.assert_close(loaded[name], tensor, rtol=1e-5, atol=1e-6)
         if name in source.names():  # files have tied tensors once
             torch.testing.assert_close(source.tensor(name), tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")  # of PEFT
+@pytest.mark.filterwarnings("ignore:Input and output embeddings:UserWarning")  # of PEFT
+@pytest.mark.parametrize("method", ["IA3", "Vera", "Lora"])
+@pytest.mark.parametrize("more", [{}, {"merge_and_unload": False}, {"is_trainable": False}])
+def test_pools_refuse_adapters_that_peft_would_not_load(method: str, more: Any, tmp_path: Path):
+    """FusionBench's loader would return the base."""
+    import peft
+
+    base = write(t5_model().float(), tmp_path / "base")
+    kinds = {"target_modules": ["q", "v"]} | (
+        {"feedforward_modules": []} if method == "IA3" else {}
+    )
+    config = getattr(peft, f"{method}Config")(**kinds, **({} if method == "IA3" else {"r": 2}))
+    peft.get_peft_model(t5_model().float(), config).save_pretrained(tmp_path / "adapter")
+    entry: Any = {
+        "_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model",
+        "base_model_path": base, "peft_model_path": str(tmp_path / "adapter"),
+    } | more  # fmt: skip
+    config = OmegaConf.create(load_t5({"_pretrained_": base}) | {"one": entry})
+    pool = Seq2SeqLMPool(config, tokenizer=word_tokenizer(ends=True))  # type: ignore[arg-type]
+    assert PoolModel(pool, "one").source()
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file(renamed(load_file(file)), file)
+    message = r"^modelpool\.models\.one: .*adapter_model.safetensors lacks .*Check its base"
+    with pytest.raises(CalibrationError, match=message):
+        PoolModel(pool, "one").source()
 
 
 def test_only_numbers_of_layers_are_bounded(tmp_path: Path):

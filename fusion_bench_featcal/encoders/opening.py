@@ -14,8 +14,9 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.source import InMemoryExpert
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.models.lora import LoraExpert, OtherAdapterError, merged_by_peft
+from fusion_bench_featcal.models.lora import LoraExpert, OtherAdapterError
 from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.models.peft_adapters import merged_by_peft
 from fusion_bench_featcal.models.processors import check_tokenizers
 from fusion_bench_featcal.modules.models import tail_of
 

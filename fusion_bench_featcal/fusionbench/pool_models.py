@@ -22,6 +22,7 @@ from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.models.errors import loading_cause
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.models.peft_adapters import checked_adapters
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 
 BASE_MODEL = "_pretrained_"
@@ -212,14 +213,19 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         CalibrationError: If it cannot be found or loaded, naming the model and its entry.
     """
     try:
-        model: Any = local_pool(modelpool, name).load_model(name)
+        with checked_adapters():
+            model: Any = local_pool(modelpool, name).load_model(name)
         if not isinstance(model, nn.Module):
             raise CalibrationError(
                 f"modelpool.models.{name} gives a {type(model).__name__}, not an nn.Module. "
                 "Sources of weights work from Python, calibrate(...)"
             )
         return bind_own_functions(model)
-    except (CalibrationError, MemoryError, torch.OutOfMemoryError):
+    except CalibrationError as error:
+        if f"modelpool.models.{name}" in str(error):
+            raise
+        raise CalibrationError(f"modelpool.models.{name}: {error}") from error
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a loader may raise anything
         entry, cause = modelpool._models.get(name), loading_cause(error)

@@ -5,26 +5,22 @@ Plain LoRA is expanded tensor by tensor, as base + scale * B A. PEFT merges all 
 
 import math
 import re
-import warnings
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, SourceView
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.errors import stubs_text
 from fusion_bench_featcal.models.vocabulary import VOCABULARY
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_START = "base_model.model."
-_FACTOR = re.compile(rf"{re.escape(_START)}(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
+_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+START = "base_model.model."
+_FACTOR = re.compile(rf"{re.escape(START)}(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
 # What other methods than these learn is a change of the weights.
 _BESIDE_THE_WEIGHTS = {
     **dict.fromkeys(
@@ -77,7 +73,7 @@ def check_adapter(folder: Path) -> None:
         CalibrationError: As `adapter_config`, or if its tensors have no values.
     """
     adapter_config(folder)
-    file = folder / _WEIGHTS
+    file = folder / WEIGHTS
     if file.is_file() and (problem := stubs_text(SafetensorsExpert(file))):
         raise CalibrationError(problem)
 
@@ -103,7 +99,7 @@ class LoraExpert(SourceView):
         self._folder = Path(adapter)
         config = _plain_config(self._folder)
         self._alpha, self._has_root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
-        self._weights = SafetensorsExpert(self._folder / _WEIGHTS)
+        self._weights = SafetensorsExpert(self._folder / WEIGHTS)
         factors: dict[str, dict[str, str]] = defaultdict(dict)
         for name in sorted(self._weights.names()):
             match = _FACTOR.fullmatch(name)
@@ -164,100 +160,6 @@ class LoraExpert(SourceView):
         down, up = (self._weights.tensor(factor).float() for factor in change)
         scale = self._alpha / (math.sqrt(len(down)) if self._has_root else len(down))
         return (rows.float() + (up[start : start + len(rows)] @ down) * scale).to(rows.dtype)
-
-
-class PeftExpert(InMemoryExpert):
-    """A model with an adapter of any kind, merged by PEFT. Only the adapter's bytes are read."""
-
-    def __init__(self, base: nn.Module, adapter: Path) -> None:
-        """Merge an adapter.
-
-        Args:
-            base: The model, whose weights are changed.
-            adapter: The adapter's folder.
-
-        Raises:
-            CalibrationError: As `merged_by_peft`.
-        """
-        super().__init__(merged_by_peft(base, adapter))
-        weights = SafetensorsExpert(adapter / _WEIGHTS)
-        owners = {name: _owner(name, self.names()) for name in sorted(weights.names())}
-        # Tensors that several modules share count at the first changed one.
-        first = next(filter(None, owners.values()), min(self.names()))
-        self._sizes = dict.fromkeys(self.names(), 0)
-        for name, owner in owners.items():
-            self._sizes[owner or first] += weights.nbytes(name)
-
-    def nbytes(self, name: str) -> int:
-        """Return the adapter's bytes to read for one tensor."""
-        return self._sizes[name]
-
-
-def _owner(name: str, weights: set[str]) -> str | None:
-    """Return the weight that an adapter's tensor changes, or None for a shared tensor."""
-    module = name.removeprefix(_START)
-    while module and f"{module}.weight" not in weights:
-        module = module.rpartition(".")[0]
-    return f"{module}.weight" if module else None
-
-
-def merged_by_peft(model: nn.Module, adapter: Path) -> nn.Module:
-    """Return a model with an adapter of any kind merged into its weights, which are changed.
-
-    Raises:
-        CalibrationError: If it has no safetensors file, PEFT cannot merge it, or the names of its
-            tensors are not those that PEFT loads.
-    """
-    from peft import PeftModel  # slow to import
-
-    # PEFT would read a pickle instead, and import the module that `megatron_core` names.
-    if not (file := adapter / _WEIGHTS).is_file():
-        raise CalibrationError(
-            f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
-        )
-    if adapter_config(adapter).get("megatron_config"):
-        raise CalibrationError(f"adapter {adapter} is for Megatron, whose modules are not loaded")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # among them that of missing tensors
-            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))  # type: ignore[arg-type]
-            missing, unused = _unpaired_names(wrapped, adapter)
-            if not (missing or unused):
-                return wrapped.merge_and_unload()
-    except Exception as error:  # a kind of adapter may raise anything
-        absent = "there is no " if isinstance(error, KeyError) else ""
-        raise CalibrationError(
-            f"adapter {adapter} cannot be merged by PEFT: {absent}{first_line(error)}"
-        ) from error
-    lacks = f"lacks {counted(len(missing), 'tensor')}, such as {missing[0]}" if missing else ""
-    has = (
-        f"has {counted(len(unused), 'tensor')} of no module, such as {unused[0]}" if unused else ""
-    )
-    raise CalibrationError(
-        f"{file} {' and '.join(filter(None, [lacks, has]))}. Check its base, and that its names "
-        f"are PEFT's, which start with {_START}"
-    )
-
-
-def _unpaired_names(wrapped: Any, adapter: Path) -> tuple[list[str], list[str]]:
-    """Return names of tensors that an adapter's file lacks, and of those that PEFT did not load."""
-    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
-
-    names = getattr(wrapped.get_base_model(), "_checkpoint_conversion_mapping", None)
-    weights = load_peft_weights(str(adapter), device="cpu", key_mapping=names)
-    result, tensors = set_peft_model_state_dict(wrapped, weights), wrapped.state_dict()
-    learned = get_peft_model_state_dict(wrapped, save_embedding_layers=False).values()
-    # Tensors that modules share have several names, of which a file has one.
-    lacking = {t.data_ptr() for t in learned} - {
-        tensor.data_ptr() for name, tensor in tensors.items() if name not in result.missing_keys
-    }
-    missing = [name for name in result.missing_keys if tensors[name].data_ptr() in lacking]
-    return _as_in_files(missing), _as_in_files(result.unexpected_keys)
-
-
-def _as_in_files(names: Iterable[str]) -> list[str]:
-    """Return names without that of the adapter, which PEFT inserts."""
-    return [name.replace(".default", "") for name in names]
 
 
 def _plain_config(folder: Path) -> dict[str, Any]:

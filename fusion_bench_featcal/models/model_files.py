@@ -25,9 +25,9 @@ from fusion_bench_featcal.models.hub import MODULES
 from fusion_bench_featcal.models.lora import (
     LoraExpert,
     OtherAdapterError,
-    PeftExpert,
     check_adapter,
 )
+from fusion_bench_featcal.models.peft_adapters import PeftExpert
 from fusion_bench_featcal.models.structure import untie, without_weights
 from fusion_bench_featcal.settings.fields import is_text_list
 
