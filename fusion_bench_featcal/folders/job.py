@@ -59,12 +59,20 @@ def _run(request: Request) -> Path:
         return out
     check_device(request.device, f"--device {request.device}")
     request.check_folder()
+    if request.strict and (doubts := repeats(request)):
+        raise ValueError(f"--strict: {'; '.join(doubts)}. Correct it, or leave --strict out")
     try:
         if request.plan and show_downloads(request):
             return out
         fetch_all(request.models)
         opened = open_models(request)
         settings, tasks = opened.settings, opened.open_tasks()
+        if request.strict and not any(task.tests for task in tasks.values()):
+            reasons = "; ".join(note for task in tasks.values() for note in task.notes[1:])
+            raise ValueError(
+                f"--strict compares scores, and no task has any ({reasons}). Give rows that can be "
+                "scored, by --eval NAME=PATH"
+            )
         notes = [note for task in tasks.values() for note in task.notes]
         texts = [*opened.notes, *settings.extremes]
         notes += [*request.notes, *map(in_words_of_the_command, texts), *repeats(request)]
@@ -78,8 +86,9 @@ def _run(request: Request) -> Path:
             show_scores(evaluation.report, evaluation.report.notes[len(notes) :], title)
             if not has_saved:
                 raise NotImproved(
-                    "--strict: nothing was saved, and the merged model is as it was. Without "
-                    f"--strict the calibrated model goes to {out}"
+                    "--strict: nothing was saved, as the verdict has a task that is worse or a "
+                    "doubt, and the merged model is as it was. Without --strict the calibrated "
+                    f"model goes to {out}"
                 )
         return out
     finally:

@@ -88,7 +88,7 @@ class Verdict(NamedTuple):
     Attributes:
         gains: Task -> a sentence, with 95 % intervals over its rows.
         sentence: The conclusion.
-        is_good: Whether no task is worse.
+        is_good: Whether a task was compared, none is worse, and nothing is in doubt.
     """
 
     gains: dict[str, str]
@@ -139,7 +139,7 @@ def compare(
     conclusion = f"verdict: {'; '.join(parts)}"
     conclusion += f". In doubt: {'; '.join(doubts)}" if doubts else ""
     gains = {t: f"gain of {t} on {rows[t]}: {change.text}" for t, change in changes.items()}
-    return Verdict(gains, conclusion, not worse)
+    return Verdict(gains, conclusion, bool(merged) and not worse and not doubts)
 
 
 def _source(held_back: Sequence[str], tasks: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from made_folders import CHAT, HELD_OUT, PAPER, ROWS, words, write_rows
-from reports import featcal
+from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
 from tiny_models import scatter
 from tiny_texts import TASKS, llama_model, sentences, word_tokenizer
@@ -238,17 +238,17 @@ def test_the_next_command_reports_the_result(more, folder, monkeypatch):
 # --- verdict ---
 
 
-def test_strict_saves_only_where_no_task_is_worse(folder, capsys):
-    ridge = ("--set", "ridge_lambda=1e12")
-    assert main(words(folder, *PAPER, *ridge, "--strict", "--out", str(folder / "better"))) == 0
-    screen, report = capsys.readouterr().out, read_run(folder / "better" / "featcal")
+def test_strict_saves_only_where_no_task_is_worse(copied, folder, capsys):
+    ridge, bert = ("--set", "ridge_lambda=1e12"), copied("bert")  # the result is the anchor
+    assert main(words(bert, *PAPER, *ridge, "--strict")) == 0
+    screen, report = capsys.readouterr().out, read_run(bert / "out" / "featcal")
     verdict = next(note.text for note in report.notes if note.kind == "verdict")
     assert verdict.startswith("verdict: better than the merged model on ") and verdict in screen
     assert all(screen.count(f"gain of {task} on ") == 1 for task in TASKS)
     write_rows(folder / "one.jsonl", sentences("one", ROWS)[:1] * ROWS)  # an interval of 0
     noise: Any = scatter(llama_model(), 5, 2.0)  # an expert of nothing
     noise.save_pretrained(folder / "one")
-    far = ("--set", "anchor_rho=300", "--strict")  # the result is the anchor
+    far = ("--set", "anchor_rho=300", "--strict")
     assert main(words(folder, *PAPER, *ridge, *far)) == 1
     screen = capsys.readouterr()
     (line,) = (line for line in screen.out.splitlines() if line.startswith("verdict: "))
@@ -268,6 +268,28 @@ def test_one_folder_of_two_experts_is_noted(folder):
     assert "  --expert one and --expert two are the same model\n" in done.out
     assert "  --data one and --eval one are the same data\n" in done.out
     assert "are the same" not in featcal(*words(folder, "--plan")).out
+
+
+def test_strict_saves_nothing_where_the_verdict_is_in_doubt(folder, capsys):
+    """Hardly an answer of the experts is right, and the result is the merged model."""
+    ridge = ("--set", "ridge_lambda=1e12")
+    assert main(words(folder, *PAPER, *ridge, "--strict")) == 1
+    screen = capsys.readouterr()
+    assert "; worse: " not in screen.out and ". In doubt: " in screen.out
+    assert "a doubt, and the merged model is as it was" in screen.err
+    assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
+
+
+def test_strict_refuses_what_it_cannot_trust_before_a_model_is_opened(copied):
+    folder = copied("bert")
+    (folder / "link.jsonl").symlink_to("one.jsonl")
+    line = error_of(*words(folder, "--strict", data=("one.jsonl", "link.jsonl")))
+    assert "--strict: --data one and --data two are the same data. Correct it" in line
+    for task in TASKS:
+        write_rows(folder / f"{task}.jsonl", [{"text": r["prompt"]} for r in sentences(task, ROWS)])
+    line = error_of(*words(folder, "--strict"))
+    assert "no task has any (one: not scored, as its rows have no label" in line
+    assert not (folder / "out").exists()
 
 
 def test_splits_of_one_folder_are_different_data(tmp_path):

@@ -85,7 +85,8 @@ def test_doubts_and_tasks_without_scores_stand_in_the_verdict():
     doubts = ["--data a and --data b are the same data", "b: exchanged?"]
     verdict = compare(merged, calibrated, "", unscored=["b"], doubts=doubts)
     assert verdict.sentence.endswith(f"; not scored: b. In doubt: {'; '.join(doubts)}")
-    assert verdict.is_good
+    assert not verdict.is_good and compare(merged, calibrated, "", unscored=["b"]).is_good
+    assert not compare({}, {}, "", unscored=["b"]).is_good
     nothing = compare({}, {}, "", unscored=["b"], doubts=doubts[:1])
     assert nothing.sentence == f"verdict: none, as nothing was scored. In doubt: {doubts[0]}"
 
