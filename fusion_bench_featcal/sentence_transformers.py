@@ -21,6 +21,7 @@ from fusion_bench_featcal.encoders.models import left_as_merged, transformer_of
 from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, family_of
 from fusion_bench_featcal.encoders.texts import Row, read_texts, record_batches
+from fusion_bench_featcal.files import check_target
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.other_files import copy_other_files
@@ -49,7 +50,7 @@ def repair(
     The transformer's blocks change, and the linear modules behind them: Dense of an embedding
     model, the transform of SPLADE, the projection of ColBERT. All else is the merged model's:
     prompts, pooling, activation, similarity function, maximal length, embeddings, norms and heads
-    of rerankers. A warning names modules behind the blocks that stay although experts differ.
+    of rerankers. A warning names modules outside the blocks that stay although experts differ.
 
     Args:
         merged: A `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` or `MultiVectorEncoder`. It
@@ -150,10 +151,13 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
 
     Args:
         model: The model.
-        folder: The folder to write.
+        folder: The folder to write, new or empty.
         merged: The merged model's folder. Licences, notes, code and whatever else the library does
             not write is copied, up to 50 MB a file. Weights in other formats are not, as they are
             not repaired.
+
+    Raises:
+        ValueError: If the folder has files, among which weights of another model would stay.
     """
     write(model, Path(folder))
     skipped = module_folders(Path(merged))
@@ -161,7 +165,12 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
 
 
 def write(model: Any, folder: Path) -> None:
-    """Save a model by `save_pretrained`, which loses the lower-casing of its transformer."""
+    """Save a model by `save_pretrained`, which loses the lower-casing of its transformer.
+
+    Raises:
+        ValueError: If the folder has files.
+    """
+    check_target(folder, "folder")
     model.save_pretrained(str(folder))
     if transformer_of("the model", model).do_lower_case:
         path = next(m["path"] for m in read_local(str(folder), "modules.json") if m["idx"] == 0)

@@ -235,6 +235,37 @@ def test_norms_and_the_matrix_of_the_vocabulary_stay(tmp_path: Path, caplog: Any
     ]
 
 
+@pytest.mark.parametrize("table", ["word_embeddings", "position_embeddings"])
+def test_embeddings_that_differ_stay_and_are_named(encoders: Any, caplog: Any, table: str) -> None:
+    base, experts, merged = encoders
+    experts = copy.deepcopy(experts)
+    name = f"0.model.embeddings.{table}"
+    experts["math"].get_submodule(name).weight.data += 0.1
+    model = repaired_by((base, experts, merged))
+    assert torch.equal(model.get_submodule(name).weight, merged.get_submodule(name).weight)
+    assert [r.getMessage() for r in caplog.records if r.name == LOGGER] == [
+        f"experts differ in {name}, which stay as merged"
+    ]
+
+
+def test_few_texts_are_noted_as_for_other_models(encoders: Any, caplog: Any) -> None:
+    repaired_by(encoders, samples_per_task=100)
+    text = "fewer than samples_per_task = 100: all of them are used"
+    assert caplog.text.count(text) == len(TASKS)
+
+
+def test_a_folder_with_files_of_another_model_is_refused(encoders: Any, tmp_path: Path) -> None:
+    """Weights in other files would stay beside the new ones."""
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "out").mkdir()
+    save(encoders[2], tmp_path / "out", tmp_path / "merged")  # empty
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"^folder .*old exists and is not empty: name a new"):
+        save(encoders[2], tmp_path / "old", tmp_path / "merged")
+    assert [file.name for file in (tmp_path / "old").iterdir()] == ["pytorch_model.bin"]
+
+
 def test_a_head_of_other_classes_stays_and_is_named(plain: str, caplog: Any) -> None:
     base, other = (st.CrossEncoder(plain, num_labels=n, device="cpu") for n in (1, 3))
     experts = {"math": tuned(base, 1), "code": tuned(other, 2)}

@@ -30,21 +30,18 @@ def last_block_of(transformer: nn.Module, family: Any = "auto") -> str:
 
 
 def left_as_merged(merged: Any, experts: Sequence[Any], log: CalibrationLog) -> list[str]:
-    """Return modules behind the blocks in which experts differ, and that were not calibrated."""
-    modules, names = dict(merged.named_modules()), list(merged.state_dict())
+    """Return modules outside the blocks in which experts differ, and that were not calibrated."""
+    modules = dict(merged.named_modules())
     calibrated = {record["module"] for record in log.of_kind("module")}
     blocks = [record["block"] for record in log.of_kind("block")]
     # Modules of the tail are blocks of their own.
-    last_block = [block for block in blocks if not isinstance(modules[block], nn.Linear)][-1]
-    last = max(n for n, name in enumerate(names) if name.startswith(f"{last_block}."))
+    inside = tuple(f"{block}." for block in blocks if not isinstance(modules[block], nn.Linear))
     states, differing = [expert.state_dict() for expert in experts], dict[str, None]()
-    for name in names[last + 1 :]:
+    for name in (name for name in merged.state_dict() if not name.startswith(inside)):
         first, *others = [state[name].cpu() for state in states if name in state] or [None]
         if any(not torch.equal(first, other) for other in others):
             differing[name.rpartition(".")[0]] = None
-    tables = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
-    # Blocks read tables of positions, which may be registered behind them. Only rerankers read a
-    # transformer's own pooler.
+    # Only rerankers read a transformer's own pooler.
     has_pooler = isinstance(merged, st.CrossEncoder)
     read = [name for name in differing if has_pooler or ".pooler." not in name]
-    return [name for name in read if name not in {*tables, *calibrated}]
+    return [name for name in read if name not in calibrated]
