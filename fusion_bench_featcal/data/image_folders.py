@@ -53,13 +53,19 @@ def read_folder(
         return saved, split
     if split is None:
         splits = {name for name, files in _class_folders(root).items() if files}
-        if splits and splits <= SPLIT_FOLDERS and not _metadata(root):
+        if splits and splits <= SPLIT_FOLDERS:
             split = usual_split
             if split not in splits:
                 names = " or ".join(sort_names(splits))
                 raise ValueError(f"data {str(root)!r} has splits: set split to {names}")
     folder = root if split is None else _split_folder(root, split)
     classes = {name: files for name, files in _class_folders(folder).items() if files}
+    if folder != root and not classes and not _metadata(folder) and (file := _metadata(root)):
+        raise ValueError(
+            f"data {str(root)!r} has splits, and {file.name} beside them, which imagefolder does "
+            f"not read: write the lines of each split to a {file.name} in its folder, such as "
+            f"{folder.name}/{file.name}, with file_name from there"
+        )
     if file := _metadata(folder):
         table = read_table(file, None, label)
         names = set(table.column_names)
@@ -73,8 +79,12 @@ def read_folder(
 
 def _metadata(folder: Path) -> Path | None:
     """Return the table of a folder's images, as `datasets` has it for `imagefolder`."""
-    files = (folder / f"metadata.{ending}" for ending in ("csv", "jsonl", "parquet"))
-    return next(filter(Path.is_file, files), None)
+    files = [folder / f"metadata.{ending}" for ending in ("csv", "jsonl", "parquet")]
+    files = [file for file in files if file.is_file()]
+    if len(files) > 1:
+        names = " and ".join(file.name for file in files)
+        raise ValueError(f"data {str(folder)!r} has {names}: leave one of them there")
+    return files[0] if files else None
 
 
 def _class_folders(folder: Path) -> dict[str, list[str]]:

@@ -145,6 +145,30 @@ def test_a_folder_may_have_a_table_of_its_images(shapes, ending):
         load_images(str(shapes))
 
 
+def test_a_table_beside_splits_is_read_as_imagefolder_does(tmp_path):
+    """It is not read beside class folders in the splits. Without them there would be no labels."""
+    write_class_folders(tmp_path / "train", seed=1)
+    write_class_folders(tmp_path / "test", seed=0)
+    rows = [{"file_name": "test/circle/00.png", "label": "other"}]
+    (tmp_path / "metadata.jsonl").write_text("".join(map(json.dumps, rows)))
+    assert contents(load_images(str(tmp_path), usual_split="test")) == PICTURES
+    right = datasets.load_dataset(
+        "imagefolder", data_dir=str(tmp_path), cache_dir=str(tmp_path / ".cache")
+    )
+    assert right["test"].features["label"].names == list(SHAPES)
+    for split in ("train", "test"):
+        for file in (tmp_path / split).glob("*/*.png"):
+            file.rename(tmp_path / split / f"{file.parent.name}{file.name}")
+        for empty in [path for path in (tmp_path / split).iterdir() if path.is_dir()]:
+            empty.rmdir()
+    message = r"has splits, and metadata\.jsonl beside them, .* such as test/metadata\.jsonl"
+    with pytest.raises(ValueError, match=message):
+        load_images(str(tmp_path), usual_split="test")
+    (tmp_path / "metadata.csv").write_text("file_name,label\n")
+    with pytest.raises(ValueError, match=r"metadata\.csv and metadata\.jsonl: leave one"):
+        load_images(str(tmp_path), usual_split="test")
+
+
 def test_other_columns_of_such_a_table(shapes):
     write_metadata(shapes, "csv", column="kind")
     assert contents(load_images(str(shapes), label_column="kind")) == PICTURES
