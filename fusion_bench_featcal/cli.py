@@ -102,7 +102,7 @@ def _estimate(options: argparse.Namespace) -> None:
     """Print what a calibration of a model takes, from its config.json."""
     import json
 
-    from fusion_bench_featcal.run.shapes import shapes_of, show_shapes
+    from fusion_bench_featcal.models.shapes import shapes_of, show_shapes
 
     if options.words:
         raise ValueError(f"--shapes needs no words of a run: leave out {' '.join(options.words)}")

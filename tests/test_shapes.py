@@ -6,7 +6,7 @@ from pathlib import Path
 import transformers
 from reports import error_of, featcal
 
-from fusion_bench_featcal.run.shapes import shapes_of
+from fusion_bench_featcal.models.shapes import shapes_of
 
 
 def llama(folder: Path) -> Path:
