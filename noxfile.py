@@ -66,6 +66,14 @@ def llm(session: nox.Session) -> None:
 
 
 @nox.session
+def after(session: nox.Session) -> None:
+    """Run the commands of docs/after.md, with another transformers than the other sessions."""
+    pins, extras = str(PINS / "after.txt"), ".[test,llm,mergekit]"
+    session.install("--constraint", pins, *PIP_ARGS, "--editable", extras, "llmcompressor")
+    session.run("python", "-m", "pytest", "tests/test_pages.py", "-k", "after_the_repair")
+
+
+@nox.session
 def notebook(session: nox.Session) -> None:
     """Run the notebook. `nox -s notebook -- --inplace` keeps its outputs."""
     install(session, "notebook")

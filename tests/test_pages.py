@@ -5,13 +5,14 @@ The commands of README.md that are marked for CI run in scripts/readme_commands.
 
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import write_tables
 from configs import REPOSITORY, composing, yaml_of_page
+from hub_mirror import Mirror
 from hydra import compose
 
 from fusion_bench_featcal.cli import _parser
@@ -70,31 +72,60 @@ def section(page: str, title: str) -> str:
     return text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("page", "title"), TUTORIALS)
-def test_a_section_runs_as_printed(page: str, title: str, tmp_path: Path) -> None:
-    """All commands and Python of a section, as one script in a checkout's root.
+def programs(text: str) -> list[str]:
+    """Return the code blocks of a text as bash. Blocks of Python in a row are one program.
 
-    Blocks of Python that follow each other are one program.
+    Blocks of other languages are not run: `shell` is for commands that need more than packages.
     """
-    if page == "encoders.md":
-        pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
-    kept = [(lang, b) for lang, b in BLOCK.findall(section(page, title)) if lang in LANGUAGES]
+    blocks_to_run = [(lang, b) for lang, b in BLOCK.findall(text) if lang in LANGUAGES]
     scripts = list[str]()
-    for language, group in groupby(kept, key=itemgetter(0)):
+    for language, group in groupby(blocks_to_run, key=itemgetter(0)):
         texts = [block for _, block in group]
         scripts += [f"python - <<'END'\n{''.join(texts)}END\n"] if language == "python" else texts
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    return scripts
+
+
+def run(scripts: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """Run bash that stops at the first failure, in a folder like a checkout. Returns its output."""
+    (folder / "examples").symlink_to(REPOSITORY / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if shutil.which("mergekit-yaml", path=path) is None:
         scripts = [block for block in scripts if not block.startswith("mergekit-yaml")]
-    environment = os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1"}
     command = ["bash", "-euo", "pipefail", "-c", "".join(scripts)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    variables = {**environment, "PATH": path}
+    done = subprocess.run(command, cwd=folder, env=variables, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "title"), TUTORIALS)
+def test_a_section_runs_as_printed(page: str, title: str, tmp_path: Path) -> None:
+    """All commands and Python of a section, as one script in a checkout's root."""
+    if page == "encoders.md":
+        pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
+    output = run(programs(section(page, title)), tmp_path, os.environ | {"HF_HUB_OFFLINE": "1"})
     if title == "mergekit":  # README's example
         (table,) = blocks(TEXTS["README.md"], "text")
-        assert table.splitlines()[-1] in done.stdout.splitlines()
+        assert table.splitlines()[-1] in output.splitlines()
+
+
+@pytest.mark.slow
+def test_the_page_after_the_repair_runs_as_printed(tmp_path: Path) -> None:
+    """Its commands keep the gain of the repair, and upload to a mirror of the hub."""
+    pytest.importorskip("llmcompressor", reason="not installed: nox -s after")
+    with Mirror() as mirror:
+        environment = mirror.environment(tmp_path / "home") | {"HF_TOKEN": "hf_test"}
+        output = run(programs(TEXTS["after.md"]), tmp_path, environment)
+    merged, *others = map(float, re.findall(r"\|exact_match\|.*?\|([\d. ]+)\|", output))
+    assert len(others) == 3 and min(others) > merged + 0.1, output  # repaired, 4 bits, adapter
+    folder = tmp_path / "try-after"
+    config = json.loads((folder / "repaired-w4a16" / "config.json").read_text(encoding="utf-8"))
+    (scheme,) = config["quantization_config"]["config_groups"].values()
+    assert (scheme["weights"]["num_bits"], scheme["weights"]["group_size"]) == (4, 128)
+    uploaded = mirror.repositories["my-name/repaired"].files
+    written = {path.name for path in (folder / "repaired").iterdir()} - {"featcal"}
+    assert uploaded.keys() == written and b"license: apache-2.0" in uploaded["README.md"]
 
 
 # --- commands ---

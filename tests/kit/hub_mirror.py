@@ -1,9 +1,10 @@
 """A mirror of the Hugging Face hub's protocol on the loopback, whose repositories can fail.
 
-It answers the requests of `huggingface_hub` and `datasets` to list and download. The real client
-runs: in other processes with `environment`, in this one with `connect`.
+It answers the requests of `huggingface_hub` and `datasets` to list, download and upload. The real
+client runs: in other processes with `environment`, in this one with `connect`.
 """
 
+import base64
 import hashlib
 import importlib
 import json
@@ -143,6 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
         is_first = all((r.method, r.path) != (self.command, path) for r in self.mirror.requests)
         self.mirror.requests.append(self.request_)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if path in ("/api/repos/create", "/api/validate-yaml"):
+            self._create(json.loads(body))
+            return
         steps = path.removeprefix("/api").removeprefix("/models/").strip("/").split("/")
         ids = ["/".join(steps[:length]) for length in (1, 2, 3)]
         name = next((name for name in ids if name in self.mirror.repositories), "")
@@ -168,11 +172,35 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str, message: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": message})
 
+    def _create(self, request: dict[str, Any]) -> None:
+        """Create a repository of models. A card, which the client sends first, is not checked."""
+        if "name" in request:
+            name = f"{request['organization']}/{request['name']}"
+            self.mirror.add(name, {})
+            self._json({"url": f"{self.mirror.url}/{name}", "name": name})
+        else:
+            self._json({"errors": [], "warnings": []})
+
+    def _commit(self, repository: Repository, name: str, body: bytes) -> None:
+        """Add the files of a commit, which are sent whole."""
+        for entry in map(json.loads, body.splitlines()):
+            if entry["key"] == "file":
+                of_file = entry["value"]
+                repository.files[of_file["path"]] = base64.b64decode(of_file["content"])
+        address = f"{self.mirror.url}/{name}/commit/{repository.commit}"
+        self._json({"commitUrl": address, "commitOid": repository.commit})
+
     def _describe(self, repository: Repository, name: str, rest: list[str], body: bytes) -> None:
         """Answer `/api/models/ID[/ACTION/REVISION[/PATH]]`."""
         files, action = repository.files, rest[0] if rest else ""
         if action in ("revision", "tree") and rest[1] not in ("main", "v1", repository.commit):
             self._refuse(404, "RevisionNotFound", "Invalid rev id")
+        elif action == "preupload":
+            sent = [file["path"] for file in json.loads(body)["files"]]
+            modes = [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in sent]
+            self._json({"files": modes})
+        elif action == "commit":
+            self._commit(repository, name, body)
         elif action in ("paths-info", "tree"):
             paths = parse_qs(body.decode()).get("paths", ["/".join(rest[2:])])
             entries = [
