@@ -12,7 +12,7 @@ import csv
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
@@ -26,10 +26,12 @@ from fusion_bench_featcal.lab.diagnosis.views import (
 from fusion_bench_featcal.results import Results, frame_of, summary
 from fusion_bench_featcal.results.figures import Value, curves, dots, svg, value_of
 from fusion_bench_featcal.results.folders import find
+from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
 from fusion_bench_featcal.results.lines import read_run
 from fusion_bench_featcal.results.run import ROWS_ERROR, ROWS_SHARE
 from fusion_bench_featcal.results.show import tables_of
+from fusion_bench_featcal.results.statistics import difference
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -93,6 +95,14 @@ AVERAGE = "accuracy.average"
 MEASURED_COSTS = ("seconds", "peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh")
 DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
               "experts": "experts"}  # fmt: skip
+FOUR_BITS = "smollm2_TA4-four-bits"
+FOUR_BITS_ROWS = {
+    "task_arithmetic": "merged by task arithmetic",
+    "featcal": "+ FeatCal, the paper's settings for CLIP",
+    "featcal_paper_llama_3b-targets": "+ FeatCal, the paper's settings for Llama",
+    "featcal_plus": "+ FeatCal+",
+}
+"""Models of `scripts/results_four_bits.sh`, with their labels."""
 DIAGNOSIS = "diagnosis"
 DIAGNOSIS_FIGURES = ("diagnosis-terms", "diagnosis-components")
 
@@ -197,6 +207,30 @@ def unlike_table(suite: str) -> str:
     columns = ["samples", "merged", "featcal, 64", *(f"FeatCal+, {n}" for n in draws),
                "least gain of a task at 64"]  # fmt: skip
     return f"{table(columns, lines)}\n\n{measured(results_of(f'{suite}-clean'))}"
+
+
+def four_bits_table() -> str:
+    """Return averages of models in 16 and 4 bits, shares of the gap, and the cost of 4 bits."""
+    results = results_of(FOUR_BITS)
+    of_titles = {line.first.title: line for line in frame_of(results).lines}
+    merged, experts = of_titles["task_arithmetic/bits_16"].values, of_titles["experts"].values
+
+    def share(values: Mapping[str, float], task: str) -> float:
+        return 100 * (values[task] - merged[task]) / (experts[task] - merged[task])
+
+    lines = []
+    for name, label in FOUR_BITS_ROWS.items():
+        pair = [of_titles[f"{name}/{row}"] for row in ("bits_16", "bits_4")]
+        cost = difference(*paired(*reversed(pair)))
+        cells = [label, *(f"{100 * line.values['average']:.1f}" for line in pair)]
+        cells.append(f"{100 * cost.value:+.1f} ± {100 * cost.half:.1f}")
+        for values in () if name == "task_arithmetic" else (line.values for line in pair):
+            worst = min(values.keys() - {"average"}, key=lambda task: share(values, task))
+            cells += [f"{share(values, 'average'):.0f} % ({worst} {share(values, worst):.0f} %)"]
+        lines.append(cells + ["-"] * (6 - len(cells)))
+    heads = ["", "16 bits", "4 bits", "difference", "gap recovered, 16 bits (worst task)",
+             "gap recovered, 4 bits (worst task)"]  # fmt: skip
+    return f"{table(heads, lines)}\n\n{measured(results)}"
 
 
 def rows_figure() -> str:
@@ -344,6 +378,7 @@ PARTS: dict[str, Callable[[], str]] = {
         for suite in ("minilm_TA6", "dinov2_small_TA4")
     },
     **{f"unlike-{suite}": partial(unlike_table, suite) for suite in UNLIKE},
+    "four-bits": four_bits_table,
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,
     "paper-commands": paper_commands,
