@@ -221,7 +221,7 @@ def four_bits_table() -> str:
     lines = []
     for name, label in FOUR_BITS_ROWS.items():
         pair = [of_titles[f"{name}/{row}"] for row in ("bits_16", "bits_4")]
-        cost = difference(*paired(*reversed(pair)))
+        cost: Any = difference(*paired(*reversed(pair)))
         cells = [label, *(f"{100 * line.values['average']:.1f}" for line in pair)]
         cells.append(f"{100 * cost.value:+.1f} ± {100 * cost.half:.1f}")
         for values in () if name == "task_arithmetic" else (line.values for line in pair):

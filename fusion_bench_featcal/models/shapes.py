@@ -139,8 +139,8 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
     path = path.parent if path.name == "config.json" else path
     kind: Any = ModelFiles(path, f"--shapes {folder}").calibrated_class
     # Products of attention are counted only if they are products of matrices.
-    options: Any = {"attn_implementation": "eager", "trust_remote_code": False}
-    config: Any = AutoConfig.from_pretrained(path, **options)
+    eager: Any = {"attn_implementation": "eager"}
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False, **eager)
     config = getattr(config, "vision_config", config)
     dtype = getattr(config, "dtype", None)
     with FakeTensorMode(), _dtype(dtype if isinstance(dtype, torch.dtype) else torch.float32):
