@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 a check failed, 2 a mistake in the arguments.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -75,8 +76,6 @@ def report_command(options: argparse.Namespace) -> None:
 
 def plan_command(options: argparse.Namespace) -> None:
     """Show downloads, reads and files of a calibration, or estimate one from a model's shapes."""
-    import json
-
     if options.shapes:
         _estimate(options)
         return
@@ -100,8 +99,6 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def _estimate(options: argparse.Namespace) -> None:
     """Print what a calibration of a model takes, from its config.json."""
-    import json
-
     from fusion_bench_featcal.models.shapes import shapes_of, show_shapes
 
     if options.words:
@@ -113,7 +110,7 @@ def _estimate(options: argparse.Namespace) -> None:
         for name, plus in (("FeatCal", False), ("FeatCal+", True))
     }
     if options.json:
-        print(json.dumps({name: one.as_dict() for name, one in estimates.items()}, indent=1))
+        print(json.dumps({name: vars(one) for name, one in estimates.items()}, indent=1))
     else:
         show_shapes(shapes, estimates)
 

@@ -1,14 +1,11 @@
 """Estimates of a calibration from a model's shapes: bytes to read, operations, memory."""
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,15 +13,18 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import stages_of
+from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.modules.groups import Group, find_groups
+from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.sites import find_all_modules
 
 _SUMS = 4  # bytes of an entry of a sum, in float32
 _TARGETS = 8  # tokens that a decoder writes in an estimate
 
 
-@dataclass
-class Group:
-    """Modules of a block that receive the same input.
+@dataclass(frozen=True)
+class GroupShape:
+    """Sizes of modules that receive the same input.
 
     Attributes:
         rows: Input vectors of one sample.
@@ -52,7 +52,7 @@ class Group:
         return 2 * _SUMS * self.width * (self.width + self.outputs)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shapes:
     """A model of transformers, as one sample runs through it.
 
@@ -68,9 +68,9 @@ class Shapes:
     parameters: int
     block_bytes: int
     bytes: int
-    passes: dict[str, float] = field(default_factory=dict)
-    groups: dict[str, list[Group]] = field(default_factory=dict)
-    feature_bytes: int = 0
+    passes: dict[str, float]
+    groups: dict[str, list[GroupShape]]
+    feature_bytes: int
 
     def estimate(self, *, tasks: int, samples: int, plus: bool) -> "Estimate":
         """Return the amounts of a calibration by the paper's rule or by FeatCal+."""
@@ -116,11 +116,8 @@ class Estimate:
     sums: int
     weights: int
 
-    def as_dict(self) -> dict[str, float]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
-
+@torch.no_grad()
 def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
     """Run one sample through a model without weights.
 
@@ -131,93 +128,65 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
     Raises:
         CalibrationError: If the model cannot be made from its config, or does not run.
     """
-    from transformers import AutoConfig
-
-    from fusion_bench_featcal.models.model_files import ModelFiles
-
     path = Path(folder).expanduser()
     path = path.parent if path.name == "config.json" else path
-    kind: Any = ModelFiles(path, f"--shapes {folder}").calibrated_class
+    model: Any = ModelFiles(path, f"--shapes {folder}").empty
     # Products of attention are counted only if they are products of matrices.
-    eager: Any = {"attn_implementation": "eager"}
-    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False, **eager)
-    config = getattr(config, "vision_config", config)
-    dtype = getattr(config, "dtype", None)
-    with FakeTensorMode(), _dtype(dtype if isinstance(dtype, torch.dtype) else torch.float32):
-        try:
-            return _run(kind(config).eval(), config, tokens)
-        except CalibrationError:
-            raise
-        except Exception as error:  # any error of the class about its config's values
-            raise CalibrationError(f"--shapes {folder}: {kind.__name__}: {error}") from error
-
-
-def _run(model: Any, config: Any, tokens: int) -> Shapes:
-    """Return the shapes of a model, by a pass of one sample."""
+    model.set_attn_implementation("eager")
     stages = stages_of(resolve_family("auto", model), model)
     modules = find_all_modules(model, stages, None, calibrate_norm=False)
-    inputs = dict[str, Tensor]()
-
-    def note(name: str) -> Any:
-        return lambda _, args: inputs.__setitem__(name, args[0])
-
-    for block in modules.values():
-        for site in block.sites:
-            model.get_submodule(site.name).register_forward_pre_hook(note(site.name))
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        model(**_sample(model, config, tokens))
-    counts = counter.get_flop_counts()
+    names = [site.name for block in modules.values() for site in block.sites]
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
-    shapes = Shapes(
-        parameters=sum(p.numel() for p in model.parameters()),
-        block_bytes=max(
-            sum(p.nbytes for p in model.get_submodule(block).parameters()) for block in modules
-        ),
-        bytes=sum(t.nbytes for t in tensors),
+    of_blocks = (model.get_submodule(block).parameters() for block in modules)
+    sizes = {  # before the tensors are replaced, which unties them
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bytes": sum(t.nbytes for t in tensors),
+        "block_bytes": max(sum(p.nbytes for p in of_block) for of_block in of_blocks),
+    }
+    counter = FlopCounterMode(display=False)
+    try:
+        # Not on the meta device, for which some models have no autocast.
+        with FakeTensorMode(allow_non_fake_inputs=True), counter:
+            model.to_empty(device="cpu")
+            recorded = record(model, names, lambda: model(**_sample(model, tokens)))
+    except CalibrationError:
+        raise
+    except Exception as error:  # a model may read values, or take other inputs
+        kind = type(model).__name__
+        raise CalibrationError(f"--shapes {folder}: {kind} does not run: {error}") from error
+    counts, groups = counter.get_flop_counts(), dict[str, list[GroupShape]]()
+    features = 0
+    for block, of_block in modules.items():
+        all_groups = find_groups(model, block, of_block.sites, recorded, lambda _: None)
+        linear = [group for group in all_groups if group.kind == "linear"]
+        groups[block] = [_shape(group, recorded.inputs[group.name]) for group in linear]
+        features = max([features, *(recorded.inputs[group.name].nbytes for group in linear[:1])])
+    return Shapes(
+        **sizes,
+        passes={n: sum(counts[f"{type(model).__name__}.{n}"].values()) for n in modules},
+        groups=groups,
+        feature_bytes=features,
     )
-    for name, block in modules.items():
-        shapes.passes[name] = sum(counts[f"{type(model).__name__}.{name}"].values())
-        linear = {site.name: site for site in block.sites if site.kind == "linear"}
-        called = [linear[site] for site in inputs if site in linear]
-        shared = groupby(called, key=lambda site: id(inputs[site.name]))
-        shapes.groups[name] = [_group(model, [*group], inputs) for _, group in shared]
-        if called:
-            entering = inputs[called[0].name]
-            shapes.feature_bytes = max(shapes.feature_bytes, entering.nbytes)
-    return shapes
 
 
-def _group(model: nn.Module, sites: list[Any], inputs: dict[str, Tensor]) -> Group:
-    weights = [model.get_parameter(site.weight_name) for site in sites]
-    x = inputs[sites[0].name]
-    if sites[0].patches is not None:
-        raise CalibrationError(f"{sites[0].name} is a convolution, which is not estimated")
-    return Group(x.numel() // x.shape[-1], x.shape[-1], sum(w.numel() for w in weights)
-                 // x.shape[-1])  # fmt: skip
+def _shape(group: Group, x: Tensor) -> GroupShape:
+    if group.convolves:
+        raise CalibrationError(f"{group.name} is a convolution, which is not estimated")
+    return GroupShape(x.numel() // group.inputs, group.inputs, sum(group.outputs))
 
 
-def _sample(model: Any, config: Any, tokens: int) -> dict[str, Tensor]:
+def _sample(model: Any, tokens: int) -> dict[str, Tensor]:
     """Return one text of a number of tokens, or one image."""
+    config = model.config
     if model.main_input_name == "pixel_values":
         size, channels = config.image_size, getattr(config, "num_channels", 3)
         sides = size if isinstance(size, list | tuple) else (size, size)
-        return {"pixel_values": torch.zeros(1, channels, *sides)}
+        return {"pixel_values": torch.zeros(1, channels, *sides, dtype=model.dtype)}
     ids = torch.zeros(1, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(config, "is_encoder_decoder", False):
         sample["decoder_input_ids"] = ids[:, :_TARGETS]
     return sample
-
-
-@contextlib.contextmanager
-def _dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def show_shapes(shapes: Shapes, estimates: dict[str, Estimate], console: Any = None) -> None:
