@@ -19,8 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +38,7 @@ from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.lab.rivals.corrections import Lessons
 from fusion_bench_featcal.lab.rivals.features import final_features
 from fusion_bench_featcal.lab.rivals.surgery import ProbSurgery, Surgery
+from fusion_bench_featcal.models.structure import default_dtype
 from fusion_bench_featcal.results.cost import measure
 
 
@@ -171,7 +171,9 @@ def measure_model(name: str, sides: list[str], rows: Path, device: str) -> None:
     """Write random models, run all sides, and append a row for each to a file."""
     size = SIZES[name]
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with TemporaryDirectory(dir=memory) as folder, dtype_of(name):
+    # As their like is published.
+    dtype = torch.bfloat16 if name.startswith("llama") else torch.float32
+    with TemporaryDirectory(dir=memory) as folder, default_dtype(dtype):
         with torch.device(device):
             write_models(Path(folder), name, size.blocks, size.tasks)
         data = {f"task_{i}": list(batches(name, i, size.samples, size.tokens))
@@ -205,17 +207,6 @@ def measured(job: Job, side: str) -> tuple[Any, dict[str, float]]:
             model = job.run(side)
         turns.append(cost.as_dict())
     return model, min(turns, key=lambda each: each["seconds"])
-
-
-@contextmanager
-def dtype_of(name: str) -> Iterator[None]:
-    """Context in which a model is made in the dtype that its like is published in."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if name.startswith("llama") else torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def store(model: Any, file: Path) -> None:

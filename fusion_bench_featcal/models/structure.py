@@ -28,13 +28,9 @@ def without_weights(kind: Any, config: Any, dtype: torch.dtype, tensors: int | N
         ValueError: If the config asks for many more parameters than the files can hold.
     """
     most = _MOST if tensors is None else 1000 + 100 * tensors  # experts may be stored as one
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # as `from_pretrained`: position tables stay float32
-    try:
-        with init_empty_weights(include_buffers=False), _bounded(most):
-            model = kind(config)
-    finally:
-        torch.set_default_dtype(default)
+    # Not `model.to(dtype)`: position tables stay float32, as by `from_pretrained`.
+    with default_dtype(dtype), init_empty_weights(include_buffers=False), _bounded(most):
+        model = kind(config)
     model.tie_weights()  # moving parameters to the meta device has untied them
     return model.eval().requires_grad_(False)
 
@@ -71,6 +67,17 @@ def fill(model: nn.Module, source: ExpertSource) -> None:
         if id(tensor) not in filled:  # a tied matrix is read once
             filled.add(id(tensor))
             tensor.copy_(weights.tensor(name))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which modules are made in a floating-point dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
