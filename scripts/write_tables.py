@@ -29,6 +29,7 @@ from fusion_bench_featcal.results.folders import find
 from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
 from fusion_bench_featcal.results.lines import read_run
+from fusion_bench_featcal.results.numbers import Unit, share_text
 from fusion_bench_featcal.results.run import ROWS_ERROR, ROWS_SHARE
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.statistics import difference
@@ -216,17 +217,17 @@ def four_bits_table() -> str:
     merged, experts = of_titles["task_arithmetic/bits_16"].values, of_titles["experts"].values
 
     def share(values: Mapping[str, float], task: str) -> float:
-        return 100 * (values[task] - merged[task]) / (experts[task] - merged[task])
+        return (values[task] - merged[task]) / (experts[task] - merged[task])
 
     lines = []
     for name, label in FOUR_BITS_ROWS.items():
         pair = [of_titles[f"{name}/{row}"] for row in ("bits_16", "bits_4")]
-        cost: Any = difference(*paired(*reversed(pair)))
         cells = [label, *(f"{100 * line.values['average']:.1f}" for line in pair)]
-        cells.append(f"{100 * cost.value:+.1f} ± {100 * cost.half:.1f}")
+        cells.append(Unit.of("accuracy").gain(difference(*paired(*reversed(pair)))))
         for values in () if name == "task_arithmetic" else (line.values for line in pair):
             worst = min(values.keys() - {"average"}, key=lambda task: share(values, task))
-            cells += [f"{share(values, 'average'):.0f} % ({worst} {share(values, worst):.0f} %)"]
+            of_average, of_worst = (share_text(share(values, key)) for key in ("average", worst))
+            cells += [f"{of_average} ({worst} {of_worst})"]
         lines.append(cells + ["-"] * (6 - len(cells)))
     heads = ["", "16 bits", "4 bits", "difference", "gap recovered, 16 bits (worst task)",
              "gap recovered, 4 bits (worst task)"]  # fmt: skip
