@@ -59,8 +59,9 @@ def _run(request: Request) -> Path:
         return out
     check_device(request.device, f"--device {request.device}")
     request.check_folder()
-    if request.strict and (doubts := repeats(request)):
-        raise ValueError(f"--strict: {'; '.join(doubts)}. Correct it, or leave --strict out")
+    repeated = repeats(request)
+    if request.strict and repeated:
+        raise ValueError(f"--strict: {'; '.join(repeated)}. Correct it, or leave --strict out")
     try:
         if request.plan and show_downloads(request):
             return out
@@ -75,7 +76,7 @@ def _run(request: Request) -> Path:
             )
         notes = [note for task in tasks.values() for note in task.notes]
         texts = [*opened.notes, *settings.extremes]
-        notes += [*request.notes, *map(in_words_of_the_command, texts), *repeats(request)]
+        notes += [*request.notes, *map(in_words_of_the_command, texts), *repeated]
         show_start(opened, settings, tasks, notes)
         if not request.plan:
             digests = _checked_digests(request)

@@ -192,10 +192,7 @@ def sums_by_task(
                 if turn:
                     inputs = streams.inputs_of(task, batch, block, turn)
                     for group in sums:
-                        with (
-                            naming_module(block, group.name, task),
-                            exact_products(),
-                        ):
+                        with naming_module(block, group.name, task), exact_products():
                             sums[group].add(batch, inputs[group.name])
                     del inputs  # frees memory before the next batch runs
         if entering is not None:

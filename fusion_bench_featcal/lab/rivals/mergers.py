@@ -127,10 +127,7 @@ class Merger(Rule, SampleSettings):
                 for batch in problem.streams.visits(task):
                     inputs = self.expert_inputs(problem, block, expert, batch, groups)
                     for group in groups:
-                        with (
-                            naming_module(block, group.name, task),
-                            exact_products(),
-                        ):
+                        with naming_module(block, group.name, task), exact_products():
                             rows[group].add(batch, inputs[group.name])
                 with exact_products():
                     for group in groups:
