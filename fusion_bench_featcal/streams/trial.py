@@ -32,8 +32,8 @@ def try_blocks(
 ) -> None:
     """Run the blocks one by one on shapes alone, and record the inputs of their modules.
 
-    A model or family that reads values is not tried. The calibration compares all models with
-    their family again, on samples.
+    A model or family that reads values is not tried, which many do under transformers 4. The
+    calibration compares all models with their family again, on samples.
 
     Args:
         family: Runs the blocks.
