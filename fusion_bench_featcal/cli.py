@@ -22,7 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A user's mistake is printed as one line on stderr. Any other error is raised.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # set by a shell that completes a command
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    options = parser.parse_args(arguments)
     # Read when torch is loaded: with spinning threads a busy machine is many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -210,7 +215,3 @@ def _verb(verbs: Any, name: str, command: Callable[..., Any]) -> argparse.Argume
     verb = verbs.add_parser(name, help=command.__doc__, description=command.__doc__)
     verb.set_defaults(command=command)
     return verb
-
-
-if __name__ == "__main__":
-    sys.exit(main())

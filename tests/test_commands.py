@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -169,6 +170,22 @@ def test_screen_of_a_run_is_short(tmp_path: Path):
     for noise in ("Instantiate", "CONFIG", "Unused argument", "Loading model", "it/s"):
         assert noise not in output.text
     assert "Loading model" in (tmp_path / "log" / "cli.log").read_text()
+
+
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "fusion_bench_featcal", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == f"featcal {__version__}"
+
+
+def test_a_shell_completes_names_of_options(tmp_path: Path):
+    pytest.importorskip("argcomplete")
+    line, completions = "featcal calibrate --to", tmp_path / "completions"
+    shell = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
+             "_ARGCOMPLETE_STDOUT_FILENAME": str(completions)}  # fmt: skip
+    command = [sys.executable, "-m", "fusion_bench_featcal"]
+    subprocess.run(command, env={**os.environ, **shell}, capture_output=True, check=False)
+    assert completions.read_text().split() == ["--tokenizer"]
 
 
 def test_version_and_folders_of_suites():

@@ -59,7 +59,7 @@ TUTORIALS = [
     ("encoders.md", "A reranker"),
     ("python.md", "A model of Hugging Face"),
     ("python.md", "A model of your own"),
-    ("own_tasks.md", "A model family"),
+    ("models.md", "A model family"),
     ("own_method.md", "A rule"),
     ("own_method.md", "A source of weights"),
     ("own_method.md", "A method"),
@@ -130,7 +130,7 @@ def test_the_page_after_the_repair_runs_as_printed(tmp_path: Path) -> None:
 
 # --- commands ---
 
-POOLS = {"my_pool": ("own_tasks.md", "own-task"), "my_models": ("fusionbench.md", "folders")}
+POOLS = {"my_pool": ("tasks.md", "own-task"), "my_models": ("fusionbench.md", "folders")}
 """Model pool that docs describe -> page and mark of its YAML."""
 CHOICE = re.compile(r"\+?(method|modelpool|taskpool)(@[\w.]+)?=")
 """Override that selects a config. All others set values."""

@@ -80,7 +80,7 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     raise ValueError(
         f"family=auto does not know {type(model).__name__} (model type {model_type!r}), "
         "and no list of modules of one class clearly holds its blocks. Set family to a list "
-        "of the blocks' names, or to a family of your own (docs/own_tasks.md)"
+        "of the blocks' names, or to a family of your own (docs/models.md)"
     )
 
 

@@ -43,7 +43,7 @@ def compare_with_model(
         if family.compared and (reason := _difference(family, model, inputs)):
             raise CalibrationError(
                 f"family={family.name}: the blocks of {type(model).__name__} cannot be run "
-                f"one by one: {reason}. Write or correct a family (docs/own_tasks.md)"
+                f"one by one: {reason}. Write or correct a family (docs/models.md)"
             )
         return needs_first and family.reads_first(model, inputs)
     finally:

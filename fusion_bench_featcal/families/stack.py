@@ -96,7 +96,7 @@ class Stack(Family):
         if not blocks:
             raise CalibrationError(
                 f"family={self.name} finds no blocks in {type(model).__name__}: it has no "
-                f"{lacks}. Choose another family, or write one (docs/own_tasks.md)"
+                f"{lacks}. Choose another family, or write one (docs/models.md)"
             )
         return [blocks]
 

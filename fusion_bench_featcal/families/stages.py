@@ -32,7 +32,7 @@ class Stages(Family):
                 return [names]
         raise CalibrationError(
             f"family=stages does not fit {type(model).__name__}, which is not built like a "
-            "ResNet, ConvNeXt or SegFormer. Write a family (docs/own_tasks.md)"
+            "ResNet, ConvNeXt or SegFormer. Write a family (docs/models.md)"
         )
 
     def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Call:

@@ -125,7 +125,7 @@ class Streams:
             raise CalibrationError(
                 f"family={self.family.name}: the step of {block} needs weights that are not "
                 f"in memory ({error}). It has those of its block: compute everything else in begin "
-                "and hand it on in the call (docs/own_tasks.md)"
+                "and hand it on in the call (docs/models.md)"
             ) from error
 
     def tensors_of(self, block: str) -> list[str]:

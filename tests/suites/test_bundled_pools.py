@@ -119,7 +119,7 @@ def test_the_list_of_the_documentation_is_the_pool_with_names(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "config" / "modelpool"
     folder.mkdir(parents=True)
-    for page, mark in (("own_tasks.md", "task-list"), ("fusionbench.md", "folders")):
+    for page, mark in (("tasks.md", "task-list"), ("fusionbench.md", "folders")):
         (folder / f"{mark}.yaml").write_text(yaml_of_page(page, mark))
     search = f"hydra.searchpath=[file://{tmp_path / 'config'}]"
     pools = [composed(search, f"modelpool={mark}").modelpool for mark in ("task-list", "folders")]
