@@ -106,7 +106,7 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     `diagnosis-cosines`: cosines of final features and task vectors with the expert's;
     `diagnosis-components`: final features in the plane of the expert's first two principal
     directions, a panel for each task; `diagnosis-gains`: gain in accuracy against gain in cosine, a
-    point for each task. For FeatCal+ `diagnosis-rows`: how far rows from weights count, by block.
+    point for each task. For FeatCal+ `diagnosis-rows`: the share of the rows of task vectors, by block.
     """
     rows = rows_of(run)
     if not rows:
@@ -133,7 +133,7 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     if any(line["metric"] == ROWS_SHARE for line in run.all_lines()):
         shares = by_block(run, ROWS_SHARE)
         panel: dict[str, Any] = {names[row]: _values(shares[row].dropna()) for row in shares}
-        label = "share of rows from weights"
+        label = "share of the rows of task vectors"
         figures["diagnosis-rows"] = curves({"median over modules": panel}, "block", label)
     if points := _components(run, names):
         label = "first principal component"
