@@ -1,0 +1,269 @@
+"""Tables and figures of the runs in docs/results, which scripts/results*.sh write."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from fusion_bench_featcal.lab.diagnosis.views import (
+    by_block,
+    diagnosis_figures,
+    diagnosis_tables,
+)
+from fusion_bench_featcal.results import Results, frame_of, summary
+from fusion_bench_featcal.results.figures import Value, curves, dots, svg, value_of
+from fusion_bench_featcal.results.folders import find
+from fusion_bench_featcal.results.frame import paired
+from fusion_bench_featcal.results.joining import join
+from fusion_bench_featcal.results.lines import read_run
+from fusion_bench_featcal.results.numbers import Unit, share_text
+from fusion_bench_featcal.results.run import ROWS_ERROR, ROWS_SHARE
+from fusion_bench_featcal.results.show import tables_of
+from fusion_bench_featcal.results.statistics import difference
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+SUITES = {
+    "clip-vit-mini_TA6": "CLIP, images",
+    "clip-vit-mini_alphabets2": "CLIP, two alphabets",
+    "flan-t5-mini_TA6": "T5, texts",
+    "llama-mini_TA6": "Llama, texts",
+    "resnet-mini_TA3": "ResNet, images",
+}
+REAL = {
+    "minilm_TA6": "MiniLM, real pretrained weights",
+    "dinov2_small_TA4": "DINOv2, real pretrained weights",
+    "smollm2_TA4": "SmolLM2, real pretrained weights",
+}
+README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
+STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
+"""Suites of `scripts/results_starts.sh`."""
+UNLIKE = {
+    "minilm_TA6": {
+        "clean": "each task's own",
+        "shuffled": "words in random order",
+        "exchanged": "two tasks exchanged",
+        "others": "another task's, for each",
+    },
+    "dinov2_small_TA4": {
+        "clean": "each task's own",
+        "fog": "in fog, severity 3",
+        "gaussian_noise": "with noise, severity 3",
+        "motion_blur": "blurred, severity 3",
+        "exchanged": "two tasks exchanged",
+        "one": "the first task's, for all",
+    },
+}
+"""Suites and kinds of samples, which are folders of docs/results, with their labels."""
+DRAWS = {
+    "8": ("featcal_few", "featcal_few_43"),
+    "64": ("featcal_plus", "featcal_usual_43"),
+    "256": ("featcal_many", "featcal_many_43"),
+}
+"""Rows of FeatCal+ by samples per task, with two draws of samples each."""
+README_ROWS = {
+    "merged by task arithmetic": ("task_arithmetic",),
+    "+ gradient distillation": ("distillation",),
+    "+ FeatCal, the paper's settings": (
+        "featcal_paper_flan_t5",
+        "featcal_paper_llama_3b",
+        "featcal",
+    ),
+    "+ FeatCal+": ("featcal_plus",),
+    "one expert per task": ("experts",),
+}
+"""Labels and rows of README's table. The first row that a suite has is taken."""
+AVERAGE = "accuracy.average"
+MEASURED_COSTS = ("seconds", "peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh")
+DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
+              "experts": "experts"}  # fmt: skip
+FOUR_BITS = "smollm2_TA4-four-bits"
+FOUR_BITS_ROWS = {
+    "task_arithmetic": "merged by task arithmetic",
+    "featcal": "+ FeatCal, the paper's settings for CLIP",
+    "featcal_paper_llama_3b-targets": "+ FeatCal, the paper's settings for Llama",
+    "featcal_plus": "+ FeatCal+",
+}
+"""Models of `scripts/results_four_bits.sh`, with their labels."""
+DIAGNOSIS = "diagnosis"
+DIAGNOSIS_FIGURES = ("diagnosis-terms", "diagnosis-components")
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table: the first column to the left, the others to the right."""
+    rule = "|".join([":--", *["--:"] * (len(heads) - 1)])
+    head, *rest = (f"| {' | '.join(row)} |" for row in [heads, *lines])
+    return "\n".join([head, f"|{rule}|", *rest])
+
+
+@cache
+def results_of(name: str) -> Results:
+    """Return the joined runs of a folder of docs/results, in the order of their paths.
+
+    Times of files differ between checkouts.
+    """
+    return join({folder: read_run(folder) for folder in find([RESULTS / name])})
+
+
+def results_part(suite: str) -> str:
+    """Return a suite's table: every row's tasks, gain, share, worst task and costs.
+
+    Costs are left out where runs shared a GPU.
+    """
+    results = results_of(suite)
+    for row in results.rows if suite in REAL else ():
+        row.cost = {key: value for key, value in row.cost.items() if key not in MEASURED_COSTS}
+    (accuracies,) = tables_of(frame_of(results))
+    return f"{accuracies.markdown()}\n\n{measured(results)}"
+
+
+def measured(results: Results) -> str:
+    """Return a line with the machine and the versions of runs."""
+    run = next(iter(results.runs.values()))
+    machine = run.device.get("accelerator") or (
+        f"{run.device['cpu']} ({run.device['torch_threads']} thread)"
+    )
+    return (
+        f"- measured on {machine}, with torch {run.versions['torch']} and transformers "
+        f"{run.versions['transformers']}"
+    )
+
+
+def averages(suite: str) -> dict[str, dict[str, Any]]:
+    """Return a suite's rows of averages by name."""
+    records = summary(results_of(suite)).to_dict("records")
+    return {row["row"]: row for row in records}
+
+
+def readme_table() -> str:
+    """Average accuracies of a few rows on three suites."""
+    lines = []
+    for label, names in README_ROWS.items():
+        records = (next(filter(None, map(averages(suite).get, names))) for suite in README_SUITES)
+        lines.append([label, *(f"{100 * row[AVERAGE]:.1f}" for row in records)])
+    return table(["accuracy, %", *((SUITES | REAL)[suite] for suite in README_SUITES)], lines)
+
+
+def percent(record: dict[str, Any]) -> str:
+    """Return a row's average, and in brackets the share of the worst task's gap it recovers."""
+    share = record.get("worst_share")
+    text = f"{100 * record[AVERAGE]:.1f}"
+    return text if share is None or share != share else f"{text} ({100 * share:.0f} %)"
+
+
+def grid(name: str, label: str) -> str:
+    """Return a table with a line for each method and a column for each merger or label's value."""
+    results = results_of(name)
+    records = [r for r in summary(results).to_dict("records") if r["merger"]]
+    columns = list(dict.fromkeys(r[label] for r in records if r[label] == r[label]))
+    if label != "merger":
+        columns.sort()
+    cells: dict[str, dict[Any, str]] = {}
+    for record in records:
+        row = "merged" if record["row"] == record["merger"] else f"+ {record['row']}"
+        of = [record[label]] if record[label] in columns else columns  # merged: for all of them
+        cells.setdefault(row, {}).update(dict.fromkeys(of, percent(record)))
+    heads = [str(column) for column in columns]
+    heads[0] = f"{label.removesuffix('_per_task')}: {heads[0]}" if label != "merger" else heads[0]
+    lines = [[row, *(of.get(column, "-") for column in columns)] for row, of in cells.items()]
+    return f"{table(['', *heads], lines)}\n\n{measured(results)}"
+
+
+def unlike_table(suite: str) -> str:
+    """Return averages by kind and number of samples, both draws, and the least gain of a task."""
+    lines, kinds = [], {kind: averages(f"{suite}-{kind}") for kind in UNLIKE[suite]}
+    draws = {n: names for n, names in DRAWS.items() if any(names[0] in r for r in kinds.values())}
+    for kind, rows in kinds.items():
+        merged, paper = rows["task_arithmetic"], rows["featcal_paper"]
+        plus = [[rows[name] for name in names if name in rows] for names in draws.values()]
+        tasks = [key for key in merged if key.startswith("accuracy.") and key != AVERAGE]
+        gains = {task: mean(row[task] for row in plus[1]) - merged[task] for task in tasks}
+        worst = min(tasks, key=lambda task: gains[task])
+        lines.append([UNLIKE[suite][kind],
+                      *(f"{100 * row[AVERAGE]:.1f}" for row in (merged, paper)),
+                      *(", ".join(f"{100 * row[AVERAGE]:.1f}" for row in of) or "-" for of in plus),
+                      f"{worst.removeprefix('accuracy.')} {100 * gains[worst]:+.1f}"])  # fmt: skip
+    columns = ["samples", "merged", "featcal, 64", *(f"FeatCal+, {n}" for n in draws),
+               "least gain of a task at 64"]  # fmt: skip
+    return f"{table(columns, lines)}\n\n{measured(results_of(f'{suite}-clean'))}"
+
+
+def four_bits_table() -> str:
+    """Return averages of models in 16 and 4 bits, shares of the gap, and the cost of 4 bits."""
+    results = results_of(FOUR_BITS)
+    of_titles = {line.first.title: line for line in frame_of(results).lines}
+    merged, experts = of_titles["task_arithmetic/bits_16"].values, of_titles["experts"].values
+
+    def share(values: Mapping[str, float], task: str) -> float:
+        return (values[task] - merged[task]) / (experts[task] - merged[task])
+
+    lines = []
+    for name, label in FOUR_BITS_ROWS.items():
+        pair = [of_titles[f"{name}/{row}"] for row in ("bits_16", "bits_4")]
+        cells = [label, *(f"{100 * line.values['average']:.1f}" for line in pair)]
+        cells.append(Unit.of("accuracy").gain(difference(*paired(*reversed(pair)))))
+        for values in () if name == "task_arithmetic" else (line.values for line in pair):
+            worst = min(values.keys() - {"average"}, key=lambda task: share(values, task))
+            of_average, of_worst = (share_text(share(values, key)) for key in ("average", worst))
+            cells += [f"{of_average} ({worst} {of_worst})"]
+        lines.append(cells + ["-"] * (6 - len(cells)))
+    heads = ["", "16 bits", "4 bits", "difference", "gap recovered, 16 bits (worst task)",
+             "gap recovered, 4 bits (worst task)"]  # fmt: skip
+    return f"{table(heads, lines)}\n\n{measured(results)}"
+
+
+def rows_figure() -> str:
+    """Draw what the step of the rows from weights breaks, and how far they count, by block."""
+    panels: dict[str, dict[str, dict[Any, Value]]] = {}
+    for suite in UNLIKE:
+        (run,) = results_of(f"{suite}-clean").runs.values()
+        for metric, title in ((ROWS_ERROR, "e"), (ROWS_SHARE, "f")):
+            values = by_block(run, metric)["featcal_plus"].dropna().tolist()
+            at = {n: Value(value, 0.0) for n, value in enumerate(values)}
+            panels.setdefault(title, {})[REAL[suite].split(",")[0]] = at
+    figure = curves(panels, "block", "median over modules")
+    figure.axes[0].set_yscale("log")
+    return svg(figure)
+
+
+def accuracies_figure() -> str:
+    """Draw a line for each suite, a dot for each row, with an interval if it has one."""
+    rows: dict[str, dict[str, Value]] = {name: {} for name in DRAWN_ROWS.values()}
+    for suite, label in (SUITES | REAL).items():
+        category = label.replace("real pretrained weights", "pretrained")
+        for line in frame_of(results_of(suite)).lines:
+            if line.first.name in DRAWN_ROWS:
+                rows[DRAWN_ROWS[line.first.name]][category] = value_of(line)
+    return svg(dots({"": rows}, "average accuracy, % (bars: 95 % interval)"))
+
+
+def diagnosis_part() -> str:
+    """Return the tables of the diagnosis in docs/results."""
+    results = results_of(DIAGNOSIS)
+    (run,) = results.runs.values()
+    tables = [f"*{part.title}*\n\n{part.markdown()}" for part in diagnosis_tables(run)]
+    return "\n\n".join([*tables, measured(results)])
+
+
+def result_figures() -> dict[str, str]:
+    """Return the texts of the figures (SVG) of README.md and docs/ by name."""
+    (run,) = results_of(DIAGNOSIS).runs.values()
+    diagnosis = diagnosis_figures(run)
+    texts = {name: svg(diagnosis[name]) for name in DIAGNOSIS_FIGURES}
+    return texts | {"accuracies": accuracies_figure(), "rows": rows_figure()}
+
+
+RESULT_PARTS: dict[str, Callable[[], str]] = {
+    **{f"results-{suite}": partial(results_part, suite) for suite in (*SUITES, *REAL)},
+    **{f"mergers-{suite}": partial(grid, f"{suite}-mergers", "merger") for suite in REAL},
+    **{f"starts-{suite}": partial(grid, f"{suite}-starts", "merger") for suite in STARTS},
+    **{
+        f"samples-{suite}": partial(grid, f"{suite}-samples", "samples_per_task")
+        for suite in ("minilm_TA6", "dinov2_small_TA4")
+    },
+    **{f"unlike-{suite}": partial(unlike_table, suite) for suite in UNLIKE},
+    "four-bits": four_bits_table,
+    "readme-accuracy": readme_table,
+    "diagnosis": diagnosis_part,
+}
+"""Generated parts of the pages by name."""
