@@ -120,8 +120,10 @@ def calibrate_encoder(
         family,
         **options,
     )
-    if names := left_as_merged(merged, [*tuned.values()], result.log):
-        logger.warning("experts differ in %s, which stay as merged", ", ".join(names))
+    left = left_as_merged(merged, [*tuned.values()], result.log)
+    result.log.add("as_merged", {"modules": left})
+    if left:
+        logger.warning("experts differ in %s, which stay as merged", ", ".join(left))
     repaired = cast(Pipeline, result.model).wrapped
     for task, one in evaluators.items() if evaluator else ():
         expert = {} if task is None else {"expert": tuned[task]}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.calibration import rule_and_options
-from fusion_bench_featcal.encoders.models import left_as_merged, transformer_of
+from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
@@ -160,7 +160,8 @@ class OpenedEncoders:
             batch_size=self.settings.batch_size,
             **(vars(options) | {"samples_per_task": None}),
         )
-        left = left_as_merged(self.models.merged, [*self.models.experts.values()], result.log)
+        (record,) = result.log.of_kind("as_merged")
+        left = record["modules"]
         notes = [f"experts differ in {', '.join(left)}, which stay as merged"] if left else []
         return result, result.model, notes
 

@@ -26,6 +26,8 @@ class CalibrationLog:
     - `trust`: task, trust in its samples (`trust.py`), and the task whose samples its expert fits
     better (`fits`), if samples were exchanged.
     - `block`: block, seconds, modules that keep their merged weights.
+    - `as_merged`: modules outside the blocks that were not calibrated although encoders differ in
+    them (models of sentence-transformers only).
     - `resumed`: number of blocks that an earlier run has finished, whose records come from it.
 
     Attributes:

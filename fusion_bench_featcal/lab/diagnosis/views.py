@@ -106,7 +106,7 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     `diagnosis-cosines`: cosines of final features and task vectors with the expert's;
     `diagnosis-components`: final features in the plane of the expert's first two principal
     directions, a panel for each task; `diagnosis-gains`: gain in accuracy against gain in cosine, a
-    point for each task. For FeatCal+ `diagnosis-rows`: the share of the rows of task vectors, by block.
+    point for each task. For FeatCal+ `diagnosis-rows`: share of the rows of task vectors, by block.
     """
     rows = rows_of(run)
     if not rows:
