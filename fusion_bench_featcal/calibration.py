@@ -80,8 +80,8 @@ def calibrate(
         modules: Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in
             front to exclude. By default every linear module and convolution of the blocks, and
             norms if the rule calibrates them.
-        decoder_rows: Decoder positions that count: `all` but padding, `targets`, or `auto`. By
-            default the rule's.
+        decoder_rows: Decoder positions that count: `all` but padding, `targets`, or `auto`: all,
+            and in the last block targets, if there are labels. By default the rule's.
         expert_read_budget: Limit on the bytes of expert weights that are read: a number, an amount
             such as `"800MB"`, or a share such as `"50%"`.
         activations: Storage of samples' features between blocks: `device` or `host`.

@@ -96,6 +96,7 @@ def small_clip(**shape: Any) -> Suite:
 PLUS_SUITES: dict[str, Callable[[], Suite]] = {
     "t5": lambda: t5_suite(depths=(1, 1)),
     "llama, targets": decoder_suite,
+    "llama, auto": decoder_suite,
     "gpt2": partial(suite_named, "gpt2"),
     "gpt_neox": partial(suite_named, "gpt_neox"),
     "residual": tiny.residual_suite,
@@ -137,7 +138,8 @@ def doubles_stay_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", [*PLUS_SUITES, *VARIANTS])
 def test_plus_equals_the_oracle(case: str):
     name, knobs, fields = VARIANTS.get(case, (case, {}, {}))
-    suite, rows = PLUS_SUITES[name](), "targets" if name == "llama, targets" else "all"
+    suite, rows = PLUS_SUITES[name](), name.partition(", ")[2]
+    rows = rows if rows in ("targets", "auto") else "all"
     new = calibrated_plus(suite, decoder_rows=rows, **knobs)
     model = run_fast(suite, **PLUS | {"rule": Plus(**fields), "decoder_rows": rows}).model
     merged = suite.merged.get_parameter

@@ -66,11 +66,11 @@ def calibrate_block(problem: Problem, block: str) -> None:
 
 
 def narrow(problem: Problem, block: str) -> None:
-    """In the last block, count only first positions, if the model's head reads no others."""
+    """In the last block, count only positions that are read behind it, and what feeds these."""
     streams = problem.streams
-    if streams.reads_first and block == streams.last_block:
-        names = streams.feeding_first(block, problem.modules[block].sites)
-        streams.narrow(problem.processes.decided(streams.largest[0], names))
+    if streams.narrows and block == streams.last_block:
+        names = streams.feeding(block, problem.modules[block].sites)
+        streams.narrow(problem.processes.decided(streams.least_read[0], names))
 
 
 def groups_of(problem: Problem, block: str) -> list[Group]:

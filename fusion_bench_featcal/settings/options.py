@@ -45,7 +45,8 @@ class Options(Settings):
     decoder_rows: str | None = setting(
         None,
         "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
-        "token, or `auto`: targets if there are labels. Null: as the rule has it.",
+        "token, or `auto`: all, and in the last block only those that its output is read from, if "
+        "there are labels. Null: as the rule has it.",
         choices=("all", "targets", "auto"),
     )
     family: Any = setting(

@@ -120,6 +120,7 @@ class Batch:
         calibrated: Input of the calibrated model's next block.
         expert: Input of the expert's next block, or None if experts do not run.
         positions: Those that count in the stage.
+        read: Those that are read behind the last block, or None if all counted ones are.
         later: Number of them without the first one of each sample.
         expert_inputs: The expert's inputs of modules that are not solved yet.
     """
@@ -132,6 +133,7 @@ class Batch:
     calibrated: Any = None
     expert: Any = None
     positions: StagePositions = field(default_factory=StagePositions)
+    read: Positions | None = None
     later: int = 0
     expert_inputs: dict[str, Tensor] = field(default_factory=dict)
     _places: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -190,7 +190,10 @@ def batch_generator(purpose: str, seed: int, task: str, *numbers: int) -> torch.
 
 
 def resolved_decoder_rows(decoder_rows: str, inputs: Any) -> str:
-    """Return `decoder_rows`, with `auto` resolved for a batch of a model's inputs."""
+    """Return `decoder_rows`, or for `auto` the positions that the output is read from.
+
+    These are targets in a batch with labels, else all.
+    """
     if decoder_rows != "auto":
         return decoder_rows
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None

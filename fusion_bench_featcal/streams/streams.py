@@ -39,7 +39,8 @@ class Streams:
         experts: The expert of each task.
         rule: How blocks are calibrated.
         autocast: Returns the context for forward passes.
-        decoder_rows: Counted positions of a decoder: a value of the setting.
+        decoder_rows: Counted positions of a decoder: a value of the setting. With `auto` the last
+            block counts only positions that predict a target, if there are labels.
         reads_first: Whether only the first position of the last block's output is read.
         drift: Compares the features of model and experts, or None.
         storage: Storage of features: the device or the host.
@@ -86,12 +87,13 @@ class Streams:
                 with naming_task(task):
                     for batch in self.storage.visits(batches):
                         inputs = to_device(batch.inputs, self.working.device)
-                        counted = resolved_decoder_rows(self.decoder_rows, inputs)
+                        counted = "all" if self.decoder_rows == "auto" else self.decoder_rows
                         masks = self.family.masks(self.model, inputs, index, counted)
                         batch.positions = StagePositions.of_masks(masks)
                         if index == 0 and batch.positions.valid is None:  # padding may be arbitrary
                             check_finite_inputs(inputs, batch.start)
                         batch.calibrated = self._begun(self.model, inputs, index, batch.calibrated)
+                        batch.read = self._read(inputs, index, batch.calibrated.hidden)
                         valid = batch.positions.valid
                         count = valid.count if valid else batch.calibrated.hidden.shape[:-1].numel()
                         batch.later = count - batch.samples
@@ -103,6 +105,17 @@ class Streams:
         if index == len(self.stages) - 1:
             for batch in (batch for batches in self.tasks.values() for batch in batches):
                 batch.inputs = None
+
+    def _read(self, inputs: Any, index: int, hidden: Tensor) -> Positions | None:
+        """Return the positions that are read behind the last block, in its stage, or None."""
+        if self.last_block not in self.stages[index]:
+            return None
+        if self.reads_first:
+            return Positions.first_of(hidden)
+        if self.decoder_rows == "auto" and resolved_decoder_rows("auto", inputs) == "targets":
+            targets = self.family.masks(self.model, inputs, index, "targets")
+            return StagePositions.of_masks(targets).valid
+        return None
 
     def _begun(self, model: nn.Module, inputs: Any, index: int, call: Any) -> Any:
         """Return the input of a stage's first block, from the call after the previous stage."""
@@ -165,40 +178,62 @@ class Streams:
             run = partial(self.step, self.model, block, batch.calibrated)
             return record(self.model, names, run), batch.positions
 
-    def feeding_first(self, block: str, sites: Iterable[Site]) -> list[str]:
-        """Return modules whose other rows reach the first one, such as keys and values."""
-        _, batch = self.largest
+    @property
+    def narrows(self) -> bool:
+        """Return whether the last block may count fewer positions, equally in all processes."""
+        return self.reads_first or self.decoder_rows == "auto"
+
+    @property
+    def least_read(self) -> tuple[tuple[int, str, int], Batch]:
+        """Return the batch with most positions that are not read, and its priority.
+
+        In a batch of which all are read, every module would seem to feed nothing else.
+        """
+        batches = {
+            (batch.read.count - batch.read.shape.numel() if batch.read else 0, task, number): batch
+            for task, batches in self.tasks.items()
+            for number, batch in enumerate(batches)
+        }
+        return min(batches.items())
+
+    def feeding(self, block: str, sites: Iterable[Site]) -> list[str]:
+        """Return modules whose rows at other positions reach those that are read.
+
+        Such are keys and values.
+        """
+        _, batch = self.least_read
+        if (read := batch.read) is None:
+            return []
         with self.storage.loaded(batch):
-            result = self.step(self.model, block, batch.calibrated).hidden[:, 0]
+            result = read.of(self.step(self.model, block, batch.calibrated).hidden)
             return [
                 site.name
                 for site in sites
                 if not torch.equal(
-                    result, self._first_with_changes(block, batch.calibrated, site.name)
+                    result, self._read_with_changes(block, batch.calibrated, site.name, read)
                 )
             ]
 
     def narrow(self, names: Iterable[str]) -> None:
-        """Count only first positions, except in the inputs of some modules."""
-        for batch in (batch for task in self.tasks for batch in self.visits(task)):
-            of_sites = {name: batch.positions.of(name) for name in names}
-            batch.positions = StagePositions(
-                {"": Positions.first_of(batch.calibrated.hidden)} | of_sites
-            )
+        """Count only positions that are read, except in the inputs of some modules."""
+        for batch in (batch for batches in self.tasks.values() for batch in batches):
+            if batch.read is not None:
+                of_sites = {name: batch.positions.of(name) for name in names}
+                batch.positions = StagePositions({"": batch.read} | of_sites)
 
-    def _first_with_changes(self, block: str, call: Any, name: str) -> Tensor:
-        """Return a block's first output if a module's other outputs change their signs."""
+    def _read_with_changes(self, block: str, call: Any, name: str, read: Positions) -> Tensor:
+        """Return a block's read outputs if a module's other outputs change their signs."""
         positions = call.hidden.shape[:-1]
+        signs = call.hidden.new_full((positions.numel(),), -1.0)
+        signs[slice(None) if read.index is None else read.index] = 1.0
 
         def change(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            output = output.clone(memory_format=torch.contiguous_format)
-            aligned = output.shape[:-1] in (positions, (positions.numel(),))
-            later_rows = output.view(*positions, -1)[:, 1:] if aligned else output
-            later_rows *= -1
-            return output
+            if output.shape[:-1] not in (positions, (positions.numel(),)):
+                return -output  # of other positions than the block's
+            return output * signs.view(*output.shape[:-1], 1).to(output.dtype)
 
         with stoppable(self.model.get_submodule(name).register_forward_hook(change)):
-            return self.step(self.model, block, call).hidden[:, 0]
+            return read.of(self.step(self.model, block, call).hidden)
 
     def follow(
         self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]

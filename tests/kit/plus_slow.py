@@ -22,7 +22,7 @@ ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 UNKNOWN = 1e-2  # the ridge without samples to choose it by
 SKETCHED = 16  # more outputs than this are compared through as many random sums of them
-ALL_ROWS = ("k_proj", "v_proj")  # they read every token of CLIP's last block
+ALL_ROWS = ("k_proj", "v_proj")  # every token of the last block reaches others through them
 
 
 @dataclass
@@ -45,12 +45,18 @@ class RowMasks:
     def __init__(self, suite: Suite, *, decoder_rows: str, biases: bool) -> None:
         self.suite, self.biases = suite, biases
         modules = modules_of(suite.merged, suite.blocks)
-        self.common, self.other = counted_rows(suite, modules, decoder_rows)
+        is_auto = decoder_rows == "auto"
+        in_all = "all" if is_auto else decoder_rows
+        self.common, self.other = counted_rows(suite, modules, in_all)
+        # With auto only targets count in the last block of a decoder.
+        self.last = counted_rows(suite, modules, "targets")[0] if is_auto else None
 
     def masks(self, name: str) -> Any:
         """Masks of every task's batches, or None."""
         other = self.other or {}
         block = next(b for b in self.suite.blocks if name.startswith(f"{b}."))
+        if self.last and block == self.suite.blocks[-1] and not name.endswith(ALL_ROWS):
+            return self.last
         return other.get(name, other.get(block, self.common))
 
     def biased(self, name: str) -> bool:
