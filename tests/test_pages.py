@@ -130,7 +130,11 @@ def test_the_page_after_the_repair_runs_as_printed(tmp_path: Path) -> None:
 
 # --- commands ---
 
-POOLS = {"my_pool": ("tasks.md", "own-task"), "my_models": ("fusionbench.md", "folders")}
+POOLS = {
+    "my_pool": ("tasks.md", "own-task"),
+    "my_texts": ("tasks.md", "own-text-task"),
+    "my_models": ("fusionbench.md", "folders"),
+}
 """Model pool that docs describe -> page and mark of its YAML."""
 CHOICE = re.compile(r"\+?(method|modelpool|taskpool)(@[\w.]+)?=")
 """Override that selects a config. All others set values."""

@@ -129,8 +129,22 @@ class Report:
         if self._inputs.taskpool is not None:
             log.info("evaluating %s", name)
             evaluation = evaluate(self._inputs.taskpool, model, self._tasks)
+            self._note_unscored(evaluation, facts or Facts())
         self._add(name, evaluation, facts or Facts(), None if cost is None else cost.as_dict())
         return evaluation
+
+    def _note_unscored(self, evaluation: Evaluation, facts: Facts) -> None:
+        """Note tasks that a model was calibrated on, and that the task pool does not have."""
+        scored = {task for values in evaluation.scores.values() for task in values}
+        unscored = [task for task in facts.samples if task not in scored]
+        if not 0 < len(unscored) < len(facts.samples):  # some pools have names of their own
+            return
+        text = (
+            f"{', '.join(unscored)}: calibrated, but not evaluated and in no average. Add tests to "
+            "the task pool: default_taskpool.tasks or default_taskpool.test_datasets"
+        )
+        if text not in {note.text for note in self.run.notes}:
+            self.run.note(Note(NOTE, text))
 
     def _add(
         self,

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Sequence
 
 from fusion_bench_featcal.errors.plurals import counted
 
-from .frame import Frame, FrameLine
+from .frame import LEAST_GAP, Frame, FrameLine
 from .notes import WARNING, Note, sentences_of
 from .numbers import Unit, share_text
 from .run import (
     ACCURACY,
     DRIFT,
+    EXPERTS,
     FEATCAL,
     FEATCAL_PLUS,
     INPUTS,
@@ -21,6 +22,8 @@ from .tables import ABSENT
 
 _SHOWN = 0.0005
 """Differences of accuracy below this are invisible in tables with tenths of a per cent."""
+_RARELY = 0.1
+"""Accuracy below which an expert's own task is probably not what it was tuned on."""
 
 
 def verdicts(frame: Frame, notes: Iterable[Note]) -> list[str]:
@@ -98,8 +101,26 @@ def legend(frame: Frame) -> list[str]:
 def sentences(frame: Frame, notes: Iterable[Note]) -> list[str]:
     """Return the legend of a frame, the notes but for verdicts, and tasks that are made worse."""
     chosen = [note for note in notes if not note.is_conclusion]
-    texts = [f"note: {text}" for text in sentences_of([*chosen, *tasks_below_merged(frame)])]
+    of_frame = [*weak_experts(frame), *tasks_below_merged(frame)]
+    texts = [f"note: {text}" for text in sentences_of([*chosen, *of_frame])]
     return [*means_text(frame), *legend(frame), *texts]
+
+
+def weak_experts(frame: Frame) -> list[Note]:
+    """Return a note on each expert that is rarely right, or worse than a merger, on its task."""
+    lines = frame.lines if frame.metric == ACCURACY and not frame.labels else ()
+    merged = [line.values for line in lines if line.is_merged]
+    notes = dict[str, Note]()
+    for line in (line for line in lines if line.first.name == EXPERTS):
+        for task in line.first.tasks:
+            value, most = line.values[task], max((m.get(task, 0.0) for m in merged), default=0.0)
+            if value < max(_RARELY, most - LEAST_GAP):
+                text = (
+                    f"the expert of {task} has {100 * value:.1f} % on its own task, merged models "
+                    f"up to {100 * most:.1f} %. Check its tokenizer, prompts and labels"
+                )
+                notes[task] = Note(WARNING, text, task=task)
+    return [*notes.values()]
 
 
 def tasks_below_merged(frame: Frame) -> list[Note]:

@@ -171,6 +171,19 @@ def test_cells_of_choices_and_pools(suite: Any, choices: Any, expected: str) -> 
     assert [cell.title for cell in cells_of(settings, suite)] == expected.split()
 
 
+def test_a_calibrated_task_without_tests_is_noted_once(tmp_path: Path) -> None:
+    algorithm: Any = ScaleAlgorithm(base_method=AVERAGE)
+    algorithm.fabric = logging_to(tmp_path)
+    taskpool = SignTaskPool()
+    taskpool.test_dataloaders = {"left": None}
+    algorithm._program = program_of(taskpool)
+    algorithm._program.method = algorithm
+    algorithm.run(model_pool())
+    (note,) = [note.text for note in read_run(tmp_path / "logs").notes]
+    assert note.startswith("right: calibrated, but not evaluated and in no average. Add tests")
+    assert "default_taskpool.tasks" in note
+
+
 def test_methods_draw_the_comparisons_samples_unless_they_have_their_own_settings() -> None:
     methods: dict[str, Any] = {"scale": method(Scale), "own": method(Scale, seed=5)} | OURS
     chosen: Any = {"seed": 7, "samples_per_task": 9, UPSTREAM: {"x": AVERAGE}, METHODS: methods}

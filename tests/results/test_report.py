@@ -160,6 +160,15 @@ def test_the_worst_task_is_that_of_the_means_among_gaps_of_a_point(tmp_path: Pat
     assert row["cost.seconds"] == 1.5 and row["seeds"] == 2
 
 
+def test_experts_below_the_merged_model_or_hardly_right_are_noted(tmp_path: Path) -> None:
+    tasks = ("good", "near", "worse", "rare")
+    rows = {"experts": (0.9, 0.795, 0.5, 0.02), "ties": (0.5, 0.8, 0.6, 0.01)}
+    leave_rows(tmp_path, {name: dict(zip(tasks, v, strict=True)) for name, v in rows.items()})
+    out = " ".join(featcal("report", tmp_path).out.split())
+    assert "note: the expert of worse has 50.0 % on its own task, merged models up to 60.0 %" in out
+    assert "note: the expert of rare has 2.0 %" in out and out.count("the expert of") == 2
+
+
 def test_any_metric_has_a_table_and_lower_losses_recover_the_gap(tmp_path: Path) -> None:
     run = Run(suite="toy", merger="ties")
     for name, loss in {"experts": 0.5, "ties": 1.5, "featcal": 0.75}.items():
