@@ -100,6 +100,12 @@ def open_language_task(
     read = calibration.columns("columns")
     notes = [sentence(task, request, *parts, read, measure)]
     notes += _notes_of_rows(task, calibration)
+    are_plain = all(text.form == "prompt" for text in calibration.texts)
+    if are_plain and getattr(encoder.tokenizer, "chat_template", None):
+        notes.append(
+            f"{task}: prompts are texts, to which the tokenizer's chat template is not applied. If "
+            "the model is used in chats, give rows with messages"
+        )
     if calibration.are_generated:
         unread = calibration.columns("unread")
         names = f"{task}:prompt={read[-1]},target=COLUMN"

@@ -179,6 +179,8 @@ def test_lora_adapters_are_experts(finished):
     assert any(name.endswith("q_proj.weight") for name in names)
     assert not any("embed" in name for name in names)
     assert AutoTokenizer.from_pretrained(run.out).chat_template == CHAT
+    notes = " ".join(note.text for note in run.report.notes)
+    assert notes.count("texts, to which the tokenizer's chat template is not applied") == 2
 
 
 @pytest.mark.slow
