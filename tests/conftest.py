@@ -22,10 +22,7 @@ os.environ["HF_HOME"] = CACHE.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-OF_ENCODERS = (
-    "test_encoder_scores.py", "test_encoder_task_pool.py", "test_encoders.py",
-    "test_sentence_transformers.py",
-)  # fmt: skip
+OF_ENCODERS = ("encoders", "test_encoder_task_pool.py", "test_encoders.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -111,3 +111,9 @@ def repaired_by(encoders: Any, **changes: Any) -> Any:
     base, experts, merged = encoders
     arguments = {"base": base, "experts": experts, "texts": TEXTS, "progress": False} | changes
     return repair(arguments.pop("merged", merged), **arguments)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """True if two models have the same bits."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
