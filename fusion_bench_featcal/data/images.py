@@ -92,6 +92,11 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         items._changes = (*self._changes, change)
         return items
 
+    @property
+    def labels(self) -> Sequence[int]:
+        """The labels of a table, without reading images. None of other datasets."""
+        return self._labels or ()
+
     def __len__(self) -> int:
         return len(self._rows)
 

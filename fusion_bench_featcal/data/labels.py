@@ -1,6 +1,7 @@
 """Numbers of classes for labels: one reading for every head, in task pools and commands."""
 
 import logging
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -11,11 +12,19 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
 log = logging.getLogger(__name__)
 
+_TRUTH = ("False", "True")
+_NUMBER = re.compile(r"\d+")
+
 
 def sort_names(names: Iterable[str]) -> list[str]:
     """Sort class names: as numbers if all are numbers, else as texts."""
     names = sorted(names)
     return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
+
+
+def are_unnamed(classes: Sequence[str]) -> bool:
+    """Return whether classes have the names of transformers alone: LABEL_0, ...."""
+    return all(name.startswith("LABEL_") for name in classes)
 
 
 def class_numbers(
@@ -24,12 +33,15 @@ def class_numbers(
     item: Callable[[int], str],
     owner: str = "",
     advice: str = ". Check classnames and label_column",
+    others: Sequence[Any] = (),
 ) -> list[int]:
     """Return the number of each label's class.
 
     A text is the name of a class or, if no name equals it, of the only one that does in Unicode's
-    form NFC without regard to case. A number counts classes from 0 but, if all names are numbers,
-    is a name. Texts of whole numbers are numbers too.
+    form NFC without regard to case. So are true and false. A number counts classes from 0 but, if
+    all names are numbers, is a name. If names differ by a number alone (`1 star`, `2 stars`), it
+    counts classes or is that number, whichever all labels fit. Texts of whole numbers are numbers
+    too.
 
     Args:
         values: Texts, numbers, or tensors of one number.
@@ -37,12 +49,21 @@ def class_numbers(
         item: Returns the name of an item in messages, by its position.
         owner: Of what they are the classes, for the message.
         advice: End of the message.
+        others: Further labels of the same data, which tell how numbers are meant.
 
     Raises:
-        CalibrationError: If a label is no class.
+        CalibrationError: If a label is no class, or may be two.
     """
     names = _names(tuple(classes or ()))
-    numbers = [names.number(value) for value in values]
+    readings = names.readings([*values, *others])
+    numbers, *more = ([names.number(value, how) for value in values] for how in readings)
+    for position, pair in enumerate(zip(numbers, *more, strict=True)):
+        if len({*pair}) > 1:
+            inside, counted = (str(classes[number]) for number in pair)  # type: ignore[index]
+            raise CalibrationError(
+                f"{item(position)}: label {values[position]!r:.60} may be {inside!r} or, counted "
+                f"from 0, {counted!r}{owner}. Write the names of the classes in place of numbers"
+            )
     if None not in numbers:
         return numbers  # type: ignore[return-value]
     position = numbers.index(None)
@@ -61,25 +82,46 @@ class _Names:
         self._exact = {name: number for number, name in reversed([*enumerate(names)])}
         self._folded = _unique({n: _folded(name) for n, name in enumerate(names)})
         values = {n: _whole(name) for n, name in enumerate(names)}
-        self._count = len(names) if names else None
+        self._counted = {number: number for number in range(len(names))} if names else None
         self._by_value = _unique(values) if names and None not in values.values() else None
+        self._inside = _numbers_inside(names)
 
-    def number(self, value: Any) -> int | None:
+    def readings(self, values: Iterable[Any]) -> list[Mapping[int, int] | None]:
+        """Return what numbers among labels may mean: number -> class, or None if all are classes.
+
+        There are two if names have other numbers inside, and all labels fit both.
+        """
+        if self._by_value is not None:
+            return [self._by_value]
+        if self._inside is None:
+            return [self._counted]
+        numbers = {_whole(_plain(value)) for value in values if self._named(_plain(value)) is None}
+        both = [self._inside, self._counted or {}]
+        return [how for how in both if numbers - {None} <= how.keys()] or [self._counted]
+
+    def number(self, value: Any, reading: Mapping[int, int] | None) -> int | None:
         """Return the class of a label, or None if there is none."""
-        if getattr(value, "ndim", None) == 0:  # a tensor or array
-            value = value.item()
-        if isinstance(value, str):
-            number = self._exact.get(value, self._folded.get(_folded(value)))
-            if number is not None:
-                return number
+        value = _plain(value)
+        if (number := self._named(value)) is not None:
+            return number
         whole = _whole(value)
-        if self._by_value is not None or whole is None:
-            return (self._by_value or {}).get(whole)
-        return whole if whole >= 0 and (self._count is None or whole < self._count) else None
+        if reading is not None or whole is None:
+            return (reading or {}).get(whole)
+        return whole if whole >= 0 else None
+
+    def _named(self, value: Any) -> int | None:
+        if not isinstance(value, str | bool):
+            return None
+        return self._exact.get(str(value), self._folded.get(_folded(str(value))))
 
 
 # Datasets are read item by item, and a head may have a thousand classes.
 _names = lru_cache(maxsize=16)(_Names)
+
+
+def _plain(value: Any) -> Any:
+    """Return the number of a tensor or array of one number, and other values as they are."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _folded(text: str) -> str:
@@ -89,9 +131,21 @@ def _folded(text: str) -> str:
 def _whole(value: Any) -> int | None:
     """Return a whole number, also of a text such as `1`, `01` or `1.0`, as pandas writes."""
     if isinstance(value, str):
+        if value in _TRUTH:
+            return _TRUTH.index(value)
         digits = value.removesuffix(".0")
         return int(digits) if digits.isdecimal() else None
     return int(value) if isinstance(value, int | float) and value % 1 == 0 else None
+
+
+def _numbers_inside(names: Sequence[str]) -> dict[int, int] | None:
+    """Return number -> class if names differ by one number alone, up to a plural's s."""
+    numbers = [_NUMBER.findall(name) for name in names]
+    rests = {_NUMBER.sub("", _folded(name)).strip().removesuffix("s") for name in names}
+    if len(rests) != 1 or any(len(inside) != 1 for inside in numbers):
+        return None
+    classes = {int(inside[0]): number for number, inside in enumerate(numbers)}
+    return classes if len(classes) == len(names) else None
 
 
 def _unique(values: Mapping[int, Any]) -> dict[Any, int]:
@@ -118,6 +172,9 @@ def encode_labels(
     Raises:
         CalibrationError: If a label is not a class, with the item's number.
     """
+    if any(isinstance(value, bool) for value in values):
+        values = [str(value) if isinstance(value, bool) else value for value in values]
+        names = names or _TRUTH
     texts = {value for value in values if isinstance(value, str)}
     are_texts = texts and all(isinstance(value, str | None) for value in values)
     if classnames is None and names is None and are_texts:

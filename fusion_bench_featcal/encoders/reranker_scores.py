@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion_bench_featcal.data.draws import spread
-from fusion_bench_featcal.data.labels import class_numbers
+from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.figures import QUIET, RANKS, EncoderTests, jackknifed, mean_score
 from fusion_bench_featcal.encoders.library import of_pairs
@@ -54,7 +54,7 @@ def _pair_class_tests(
 ) -> EncoderTests | str:
     """Return tests of a reranker that chooses a class for each pair."""
     classes = [name for _, name in sorted(merged.transformers_model.config.id2label.items())]
-    if targets.kind == "words" and all(name.startswith("LABEL_") for name in classes):
+    if targets.kind == "words" and are_unnamed(classes):
         return f"its column {targets.name} has words, and the model's classes have no names"
     numbers = class_numbers(targets.values, classes, label, owner=" of the model", advice="")
     of_all = of_pairs.CrossEncoderClassificationEvaluator([*map(list, texts)], numbers, **QUIET)

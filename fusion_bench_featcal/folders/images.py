@@ -71,7 +71,7 @@ def open_image_task(
         heads: Class names of the expert's head, by number, or zero-shot heads for CLIP's vision
             tower, or None.
     """
-    columns, reason = request.columns_of(task), ""
+    columns, reason, remark = request.columns_of(task), "", ""
     if heads is not None and not isinstance(heads, ZeroShot) and (reason := not_scored([], heads)):
         request, heads = replace(request, no_eval=True), None
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
@@ -79,19 +79,20 @@ def open_image_task(
     part, test_part = open_parts(task, request, partial(_items, columns=read_columns))
     size, tests = batch_size_of(request.settings.batch_size, request.device), None
     if test_part.indices and heads:
-        labels, logits = _labels(test_part, heads, request.prompt_of(task))
+        labels, logits, remark = _labels(test_part, heads, request.prompt_of(task))
         images = ImageBatches(test_part.rows, test_part.indices, size, processor)
         tests = class_tests(lambda _: images, size, labels, logits)
     read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
     is_folder = Path(split_of(request.data[task])[0]).expanduser().is_dir()
     notes = [sentence(task, request, part, test_part, () if is_folder else read)]
     notes += [f"{task}: not scored, as {reason}"] if reason else []
+    notes += [f"{task}: {remark}"] if remark else []
     batches = ImageBatches(part.rows, part.indices, size, processor)
     return Task(batches, batches.samples, tests, notes)
 
 
-def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[list[int], Any]:
-    """Return the head's labels of some images, and a function for its logits."""
+def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[list[int], Any, str]:
+    """Return the head's labels of some images, a function for its logits, and a note."""
     items: ImageItems = part.rows
     labels: list[Any] = [items.read(index)[1] for index in part.indices]
     if None in labels:
@@ -102,16 +103,21 @@ def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[l
     names = items.classnames
     if not isinstance(heads, ZeroShot):
         values = labels if names is None else [names[label] for label in labels]
-        return head_numbers(
-            values, names, heads, lambda n: f"{part.option}, item {part.indices[n]}"
-        ), own_logits
+        numbers, remark = head_numbers(
+            values,
+            names,
+            heads,
+            lambda n: f"{part.option}, item {part.indices[n]}",
+            others=items.labels if names is None else names,
+        )
+        return numbers, own_logits, remark
     if names is None:
         raise ValueError(
             f"{part.option}: zero-shot heads need class names, and the labels are numbers: put the "
             "images into one folder per class, or give --no-eval"
         )
     prompts = [prompt.replace("{}", name) for name in names]
-    return labels, partial(heads.logits, heads.head(prompts))
+    return labels, partial(heads.logits, heads.head(prompts)), ""
 
 
 def _items(

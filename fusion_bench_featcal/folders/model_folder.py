@@ -1,9 +1,11 @@
 """One model of `featcal calibrate`: the option that names it, and its kind."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import nn
 
+from fusion_bench_featcal.data.labels import are_unnamed
 from fusion_bench_featcal.families import EveryPosition, Family, Stack, find_stack, resolve_family
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import CLIP, ModelFiles, base_models
@@ -116,9 +118,29 @@ def family_of(setting: Any, body: Any, kind: Kind) -> Family:
 
 
 def class_names(model: ModelFolder) -> list[str]:
-    """Return the class names of a model's head by number, from `id2label` in its config."""
-    config: Any = model.empty.config
-    return [str(name) for _, name in sorted(config.id2label.items())]
+    """Return the class names of a model's head by number, from `id2label` in its config.
+
+    Names that only its `label2id` has are used.
+
+    Raises:
+        ValueError: If `id2label` and `label2id` give a class different numbers.
+    """
+    named = model.empty.config.id2label
+    names = [str(name) for _, name in sorted(named.items())]
+    numbers = (model.config or {}).get("label2id")
+    if not isinstance(numbers, Mapping):
+        return names
+    if are_unnamed(names):
+        ordered = sorted(numbers, key=lambda name: str(numbers[name]).zfill(9))
+        are_numbered = [str(numbers[name]) for name in ordered] == [*map(str, range(len(names)))]
+        return ordered if are_numbered else names
+    for number, name in enumerate(names):
+        if str(numbers.get(name, number)) != str(number):
+            raise ValueError(
+                f"{model.label}: in its config.json {name!r} is class {number} by id2label and "
+                f"{numbers[name]} by label2id. Correct one of them"
+            )
+    return names
 
 
 def _classes() -> dict[Kind, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fusion_bench_featcal.data.draws import sample_order, spread
-from fusion_bench_featcal.data.labels import class_numbers
+from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
 
@@ -114,8 +114,9 @@ def head_numbers(
     names: Sequence[str] | None,
     classes: Sequence[str],
     at: Callable[[int], str],
-) -> list[int]:
-    """Return the head's number of each label.
+    others: Sequence[Any] = (),
+) -> tuple[list[int], str]:
+    """Return the head's number of each label, and a note on how they were found, or no text.
 
     If the head has no names (LABEL_0, ...), the data's own are used in their order.
 
@@ -124,14 +125,32 @@ def head_numbers(
         names: The data's class names in order, by default alphabetical.
         classes: The class names of the head.
         at: Returns the name of a label's row, for messages.
+        others: Labels of further rows of the same data.
 
     Raises:
         CalibrationError: As `class_numbers`.
     """
-    names = names or sorted({value for value in values if isinstance(value, str)})
-    if len(names) == len(classes) and all(name.startswith("LABEL_") for name in classes):
+    note, texts = "", {value for value in (*values, *others) if isinstance(value, str)}
+    names = names or sorted(texts)
+    if len(names) == len(classes) and are_unnamed(classes) and names != classes:
+        order = ", ".join(names)
+        note = f"its expert's head has no names of classes, so they are {order:.200} in this order"
         classes = names
-    return class_numbers(values, classes, at, owner=" of the expert's head", advice="")
+    owner = " of the expert's head"
+    numbers = class_numbers(values, classes, at, owner=owner, advice="", others=others)
+    if not note and _count_from_one(values, numbers, classes, others):
+        first = min(numbers)
+        note = f"no label is 0, and labels count from 0: {first} is {classes[first]!r}"
+    return numbers, note
+
+
+def _count_from_one(
+    values: Sequence[Any], numbers: Sequence[int], classes: Sequence[str], others: Sequence[Any]
+) -> bool:
+    """Return whether labels are numbers of classes, not of their names, and none is 0."""
+    texts = [str(value).removesuffix(".0") for value in (*values, *others)]
+    pairs = zip(texts, numbers, strict=False)
+    return "0" not in texts and all(text == str(n) != classes[n] for text, n in pairs)
 
 
 def not_scored(values: Sequence[Any], classes: Sequence[str]) -> str:

@@ -170,7 +170,7 @@ def open_class_task(
     open_rows = cache(partial(open_texts, columns=columns, names=names, usual=names))
     parts = calibration_part, test_part = open_parts(task, request, open_rows)
     column = calibration_part.rows.columns.get(_LABEL, _LABEL)
-    reason = ""
+    reason = remark = ""
     if test_part.indices:
         values = _labels_of(test_part)
         if task not in request.eval and all(value is None for value in values):
@@ -193,13 +193,16 @@ def open_class_task(
     calibration.lengths()  # reads all texts
     if test_part.indices:
         one_by_one = settings if pads else settings.replace(batch_size=1)
-        inputs, numbers = batches(test_part, one_by_one), head_labels(test_part, classes)
+        inputs = batches(test_part, one_by_one)
+        others = _labels_of(calibration_part) if test_part.rows is calibration_part.rows else []
+        numbers, remark = head_labels(test_part, classes, others)
         tests = class_tests(inputs.checked, inputs.batch_size, numbers)
     read = [*calibration.columns("columns"), *(labels if tests else [])]
     notes = [sentence(task, request, *parts, read)]
     notes += _notes_of_rows(task, calibration, labels)
     if reason:
         notes.append(f"{task}: not scored, as {reason}")
+    notes += [f"{task}: {remark}"] if remark else []
     return Task(calibration, calibration.samples, tests, notes)
 
 
@@ -209,8 +212,10 @@ def _labels_of(part: Part) -> list[Any]:
     return [part.rows[index].get(column) for index in part.indices]
 
 
-def head_labels(part: Part, classes: Sequence[str]) -> list[int]:
-    """Return the head's number of each row's label."""
+def head_labels(
+    part: Part, classes: Sequence[str], others: Sequence[Any] = ()
+) -> tuple[list[int], str]:
+    """Return the head's number of each row's label, and a note, as `head_numbers`."""
     column, values = part.rows.columns.get(_LABEL, _LABEL), _labels_of(part)
     if None in values:
         raise ValueError(
@@ -218,5 +223,9 @@ def head_labels(part: Part, classes: Sequence[str]) -> list[int]:
             "name its column by --columns label=COLUMN, or give --no-eval"
         )
     return head_numbers(
-        values, part.rows.classes(_LABEL), classes, lambda n: part.rows.at(part.indices[n])
+        values,
+        part.rows.classes(_LABEL),
+        classes,
+        lambda n: part.rows.at(part.indices[n]),
+        others,
     )

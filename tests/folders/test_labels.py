@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,11 +17,13 @@ from fusion_bench_featcal.data.tables import FileRows
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.folders.images import open_image_task
+from fusion_bench_featcal.folders.model_folder import class_names
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Part
 from fusion_bench_featcal.folders.texts import head_labels, open_class_task
 
 PETS, UNNAMED = ["cat", "dog", "owl"], ["LABEL_0", "LABEL_1", "LABEL_2"]
+STARS = ["1 star", "2 stars", "3 stars"]
 
 
 def class_labels(numbers: list[int], names: list[str]) -> datasets.Dataset:
@@ -66,6 +69,10 @@ def test_of_images(tmp_path, labels, names, heads, expected):
     assert torch.cat([batch["labels"] for batch in batches]).tolist() == expected
 
 
+def part_of(rows: Any) -> Part:
+    return Part("--data a=x", TextRows(rows, "--data a=x"), [*range(len(rows))])
+
+
 def texts(*labels: Any) -> FileRows:
     return FileRows((f"line {n}", {"label": label}) for n, label in enumerate(labels))
 
@@ -80,11 +87,62 @@ def texts(*labels: Any) -> FileRows:
         (texts("2", "0"), PETS, [2, 0]),  # of a CSV file
         (texts(1, 4.0, "5"), ["1", "2", "3", "4", "5"], [0, 3, 4]),  # names that are numbers
         (texts("us", "US"), ["US", "us"], [1, 0]),
+        (texts(True, False), ["true", "false"], [0, 1]),
+        (texts(True, False), ["no", "yes"], [1, 0]),
+        (texts("3 stars", 3, "1"), STARS, [2, 2, 0]),  # 3 is no position
+        (texts(0, 1, 2.0), STARS, [0, 1, 2]),  # 0 is in no name
+        (texts(0, 1, 2), ["grade 0", "grade 1", "grade 2"], [0, 1, 2]),
     ],
 )
 def test_of_texts(rows: Any, classes: Any, numbers: list[int]):
-    part = Part("--data a=x", TextRows(rows, "--data a=x"), [*range(len(rows))])
-    assert head_labels(part, classes) == numbers
+    assert head_labels(part_of(rows), classes)[0] == numbers
+
+
+def test_numbers_that_may_be_two_classes_are_refused():
+    rows = texts("1 star", 1, 2)
+    with pytest.raises(CalibrationError) as refused:
+        head_labels(part_of(rows), STARS)
+    assert str(refused.value) == (
+        "--data a=x, line 1: label 1 may be '1 star' or, counted from 0, '2 stars' of the expert's "
+        "head. Write the names of the classes in place of numbers"
+    )
+    assert head_labels(part_of(rows), STARS, others=[3])[0] == [0, 0, 1]
+    assert head_labels(part_of(rows), STARS, others=["0"])[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "note"),
+    [
+        (texts("owl", "cat", "dog"), UNNAMED, "its expert's head has no names of classes, so they "
+         "are cat, dog, owl in this order"),
+        (texts(1, 2), PETS, "no label is 0, and labels count from 0: 1 is 'dog'"),
+        (texts(0, 2), PETS, ""),
+        (texts("dog", "owl"), PETS, ""),
+        (texts(1, 2), ["0", "1", "2"], ""),
+    ],
+)  # fmt: skip
+def test_notes_on_labels(rows: Any, classes: Any, note: str):
+    assert head_labels(part_of(rows), classes)[1] == note
+
+
+@pytest.mark.parametrize(
+    ("id2label", "numbers", "expected"),
+    [
+        (UNNAMED, {"owl": 2, "cat": 0, "dog": 1}, PETS),
+        (UNNAMED, {"owl": 5, "cat": 0, "dog": 1}, UNNAMED),
+        (PETS, {"LABEL_0": 0}, PETS),
+        (PETS, {"cat": 1, "dog": 0, "owl": 2}, "'cat' is class 0 by id2label and 1 by label2id"),
+    ],
+)
+def test_names_of_a_head(id2label, numbers, expected):
+    empty = SimpleNamespace(config=SimpleNamespace(id2label=dict(enumerate(id2label))))
+    config = {"label2id": numbers}
+    model: Any = SimpleNamespace(label="--expert one=DIR", empty=empty, config=config)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"--expert one=.*: in its config.json {expected}"):
+            class_names(model)
+    else:
+        assert class_names(model) == expected
 
 
 LISTS, ONE = [[1.0, 0.0], [0.0, 1.0]] * 5, [0.1, 0.8] * 5
