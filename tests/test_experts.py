@@ -144,7 +144,7 @@ QUERY = "encoder.block.0.layer.0.SelfAttention.q"
 @pytest.mark.parametrize(
     ("module", "message"),
     [(QUERY, r"SelfAttention.q.weight is \[8, 8\] there, .* are \[\[2, 2\], \[2, 2\]\]"),
-     ("elsewhere", r"not fit the base: .*elsewhere\.weight is None there")],
+     ("elsewhere", r"not fit the base: .*elsewhere\.weight is not there, and")],
 )  # fmt: skip
 def test_adapters_that_do_not_fit_are_refused(module: str, message: str, tmp_path: Path):
     base = t5_model().float()
@@ -242,6 +242,21 @@ def test_lora_without_peft_names_or_without_a_target_is_refused(tmp_path: Path):
     save_file(renamed(load_file(file)), file)
     with pytest.raises(CalibrationError, match=r"lacks 8 tensors, .* has 8 tensors of no module"):
         adapter.source(base)
+
+
+def test_lora_without_some_layers_is_refused(tmp_path: Path):
+    base = ModelFiles(Path(write(llama_model().float(), tmp_path / "base")), "--base")
+    more: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"]}
+    adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0, **more), "--expert")
+    file = adapter.folder / "adapter_model.safetensors"
+    first = {name: tensor for name, tensor in load_file(file).items() if "layers.0" in name}
+    save_file(first, file)
+    lacking = r"lacks the matrices of 2 weights .* such as model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(CalibrationError, match=rf"--expert: LoRA adapter .* {lacking}"):
+        adapter.source(base)
+    write_adapter(tmp_path / "a", llama_model(), 0, **more, layers_to_transform=[0])
+    save_file(first, file)
+    assert total_bytes(adapter.source(base)) == sum(tensor.nbytes for tensor in first.values())
 
 
 @pytest.mark.parametrize(

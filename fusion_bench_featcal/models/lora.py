@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 from fusion_bench_featcal.files.untrusted import read_json
@@ -21,6 +22,7 @@ from fusion_bench_featcal.models.vocabulary import VOCABULARY
 _CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 START = "base_model.model."
 _FACTOR = re.compile(rf"{re.escape(START)}(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
+_NUMBER = re.compile(r"\d+")
 # What other methods than these learn is a change of the weights.
 _BESIDE_THE_WEIGHTS = {
     **dict.fromkeys(
@@ -111,6 +113,8 @@ class LoraExpert(SourceView):
             factors[weight][match["kind"]] = name
         self._changes = {name: self._checked(name, pair) for name, pair in factors.items()}
         self._check_targets(config.get("target_modules"), part)
+        if not (config.get("layers_to_transform") or config.get("exclude_modules")):
+            self._check_layers(config.get("target_modules"))
 
     def _checked(self, name: str, factors: dict[str, str]) -> list[str]:
         """Return the names of a weight's factors A `[rank, inputs]` and B `[outputs, rank]`."""
@@ -125,9 +129,10 @@ class LoraExpert(SourceView):
                 return names
             if stored == [inputs, outputs]:
                 raise OtherAdapterError(f"{self._folder}: {name} is stored as [inputs, outputs]")
+        there = "is not there" if stored is None else f"is {stored} there"
         raise CalibrationError(
-            f"LoRA adapter {self._folder} does not fit the base: {name} is {stored} there, and its "
-            f"matrices A and B are {shapes}. Check the adapter and its base"
+            f"LoRA adapter {self._folder} does not fit the base: {name} {there}, and its matrices A "
+            f"and B are {shapes}. Check the adapter and its base"
         )
 
     def _check_targets(self, targets: Any, part: str) -> None:
@@ -140,6 +145,23 @@ class LoraExpert(SourceView):
                     f"LoRA adapter {self._folder} has no matrices of {target!r}, which is in "
                     "target_modules of its config. Correct one of them"
                 )
+
+    def _check_layers(self, targets: Any) -> None:
+        """Refuse an adapter without matrices of a target in some layers, as in a part of a file."""
+        ends = tuple(f".{target}.weight" for target in targets) if isinstance(targets, list) else ()
+        layers = {_NUMBER.sub("#", name) for name in self._changes}
+        missing = [
+            name
+            for name in sorted(self.names() - self._changes.keys())
+            if f".{name}".endswith(ends) and _NUMBER.sub("#", name) in layers
+        ]
+        if ends and missing:
+            raise CalibrationError(
+                f"LoRA adapter {self._folder} lacks the matrices of "
+                f"{counted(len(missing), 'weight')} that target_modules of its config names, such "
+                f"as {missing[0]}: its file is not complete, or its config lacks "
+                "layers_to_transform"
+            )
 
     def nbytes(self, name: str) -> int:
         """Return the adapter's bytes to read for one tensor. The base's count as the base's."""
