@@ -104,7 +104,13 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            outputs.append((name, hidden_output(output).clone()))
+            try:
+                outputs.append((name, hidden_output(output).clone()))
+            except TypeError as error:
+                raise CalibrationError(
+                    f"{type(model).__name__}, {name}: {error}. Write a family for such blocks "
+                    "(docs/own_tasks.md)"
+                ) from error
             if len(outputs) > len(blocks):  # a block runs again
                 raise stop_forward()
 
@@ -126,6 +132,8 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
     with stoppable(*hooks):
         try:
             call_model(model, inputs)
+        except CalibrationError:
+            raise
         except Exception as error:
             if len(outputs) < len(blocks):  # else it fails behind them, where nothing is calibrated
                 raise CalibrationError(

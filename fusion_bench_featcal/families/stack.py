@@ -130,8 +130,8 @@ class Stack(Family):
         if mask is not None and hidden.shape[:-1] != mask.shape:
             raise CalibrationError(
                 f"block {block} of {type(model).__name__} receives features {tuple(hidden.shape)}, "
-                f"which do not fit its attention_mask {tuple(mask.shape)}: the model may remove "
-                "padding. Load it with attn_implementation=sdpa"
+                f"which do not fit its attention_mask {tuple(mask.shape)}: "
+                f"{_cause_of_positions(hidden, mask)}"
             )
         args = {name: call.args for name, call in calls.items()}
         return StackCall(hidden, args, {name: call.kwargs for name, call in calls.items()})
@@ -263,3 +263,13 @@ def _classes(purpose: str) -> Collection[str]:
 
 def _shallow_copy(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, MutableMapping | MutableSequence) else value
+
+
+def _cause_of_positions(hidden: Tensor, mask: Tensor) -> str:
+    """Return why features have other positions than a mask, and what helps."""
+    if hidden.ndim == 2 or len(hidden) == 1 < len(mask):
+        return "the model may remove padding. Load it with attn_implementation=sdpa"
+    return (
+        "it pads or shortens texts, or exchanges dimensions, so that padding is not known there. "
+        "Such a model cannot be calibrated"
+    )

@@ -57,7 +57,8 @@ class OpenedTransformers:
         if kind not in TEXT_MODELS:
             pixels = to_pixels(Image.new("RGB", (64, 64), "gray"), self.processor, "a gray image")
             return [{"pixel_values": torch.stack([pixels, pixels])}]
-        tokens = torch.ones(2, 4, dtype=torch.long)
+        # A model may pad texts to a multiple of a length, or read several tokens as one.
+        tokens = torch.ones(2, 5, dtype=torch.long)
         texts = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if kind == "seq2seq" else {})
         # Some models read the values of a mask, others those of the tokens if there is none.
         return [texts | {"attention_mask": tokens}, texts]

@@ -141,11 +141,12 @@ def refuse_idle(block: str, names: Iterable[str], recorded: Recorded) -> None:
     Raises:
         CalibrationError: If there is one.
     """
-    for name in names:
-        if name not in recorded.inputs:
-            raise CalibrationError(
-                f"block {block}: module {name} does not run. Exclude it: modules=['!{name}']"
-            )
+    if idle := [name for name in names if name not in recorded.inputs]:
+        ends = [name.removeprefix(f"{block}.") for name in idle]
+        raise CalibrationError(
+            f"block {block} does not run its {', '.join(ends)}. Exclude them: "
+            f"modules={[f'!{end}' for end in ends]}"
+        )
 
 
 def _group_of(model: nn.Module, sites: tuple[Site, ...]) -> Group:

@@ -120,7 +120,12 @@ def find_all_modules(
                 f"{names[:6]} and {max(len(names) - 6, 0)} more"
             )
     if not any(site.names for modules in blocks.values() for site in modules.sites):
-        raise CalibrationError("modules leaves no module to calibrate")
+        if patterns:
+            raise CalibrationError("modules leaves no module to calibrate")
+        raise CalibrationError(
+            f"the blocks of {type(model).__name__} have no linear module or convolution of images "
+            f"to calibrate, only {', '.join(left_out(blocks)) or 'norms'}"
+        )
     return blocks
 
 

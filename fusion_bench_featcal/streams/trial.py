@@ -1,4 +1,4 @@
-"""A trial of a model's blocks on the meta device, before weights and data are read."""
+"""A trial of a model's blocks without its weights, before weights and data are read."""
 
 import copy
 import re
@@ -20,6 +20,8 @@ from fusion_bench_featcal.streams.batch import check_positions
 from fusion_bench_featcal.streams.samples import naming_module
 
 _META = torch.device("meta")
+_SMALL = 2 * 2**30
+"""Bytes of the largest model that is tried with weights of 0 if it cannot run on shapes alone."""
 
 
 @torch.no_grad()
@@ -32,8 +34,8 @@ def try_blocks(
 ) -> None:
     """Run the blocks one by one on shapes alone, and record the inputs of their modules.
 
-    A model or family that reads values is not tried, which many do under transformers 4. The
-    calibration compares all models with their family again, on samples.
+    A model or family that reads values runs with weights of 0, and is not tried if it is large.
+    The calibration compares all models with their family again, on samples.
 
     Args:
         family: Runs the blocks.
@@ -43,14 +45,28 @@ def try_blocks(
         batches: Inputs of any values. The first that the model takes is used.
 
     Raises:
-        CalibrationError: If the blocks cannot be run one by one, or one runs a module twice,
-            never, or on other positions than its own.
+        CalibrationError: If the model takes other inputs, the blocks cannot be run one by one, or
+            one runs a module twice, never, or on other positions than its own.
     """
-    empty = copy.deepcopy(model).to(_META).eval()
-    moved = ({n: tensor.to(_META) for n, tensor in batch.items()} for batch in batches)
-    inputs = next((batch for batch in moved if _takes(empty, batch)), None)
-    if inputs is None:
+    batches = [*batches]
+    on_shapes = [{n: tensor.to(_META) for n, tensor in batch.items()} for batch in batches]
+    if _has_run(family, copy.deepcopy(model).to(_META).eval(), stages, modules, on_shapes):
         return
+    if sum(parameter.nbytes for parameter in model.parameters()) <= _SMALL:
+        _has_run(family, _with_zeros(model).eval(), stages, modules, batches)
+
+
+def _has_run(
+    family: Family,
+    empty: nn.Module,
+    stages: Sequence[Sequence[str]],
+    modules: Mapping[str, BlockModules],
+    batches: Iterable[Mapping[str, Tensor]],
+) -> bool:
+    """Return whether a model without weights can be tried. Raises as `try_blocks`."""
+    inputs = next((batch for batch in batches if _takes(empty, batch)), None)
+    if inputs is None:
+        return False
     try:
         compare_with_model(family, empty, inputs)
         call: Any = None
@@ -66,6 +82,18 @@ def try_blocks(
     except (CalibrationError, RuntimeError) as error:
         if not _reads_values(error):
             raise
+        return False
+    return True
+
+
+def _with_zeros(model: nn.Module) -> nn.Module:
+    """Return a model on the CPU whose tensors on the meta device are 0."""
+    zeros = dict[int, Any]()  # tied tensors stay tied
+    for tensor in [*model.parameters(), *model.buffers()]:
+        value = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        zeros[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+    return copy.deepcopy(model, zeros)
 
 
 def _check_rows(block: str, recorded: Recorded, masks: Masks) -> None:
@@ -78,10 +106,18 @@ def _check_rows(block: str, recorded: Recorded, masks: Masks) -> None:
 
 
 def _takes(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
-    """Return whether a model runs without values."""
+    """Return whether a model runs on inputs without content.
+
+    Raises:
+        CalibrationError: If it needs others.
+    """
     try:
         call_model(model, inputs)
-    except Exception:  # any operation of any model may read them
+    except Exception as error:  # any operation of any model may read values
+        if isinstance(error, TypeError) and "required positional argument" in str(error):
+            raise CalibrationError(
+                f"{type(model).__name__} takes other inputs than {', '.join(inputs)}: {error}"
+            ) from error
         return False
     return True
 

@@ -15,6 +15,7 @@ from tricky_models import Between, biased
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import LLAMA, STACK, STAGES, resolve_family
 from fusion_bench_featcal.families.base import captured
+from fusion_bench_featcal.families.check import compare_with_model
 from fusion_bench_featcal.streams.streams import Streams
 
 
@@ -111,3 +112,26 @@ def test_images_get_the_dtype_of_the_model():
     model = tower_suite("resnet").merged.half()
     hidden = captured(model, {"pixel_values": images}, "resnet.embedder").hidden
     assert torch.equal(hidden, images.half())
+
+
+class InATuple(nn.Linear):
+    """A block whose features are inside a tuple, with their height and width."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return (super().forward(input), 1, 1), None
+
+
+class OfTuples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InATuple(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)[0][0]
+        return x
+
+
+def test_blocks_that_return_no_features_first_are_named():
+    with pytest.raises(CalibrationError, match=r"OfTuples, layers.0: a block returned tuple .*Wri"):
+        compare_with_model(STACK, OfTuples(), torch.ones(2, 3, 4))

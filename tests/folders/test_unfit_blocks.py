@@ -10,6 +10,14 @@ STAGES: dict[str, Any] = {"patch_size": 2, "embed_dim": 8, "depths": [1, 1], "im
 CONTENT: dict[str, Any] = {
     "relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]
 }  # fmt: skip
+CANINE: dict[str, Any] = {
+    "num_hash_buckets": 8, "num_hash_functions": 2, "downsampling_rate": 2,
+    "upsampling_kernel_size": 2, "local_transformer_stride": 8
+}  # fmt: skip
+GROUPS: dict[str, Any] = {
+    "embedding_size": 8, **{f"{part}_groups": 2 for part in ("q", "k", "v", "intermediate")},
+    "post_attention_groups": 1, "output_groups": 2
+}  # fmt: skip
 IMAGES: dict[str, tuple[dict[str, Any], str]] = {
     "Swin": (STAGES | {"window_size": 2, "num_heads": [2, 2], "num_attention_heads": [2, 2]},
              "the blocks of SwinModel cannot be run one by one: "),
@@ -19,6 +27,21 @@ IMAGES: dict[str, tuple[dict[str, Any], str]] = {
 TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "DebertaV2": (CONTENT | {"share_att_key": True}, "key_proj run twice in their block"),
     "Deberta": (CONTENT, "pos_proj receives rows "),
+    "Longformer": (
+        {"attention_window": 4},
+        "(2, 8, 8), which do not fit its attention_mask (2, 5)",
+    ),
+    "Canine": (CANINE, "so that padding is not known there. Such a model cannot be calibrated"),
+    "Luke": (
+        {"entity_vocab_size": 5, "entity_emb_size": 4},
+        "does not run its attention.self.w2e_query, attention.self.e2w_query, "
+        "attention.self.e2e_query. Exclude them: --set modules=['!attention.self.w2e_query',",
+    ),
+    "SqueezeBert": (
+        GROUPS,
+        "the blocks of SqueezeBertModel have no linear module or convolution "
+        "of images to calibrate, only Conv1d",
+    ),
 }
 
 
