@@ -104,9 +104,10 @@ class _Names:
         value = _plain(value)
         if (number := self._named(value)) is not None:
             return number
-        whole = _whole(value)
-        if reading is not None or whole is None:
-            return (reading or {}).get(whole)
+        if (whole := _whole(value)) is None:
+            return None
+        if reading is not None:
+            return reading.get(whole)
         return whole if whole >= 0 else None
 
     def _named(self, value: Any) -> int | None:

@@ -8,7 +8,6 @@ import torch
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.files.json_files import digest_json
-from fusion_bench_featcal.folders.inputs import repeats
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
@@ -46,8 +45,9 @@ class Evaluation:
         tasks: Mapping[str, Task],
         notes: Sequence[str],
         digests: Mapping[str, str],
+        doubts: Sequence[str],
     ) -> None:
-        """Create a report with its first notes and no scores."""
+        """Create a report with its first notes, reasons for doubt, and no scores."""
         self.digests = digests
         request = opened.request
         self.report = Run(
@@ -61,7 +61,7 @@ class Evaluation:
         self._opened = opened
         self._tests = {name: task.tests for name, task in tasks.items() if task.tests}
         self._scores: dict[str, Mapping[str, Score]] = {}
-        self._doubts = repeats(request)
+        self._doubts = [*doubts]
 
     def add_references(self, merged: Any) -> None:
         """Add each expert on its task, and the merged model, given its weights."""

@@ -54,13 +54,21 @@ def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
     return [option for option in digests if former.get(option) != digests[option]]
 
 
-def repeats(request: Request) -> list[str]:
-    """Describe models, and data, of which one file or folder has several names."""
+def repeats(request: Request, digests: Mapping[str, str] | None = None) -> list[str]:
+    """Describe models, and data, that have several names.
+
+    Args:
+        request: The request.
+        digests: Digests of all files, by which copies are noticed, too. Without them only one file
+            or folder with several names is.
+    """
     names = dict[tuple[bool, Any], list[str]]()
     for field, option, location in _locations(request):
         if field in (*_COMPARED, *_OF_TASKS):
             shown = "the merged model" if field == "merged" else option
-            names.setdefault((field in _OF_TASKS, _identity(location)), []).append(shown)
+            digest = None if digests is None else digests[option]
+            key = field in _OF_TASKS, _identity(location, digest)
+            names.setdefault(key, []).append(shown)
     return [
         f"{' and '.join(options)} {'are the same data' if is_data else 'are the same model'}"
         for (is_data, _), options in names.items()
@@ -68,14 +76,14 @@ def repeats(request: Request) -> list[str]:
     ]
 
 
-def _identity(location: str) -> Any:
-    """Return a key that is equal for paths of one file or folder, and one split of it."""
+def _identity(location: str, digest: str | None) -> Any:
+    """Return a key that is equal for one file or folder, or one digest, and one split of it."""
     path, split = _local_path(location), location.rpartition(":")[2]
     if path is None:
         return location
     status = path.stat()
     is_whole = split == path.name or path == Path(location).expanduser()
-    return status.st_dev, status.st_ino, "" if is_whole else split
+    return digest or (status.st_dev, status.st_ino), "" if is_whole else split
 
 
 def _locations(request: Request) -> Iterator[tuple[str, str, str]]:

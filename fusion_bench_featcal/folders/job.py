@@ -59,9 +59,7 @@ def _run(request: Request) -> Path:
         return out
     check_device(request.device, f"--device {request.device}")
     request.check_folder()
-    repeated = repeats(request)
-    if request.strict and repeated:
-        raise ValueError(f"--strict: {'; '.join(repeated)}. Correct it, or leave --strict out")
+    repeated = _accepted(request, repeats(request))
     try:
         if request.plan and show_downloads(request):
             return out
@@ -76,11 +74,13 @@ def _run(request: Request) -> Path:
             )
         notes = [note for task in tasks.values() for note in task.notes]
         texts = [*opened.notes, *settings.extremes]
-        notes += [*request.notes, *map(in_words_of_the_command, texts), *repeated]
+        notes += [*request.notes, *map(in_words_of_the_command, texts)]
+        notes += [*repeated, *opened.doubts]
         show_start(opened, settings, tasks, notes)
         if not request.plan:
             digests = _checked_digests(request)
-            evaluation = Evaluation(opened, tasks, notes, digests)
+            doubts = _accepted(request, [*repeats(request, digests), *opened.doubts])
+            evaluation = Evaluation(opened, tasks, notes, digests, doubts)
             has_saved = _evaluate_and_save(opened, settings, tasks, evaluation)
             titles = {task.title for task in tasks.values() if task.tests}
             title = titles.pop() if len(titles) == 1 else "score % (loss)"
@@ -97,6 +97,13 @@ def _run(request: Request) -> Path:
             (blocks / INPUTS).unlink(missing_ok=True)
             with suppress(OSError):
                 blocks.rmdir()  # fails, and keeps the folder, if it contains a lock
+
+
+def _accepted(request: Request, doubts: list[str]) -> list[str]:
+    """Return reasons for doubt, which --strict refuses."""
+    if request.strict and doubts:
+        raise ValueError(f"--strict: {'; '.join(doubts)}. Correct it, or leave --strict out")
+    return doubts
 
 
 def _checked_digests(request: Request) -> dict[str, str]:

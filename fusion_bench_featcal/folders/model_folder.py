@@ -125,8 +125,8 @@ def class_names(model: ModelFolder) -> list[str]:
     Raises:
         ValueError: If `id2label` and `label2id` give a class different numbers.
     """
-    named = model.empty.config.id2label
-    names = [str(name) for _, name in sorted(named.items())]
+    config: Any = model.empty.config
+    names = [str(name) for _, name in sorted(config.id2label.items())]
     numbers = (model.config or {}).get("label2id")
     if not isinstance(numbers, Mapping):
         return names

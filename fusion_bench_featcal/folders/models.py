@@ -275,8 +275,7 @@ class Models:
             is_whole_clip = self.like.architecture.__name__ == "CLIPModel"
             kind = AutoProcessor if is_whole_clip else AutoImageProcessor
         loaded = load_processor(Path(self.processor_folder), kind, "--tokenizer")
-        option = f"--tokenizer {self.processor_folder}"
-        folders = {expert.label: expert.folder for expert in self.experts.values()}
+        option, folders = self.processor_owners
         if kind is not AutoTokenizer:
             check_processors(loaded, option, folders)
             channels = getattr(self.like.empty.config, "num_channels", None)
@@ -288,6 +287,12 @@ class Models:
                 file = Path(self.request.chat_template).expanduser()
                 loaded.chat_template = file.read_text("utf-8")
         return loaded
+
+    @property
+    def processor_owners(self) -> tuple[str, dict[str, Path]]:
+        """The option of the tokenizer or image processor, and each expert's label and folder."""
+        folders = {expert.label: expert.folder for expert in self.experts.values()}
+        return f"--tokenizer {self.processor_folder}", folders
 
     @cached_property
     def processor_folder(self) -> str:

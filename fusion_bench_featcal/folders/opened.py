@@ -63,6 +63,11 @@ class Opened(Protocol):
         ...
 
     @property
+    def doubts(self) -> Sequence[str]:
+        """Reasons why experts may not read the data as they did when they were tuned."""
+        ...
+
+    @property
     def merged_weights(self) -> Any:
         """The merged model's weights."""
         ...

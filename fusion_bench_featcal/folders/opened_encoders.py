@@ -39,7 +39,7 @@ _READING = ("prompts", "default_prompt_name", "max_seq_length")
 class OpenedEncoders:
     """See `Opened`. Weights are whole models in memory."""
 
-    has_heads, own_head = False, ""
+    has_heads, own_head, doubts = False, "", ()
 
     def __init__(self, request: Request, class_name: str) -> None:
         """Open all models, and compare their modules and vocabularies.

@@ -1,6 +1,6 @@
 """Models of transformers for `featcal calibrate`: language models, classifiers, CLIP, images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fusion_bench_featcal.folders.models import Models
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
+from fusion_bench_featcal.folders.tokenizers import doubts_on_chats, doubts_on_tokens
 from fusion_bench_featcal.folders.writing import (
     write_heads,
     write_other_files,
@@ -49,7 +50,21 @@ class OpenedTransformers:
         self.own_head = self.models.like.name
         self.settings = self._settings()
         self.models.try_blocks(self._inputs())
+        self.doubts = self._doubts_on_tokens()
         self.notes = [*self.models.notes, *self._note_on_length()]
+
+    def _doubts_on_tokens(self) -> list[str]:
+        """Describe experts whose tokenizers read texts otherwise."""
+        if self.models.like.kind not in TEXT_MODELS:
+            return []
+        return doubts_on_tokens(self.processor, *self.models.processor_owners)
+
+    def _doubts_on_chats(self, tasks: Iterable[Task]) -> list[str]:
+        """Describe experts whose chat templates differ, if there are chats and no chosen one."""
+        has_chats = any(text.form == "chat" for task in tasks for text in task.batches.texts)
+        if self.request.chat_template is not None or not has_chats:
+            return []
+        return doubts_on_chats(self.processor, *self.models.processor_owners)
 
     def _inputs(self) -> list[dict[str, Tensor]]:
         """Return batches without data, for the calibrated part: gray images, or texts."""
@@ -123,10 +138,12 @@ class OpenedTransformers:
         kind, length = models.like.kind, self.settings.max_length
         if kind in LANGUAGE_MODELS:
             encoder = TextEncoder(processor, kind, length, self._positions)  # type: ignore[arg-type]
-            return {
+            tasks = {
                 task: open_language_task(task, request, encoder, partial(models.load_expert, task))
                 for task in request.expert
             }
+            self.doubts += self._doubts_on_chats(tasks.values())
+            return tasks
         if kind not in TEXT_MODELS:
             heads = {} if request.no_eval else _image_heads(models)
             return {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}

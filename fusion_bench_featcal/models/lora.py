@@ -131,8 +131,8 @@ class LoraExpert(SourceView):
                 raise OtherAdapterError(f"{self._folder}: {name} is stored as [inputs, outputs]")
         there = "is not there" if stored is None else f"is {stored} there"
         raise CalibrationError(
-            f"LoRA adapter {self._folder} does not fit the base: {name} {there}, and its matrices A "
-            f"and B are {shapes}. Check the adapter and its base"
+            f"LoRA adapter {self._folder} does not fit the base: {name} {there}, and its "
+            f"matrices A and B are {shapes}. Check the adapter and its base"
         )
 
     def _check_targets(self, targets: Any, part: str) -> None:

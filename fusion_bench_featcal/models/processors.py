@@ -1,6 +1,6 @@
 """Tokenizers and image processors of models, and their comparison with those of experts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +64,24 @@ def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Path]) -
         CalibrationError: If tokens differ, naming the expert and a token.
     """
     numbers = tokenizer.get_vocab()
-    for label, folder in experts.items():
-        if not any((folder / file).is_file() for file in _TOKENIZERS):
-            continue
-        expert_numbers = load_processor(folder, AutoTokenizer, label).get_vocab()
+    for label, other in expert_tokenizers(experts):
+        expert_numbers = other.get_vocab()
         differing = sorted(t for t, number in numbers.items() if expert_numbers.get(t) != number)
         if expert_numbers and differing:
             token = differing[0]
             raise CalibrationError(
                 f"{label} has another tokenizer than {option}: {len(differing)} of {len(numbers)} "
                 f"tokens differ, such as {token!r} ({numbers[token]} here, "
-                f"{expert_numbers.get(token)} there). Experts must share one; check {option}"
+                f"{expert_numbers.get(token, 'missing')} there). Experts must share one; check "
+                f"{option}"
             )
+
+
+def expert_tokenizers(experts: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
+    """Yield the label and the tokenizer of each expert that has one."""
+    for label, folder in experts.items():
+        if any((folder / file).is_file() for file in _TOKENIZERS):
+            yield label, load_processor(folder, AutoTokenizer, label)
 
 
 def check_processors(processor: Any, option: str, experts: Mapping[str, Path]) -> None:

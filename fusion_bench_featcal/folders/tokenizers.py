@@ -1,0 +1,67 @@
+"""Doubts about experts whose tokenizers or chat templates read the data in another way."""
+
+from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.data.chats import bounded_templates
+from fusion_bench_featcal.models.processors import expert_tokenizers
+
+_PROBES = ("Der Café in São Paulo: 3,50 €!", " two  blanks\n\tand 2026", "iPhone or IPHONE?")
+_PROBED = 64
+"""Number of tokens whose texts are split by all tokenizers."""
+_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def doubts_on_tokens(tokenizer: Any, option: str, experts: Mapping[str, Path]) -> list[str]:
+    """Describe experts whose tokenizers split a text into other tokens.
+
+    Arguments are those of `check_tokenizers`, which has compared the tokens' numbers.
+    """
+    vocabulary = {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}
+    tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // _PROBED)]
+    texts = [*_PROBES, *(tokenizer.convert_tokens_to_string([token]) for token in tokens)]
+    doubts = list[str]()
+    for label, other in expert_tokenizers(experts):
+        pairs = ((text, _tokens(tokenizer, text), _tokens(other, text)) for text in texts)
+        if differing := next((pair for pair in pairs if pair[1] != pair[2]), None):
+            text, *both = differing
+            here, there = next(
+                pair for pair in zip_longest(*both, fillvalue="") if pair[0] != pair[1]
+            )
+            doubts.append(
+                f"{label} has a tokenizer that splits texts otherwise than {option}: of {text!r} "
+                f"it makes {there!r} where {here!r} is here"
+            )
+    return doubts
+
+
+def doubts_on_chats(tokenizer: Any, option: str, experts: Mapping[str, Path]) -> list[str]:
+    """Describe experts with another chat template. Arguments are those of `check_tokenizers`."""
+    here = _rendered(tokenizer)
+    others = {label: _rendered(other) for label, other in expert_tokenizers(experts)}
+    return [
+        f"{label} has another chat template than {option}, which writes {here!r:.60} where it has "
+        f"{there!r:.60}. Choose one by --chat-template FILE"
+        for label, there in others.items()
+        if here and there and there != here
+    ]
+
+
+def _tokens(tokenizer: Any, text: str) -> list[str]:
+    """Return the tokens of a text without an end token, which not every training adds."""
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    end = tokenizer.eos_token_id
+    return tokenizer.convert_ids_to_tokens(ids[:-1] if ids[-1:] == [end] else ids)
+
+
+def _rendered(tokenizer: Any) -> str:
+    """Return a chat as a tokenizer's template writes it, or no text if it cannot."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        with bounded_templates():
+            return tokenizer.apply_chat_template(_CHAT, tokenize=False)
+    except Exception:  # a template may raise any error; the data's chats are rendered later
+        return ""
