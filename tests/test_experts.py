@@ -154,7 +154,7 @@ def test_adapters_that_do_not_fit_are_refused(module: str, message: str, tmp_pat
     with pytest.raises(CalibrationError, match=message):
         LoraExpert(InMemoryExpert(base), adapter)
     write_adapter(tmp_path, base, 1, peft_type="LATER")
-    with pytest.raises(CalibrationError, match="cannot be merged by PEFT: there is no 'LATER'"):
+    with pytest.raises(CalibrationError, match="peft_type is 'LATER', which PEFT"):
         merged_by_peft(base, adapter)
 
 
@@ -263,6 +263,8 @@ def test_lora_without_some_layers_is_refused(tmp_path: Path):
     ("config", "message"),
     [({"peft_type": "PREFIX_TUNING"}, "PREFIX_TUNING learns a prompt, which is not in the weights"),
      ({"peft_type": "XLORA"}, "XLORA learns a router, which is not in the weights"),
+     ({"peft_type": "FANCY"}, r"a: peft_type is 'FANCY', which PEFT .* does not have"),
+     ({"peft_type": None}, "peft_type is None, not the name of a method"),
      ({"r": 2}, r"no adapter's config: KeyError\('peft_type'\)"),
      ({"peft_type": "LORA"}, "has no number lora_alpha")],
 )  # fmt: skip
@@ -270,7 +272,7 @@ def test_configs_without_a_change_of_weights_are_refused(config, message, tmp_pa
     write(llama_model(), tmp_path / "base")
     adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0), "--expert")
     (adapter.folder / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(CalibrationError, match=rf"^--expert: .*adapter_config.json.* {message}"):
+    with pytest.raises(CalibrationError, match=rf"^--expert: .*{message}"):
         adapter.check()
         adapter.source(ModelFiles(tmp_path / "base", "--base"))
 

@@ -18,6 +18,8 @@ from fusion_bench_featcal.files import TABLES
 from fusion_bench_featcal.files.untrusted import parse_sample
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
+_SEPARATORS = (";", "\t", "|")  # of tables that are no CSV
+
 
 class FileRows(list[dict[str, Any]]):
     """Rows of a text file.
@@ -163,6 +165,8 @@ def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     names, begin = next(reader, []), reader.line_num + 1
     if len(set(names)) < len(names):
         raise ValueError("line 1 names a column twice")
+    if len(names) == 1 and (mark := next((m for m in _SEPARATORS if m in names[0]), "")):
+        raise ValueError(f"line 1 separates columns by {mark!r}, and CSV by commas: convert it")
     try:
         for values in reader:
             if values and len(values) != len(names):

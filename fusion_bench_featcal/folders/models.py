@@ -242,6 +242,12 @@ class Models:
         """Sentences on the models, and on experts that may not belong together."""
         adapters = [task for task, expert in self.experts.items() if expert.is_adapter]
         notes = notes_on_inputs(self.request, adapters)
+        owner = next(
+            (e for e in self.experts.values() if str(e.folder) == self.processor_folder), None
+        )
+        if owner is not None and owner is not self.like and self.request.tokenizer is None:
+            kind = "tokenizer" if self.like.kind in TEXT_MODELS else "image processor"
+            notes.append(f"the {kind} is that of {owner.label}, as MERGED and --base have none")
         if self.base_source is None:
             return notes
         named = {f"expert {task}": expert for task, expert in self._runnable.items()}
@@ -297,10 +303,10 @@ class Models:
     @cached_property
     def processor_folder(self) -> str:
         """Folder of the tokenizer or image processor, of the first model that has one."""
-        named = self.request.tokenizer
+        named, is_image = self.request.tokenizer, self.like.kind not in TEXT_MODELS
         if named is not None:
             return str(fetch(named, f"--tokenizer {named}", weights=False))
         for model in (self.like, self.base, *self.experts.values()):
-            if model is not None and has_processor(model.folder):
+            if model is not None and has_processor(model.folder, is_image=is_image):
                 return str(model.folder)
         return str(self.like.folder)

@@ -209,6 +209,8 @@ def in_words_of_the_command(error: Exception | str) -> str:
     text = with_prefix(str(error), "--set ")
     if isinstance(error, Exception):  # shared rooms call the model by its role
         text = re.sub(r"^base\b", "--base", text)
+        text = re.sub(r"\bexperts\['([^']*)'\]", r"--expert \1", text)
+        text = re.sub(r"\bbatches\['([^']*)'\]", r"--data \1", text)
     for words, option in _WORDS:
         text = text.replace(words, option)
     return re.sub(r"\b([sS])et (?=--)", lambda m: "Give " if m[1] == "S" else "give ", text)

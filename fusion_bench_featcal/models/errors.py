@@ -13,6 +13,7 @@ _WRAPPERS = {
     "_orig_mod.": "torch.compile", "module.": "DataParallel", "_fsdp_wrapped_module.": "FSDP",
     "base_model.model.": "PEFT",
 }  # fmt: skip
+_INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.")  # no module of a model has such a name
 
 
 def loading_cause(error: BaseException) -> str:
@@ -41,12 +42,27 @@ def stubs_text(weights: ExpertSource) -> str:
 
 
 def wrapper_text(weights: ExpertSource) -> str:
-    """Return a text on the prefix that a wrapper of the model gave all names, or an empty one."""
-    names = weights.names()
-    added = (prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in names))
-    if not names or not (prefix := next(added, "")):
-        return ""
-    return _prefix_text(prefix, f", which {_WRAPPERS[prefix]} adds")
+    """Return a text on what wrappers of the model or of its blocks added to names, or none."""
+    names, wrappers = weights.names(), list[str]()
+    while names and (added := _shared_prefix(names)):
+        wrappers.append(added)
+        names = {name.removeprefix(added) for name in names}
+    if wrappers:
+        owners = " and ".join(dict.fromkeys(_WRAPPERS[added] for added in wrappers))
+        return _prefix_text("".join(wrappers), f", which {owners} added")
+    for added in _INSIDE:
+        if inside := sorted(name for name in names if f".{added}" in name):
+            return (
+                f"{counted(len(inside), 'name')} of its tensors, such as {inside[0]}, have "
+                f"{added!r}, which {_WRAPPERS[added]} added. Save the model without it by "
+                f"save_pretrained, or {_strip(f'n.replace({added!r}, {str()!r})')}"
+            )
+    return ""
+
+
+def _shared_prefix(names: Collection[str]) -> str:
+    """Return the prefix of a wrapper that all names have, or an empty text."""
+    return next((p for p in _WRAPPERS if all(name.startswith(p) for name in names)), "")
 
 
 def unpaired_text(missing: Collection[str], unused: Collection[str]) -> str:
@@ -71,9 +87,15 @@ def _ends(name: str) -> list[str]:
 
 
 def _prefix_text(prefix: str, origin: str = "") -> str:
-    strip = f"{{n.removeprefix({prefix!r}): t for n, t in load_file(f).items()}}"
     return (
         f"the names of its tensors start with {prefix!r}{origin}. Save the model inside by "
-        f"save_pretrained, or strip each safetensors file f: save_file({strip}, f, "
-        "{'format': 'pt'})"
+        f"save_pretrained, or {_strip(f'n.removeprefix({prefix!r})')}"
+    )
+
+
+def _strip(name: str) -> str:
+    """Return how each tensor gets another name, which is an expression of its name n."""
+    return (
+        f"strip each safetensors file f: save_file({{{name}: t for n, t in load_file(f).items()}}, "
+        "f, {'format': 'pt'})"
     )

@@ -60,7 +60,9 @@ def adapter_config(folder: Path) -> dict[str, Any]:
         kind = config["peft_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise CalibrationError(f"{file} is no adapter's config: {error!r}") from error
-    if beside := _BESIDE_THE_WEIGHTS.get(str(kind)):
+    if not isinstance(kind, str):
+        raise CalibrationError(f"{file}: peft_type is {kind!r:.60}, not the name of a method")
+    if beside := _BESIDE_THE_WEIGHTS.get(kind):
         raise CalibrationError(
             f"{file}: {kind} learns {beside}, which is not in the weights, so there is nothing to "
             "merge. Name an adapter of another method, such as LoRA, or a whole model"

@@ -91,7 +91,14 @@ class ModelFiles:
             if problem := stubs_text(self.weights) or wrapper_text(self.weights):
                 raise self._error(problem)
         elif not any(f.suffix in _PICKLES for f in self.folder.iterdir()):
-            raise self._error(f"{self.folder} has no weights")
+            shards = sorted(file.name for file in self.folder.glob("*.safetensors"))
+            if not shards:
+                raise self._error(f"{self.folder} has no weights")
+            raise self._error(
+                f"{self.folder} has no model.safetensors, and no model.safetensors.index.json "
+                f"that names {', '.join(shards):.100}. Copy the index from where the model was, "
+                "or join the files to one"
+            )
 
     def check_indexes(self) -> None:
         """Refuse shards outside the folder, of which transformers would read any file."""

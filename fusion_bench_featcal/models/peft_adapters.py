@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,20 @@ def merged_by_peft(model: nn.Module, adapter: Path) -> nn.Module:
         CalibrationError: If it has no safetensors file, PEFT cannot merge it, or the names of its
             tensors are not those that PEFT loads.
     """
-    from peft import PeftModel  # slow to import
+    from peft import PeftModel, PeftType  # slow to import
 
     # PEFT would read a pickle instead, and import the module that `megatron_core` names.
     if not (file := adapter / WEIGHTS).is_file():
         raise CalibrationError(
             f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
         )
-    if adapter_config(adapter).get("megatron_config"):
+    config = adapter_config(adapter)
+    if (kind := config["peft_type"]) not in [*PeftType]:
+        raise CalibrationError(
+            f"adapter {adapter}: peft_type is {kind!r:.60}, which PEFT {version('peft')} does not "
+            "have. Merge it by the release that made it, and name the folder"
+        )
+    if config.get("megatron_config"):
         raise CalibrationError(f"adapter {adapter} is for Megatron, whose modules are not loaded")
     try:
         with warnings.catch_warnings():

@@ -40,16 +40,17 @@ def load_processor(folder: Path, kind: Any, option: str) -> Any:
     try:
         return kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # any error of the processor's library
-        if not has_processor(folder):
+        if not has_processor(folder, is_image=name != "tokenizer"):
             raise CalibrationError(f"no {name} in {folder}: name its folder by {option}") from error
         raise CalibrationError(
             f"the {name} in {folder} cannot be loaded: {_cause(folder, error)}. Check {option}"
         ) from error
 
 
-def has_processor(folder: Path) -> bool:
-    """Return whether a folder has files of a tokenizer or image processor."""
-    return any((folder / name).is_file() for name in (*_TOKENIZERS, *_CONFIGS))
+def has_processor(folder: Path, *, is_image: bool) -> bool:
+    """Return whether a folder has files of a tokenizer, or of an image processor."""
+    names = _IMAGE_CONFIGS if is_image else (*_TOKENIZERS, *_CONFIGS)
+    return any((folder / name).is_file() for name in names)
 
 
 def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Path]) -> None:

@@ -7,7 +7,8 @@ from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 
 VOCABULARY = (
     "embed_tokens.weight", "shared.weight", "wte.weight", "word_embeddings.weight",
-    "embed_in.weight", "embed_out.weight", "lm_head.weight", "lm_head.bias",
+    "word_embedding.weight", "tok_embeddings.weight", "embed_in.weight", "embed_out.weight",
+    "lm_head.weight", "lm_head.bias",
 )  # fmt: skip
 """Ends of the names of tensors with one row per token."""
 

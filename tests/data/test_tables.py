@@ -50,6 +50,8 @@ def test_values_are_the_texts_that_were_written_with_their_places(name: str, tmp
         ("a.jsonl", '{"prompt": "a"}\n\n{"prompt" "b"}', "jsonl: line 3: Expecting ':'"),
         ("a.json", "[3]", "json: item 0 is no object, but int"),
         ("a.csv", 'a,b\n"x\ny",1\nx\n', "csv: line 4: 1 values for 2 columns"),
+        ("a.csv", "text;label\nx;1\n", "csv: line 1 separates columns by ';', and CSV by commas"),
+        ("a.csv", "text\tlabel\nx\t1\n", r"csv: line 1 separates columns by '\\t', and"),
         ("a.parquet", "a", "parquet: "),
     ],
 )

@@ -230,6 +230,12 @@ def test_a_users_path_is_no_setting():
     assert in_words_of_the_command(text) == expected
 
 
+def test_experts_and_batches_are_options():
+    error = CalibrationError("experts['a b']: tensor 'x' has NaN. See batches['a b'][3]")
+    expected = "--expert a b: tensor 'x' has NaN. See --data a b[3]"
+    assert in_words_of_the_command(error) == expected
+
+
 def test_a_base_with_nan_is_named_as_the_option(folder, capsys):
     file = folder / "base" / "model.safetensors"
     tensors = load_file(file)

@@ -115,10 +115,11 @@ def test_no_code_beside_a_model_runs(folder, monkeypatch, model, file, message):
 # --- tensors that a model's class does not load ---
 
 
-def renamed(prefix: str) -> Any:
+def renamed(prefix: str, behind: str = "") -> Any:
     def change(tensors: Any) -> None:
-        for name in [*tensors]:
-            tensors[prefix + name] = tensors.pop(name)
+        for name in [name for name in tensors if behind in name]:
+            start, mark, end = name.partition(behind) if behind else ("", "", name)
+            tensors[f"{start}{mark}{prefix}{end}"] = tensors.pop(name)
 
     return change
 
@@ -132,9 +133,14 @@ def shortened(tensors: Any) -> None:
 
 
 NAMES: list[tuple[Any, list[str]]] = [
-    (renamed("_orig_mod."), ["start with '_orig_mod.', which torch.compile adds",
+    (renamed("_orig_mod."), ["start with '_orig_mod.', which torch.compile added",
                              "save_file({n.removeprefix('_orig_mod.'): t for n, t in load_file"]),
-    (renamed("module."), ["start with 'module.', which DataParallel adds"]),
+    (renamed("module."), ["start with 'module.', which DataParallel added. Save"]),
+    (renamed("module._orig_mod."), ["'module._orig_mod.', which DataParallel and torch.compile",
+                                    "n.removeprefix('module._orig_mod.')"]),
+    (renamed("_orig_mod.", "layers.0."),
+     ["9 names of its tensors, such as model.layers.0._orig_mod.input_layernorm.weight, have "
+      "'_orig_mod.', which torch.compile added", "{n.replace('_orig_mod.', ''): t for"]),
     (renamed("net."), ["lacks 21 tensors, such as lm_head.weight", "start with 'net.'. Save the",
                          "n.removeprefix('net.')"]),
     (lambda t: t.pop("lm_head.weight"), ["lacks 1 tensor, such as lm_head.weight"]),
@@ -142,6 +148,24 @@ NAMES: list[tuple[Any, list[str]]] = [
                "by zero_to_fp32.py"]),
     (shortened, ["tensor lm_head.weight has not the shape [23, 8] that its config says"]),
 ]  # fmt: skip
+
+
+def test_shards_without_an_index_are_named(folder):
+    file = folder / "one" / "model.safetensors"
+    file.rename(file.with_name("model-00001-of-00001.safetensors"))
+    line = error_of(*words(folder))
+    assert line.startswith("--expert one=") and "index.json that names model-00001-of-0000" in line
+
+
+def test_an_expert_of_modernbert_may_have_more_tokens(tmp_path):
+    """Its matrix of the vocabulary has a name of its own."""
+    more = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
+    kinds = transformers.ModernBertForSequenceClassification, transformers.ModernBertConfig
+    models = classifier_folders(tmp_path, *kinds, **more)
+    models["two"].resize_token_embeddings(29)
+    models["two"].save_pretrained(tmp_path / "two")
+    done = featcal(*words(tmp_path, "--plan"))
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize(("change", "messages"), NAMES)

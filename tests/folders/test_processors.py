@@ -89,7 +89,13 @@ def test_both_doors_refuse_another_processor(copied, refusal, tmp_path):
     line = refusal(words(folder, data="{}-images"))
     assert line.startswith("--expert two=") and "image_mean is [0.1, 0.1, 0.1] there" in line
     (folder / "two" / file.name).unlink()  # an expert without a processor is as the others
-    assert featcal(*words(folder, "--plan", data="{}-images")).code == 0
+    done = featcal(*words(folder, "--plan", data="{}-images"))
+    assert done.code == 0 and "image processor is that of" not in done.out
+    for name in ("merged", "base"):
+        (folder / name / file.name).unlink()
+    done = featcal(*words(folder, "--plan", data="{}-images"))
+    note = f"the image processor is that of --expert one={folder / 'one'}, as MERGED and --base"
+    assert done.code == 0 and note in done.out
 
     models = write_pool(tmp_path)
     pool = tiny_pool(models)
