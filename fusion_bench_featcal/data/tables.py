@@ -150,7 +150,7 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
     try:
         if ending == ".parquet":
             return datasets.Dataset(parquet.read_table(file))  # type: ignore[arg-type]
-        text = file.read_bytes().decode("utf-8-sig")
+        text = _decoded(file)
         return FileRows(_csv_rows(text) if ending == ".csv" else _json_rows(text))
     except PermissionError:
         raise
@@ -158,6 +158,14 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
         raise CalibrationError(
             f"data {str(file)!r} is not readable as {ending[1:]}: {first_line(error)}"
         ) from error
+
+
+def _decoded(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} is not in UTF-8: save it in this encoding") from error
 
 
 def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:

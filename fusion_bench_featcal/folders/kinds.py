@@ -26,11 +26,18 @@ def class_of_encoders(request: Request) -> str:
     if len(named) == 1 and all(names[key] for key in whole):
         return named.pop()
     like = ModelFolder(*whole[0])
-    is_classifier = like.architecture.__name__.endswith("ForSequenceClassification")
+    is_classifier = _is_classifier(like)
     if len(named) == 1:
         name = named.pop()
         return name if is_classifier == (name == RERANKER) else ""
-    return DEFAULT if not (named or is_classifier) and like.kind == ENCODER else ""
+    if named or is_classifier or like.kind != ENCODER:
+        return ""
+    experts = (ModelFolder(*key) for key in whole[1:] if key[2] == "--expert")
+    return "" if any(map(_is_classifier, experts)) else DEFAULT
+
+
+def _is_classifier(model: ModelFolder) -> bool:
+    return model.architecture.__name__.endswith("ForSequenceClassification")
 
 
 def models_of(request: Request) -> dict[tuple[str, str, str], ModelFiles]:

@@ -269,7 +269,10 @@ class Models:
             check_same_function(name, model.config, like.config, other=like.label)
         for expert in whole.values():
             if expert.kind != like.kind:
-                raise ValueError(f"{expert.label} is a {expert.kind}, {like.label} a {like.kind}")
+                raise ValueError(
+                    f"{expert.label} is of kind {expert.kind}, and {like.label} of kind "
+                    f"{like.kind}: experts must share it. Check its folder"
+                )
         _ = self._runnable, self.base_source
 
     def processor(self) -> Any:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from fusion_bench_featcal.calibration import rule_and_options
 from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.naming import class_of
@@ -16,6 +18,7 @@ from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.sentence_rows import opener
 from fusion_bench_featcal.folders.tasks import Part, Task, open_parts, sentence
+from fusion_bench_featcal.folders.tokenizers import doubts_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.likeness import notes_on_experts
 from fusion_bench_featcal.models.other_files import copy_other_files
@@ -33,13 +36,13 @@ _ELSEWHERE = {
 _OF_TEXTS = ("max_length", "calibration_targets", "generated_tokens")
 
 
-_READING = ("prompts", "default_prompt_name", "max_seq_length")
+_READING = ("prompts", "default_prompt_name", "max_seq_length", "do_lower_case")
 
 
 class OpenedEncoders:
     """See `Opened`. Weights are whole models in memory."""
 
-    has_heads, own_head, doubts = False, "", ()
+    has_heads, own_head = False, ""
 
     def __init__(self, request: Request, class_name: str) -> None:
         """Open all models, and compare their modules and vocabularies.
@@ -55,7 +58,7 @@ class OpenedEncoders:
         self.experts = self.models.experts.keys()
         # The model itself limits the length of texts.
         self.settings = completed(request.settings.replace(max_length=None))
-        self.notes = self._notes()
+        self.notes, self.doubts = self._notes(), self._doubts()
 
     @property
     def title(self) -> str:
@@ -77,6 +80,15 @@ class OpenedEncoders:
     def merged_weights(self) -> Any:
         """The merged model."""
         return self.models.merged
+
+    def _doubts(self) -> list[str]:
+        """Describe experts whose tokenizers read texts otherwise."""
+        tokenizer, files = self.models.merged.tokenizer, self.models.files
+        others = [(files[t].label, one.tokenizer) for t, one in self.models.experts.items()]
+        are_usual = (
+            isinstance(one, PreTrainedTokenizerBase) for one in (tokenizer, *dict(others).values())
+        )
+        return doubts_on_tokens(tokenizer, "the merged model", others) if all(are_usual) else []
 
     def _notes(self) -> list[str]:
         """Return sentences on the models, and on experts that may not belong together."""
@@ -192,7 +204,8 @@ def _refuse_unused(request: Request) -> None:
 
 def _reading(model: Any, name: str) -> Any:
     """Return a value by which a model reads texts, without prompts that are empty."""
-    value: Any = getattr(model, name)
+    owner = transformer_of("", model) if name == "do_lower_case" else model
+    value: Any = getattr(owner, name)
     return {k: v for k, v in value.items() if v} if name == "prompts" else value
 
 

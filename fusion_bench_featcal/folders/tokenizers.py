@@ -1,12 +1,10 @@
 """Doubts about experts whose tokenizers or chat templates read the data in another way."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.data.chats import bounded_templates
-from fusion_bench_featcal.models.processors import expert_tokenizers
 
 _PROBES = ("Der Café in São Paulo: 3,50 €!", " two  blanks\n\tand 2026", "iPhone or IPHONE?")
 _PROBED = 64
@@ -14,16 +12,20 @@ _PROBED = 64
 _CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def doubts_on_tokens(tokenizer: Any, option: str, experts: Mapping[str, Path]) -> list[str]:
-    """Describe experts whose tokenizers split a text into other tokens.
+def doubts_on_tokens(tokenizer: Any, option: str, others: Iterable[tuple[str, Any]]) -> list[str]:
+    """Describe experts whose tokenizers split a text into other tokens of the same numbers.
 
-    Arguments are those of `check_tokenizers`, which has compared the tokens' numbers.
+    Args:
+        tokenizer: The tokenizer of all inputs.
+        option: The option that names it.
+        others: An expert in the words of messages, and its tokenizer.
     """
     vocabulary = {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}
     tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // _PROBED)]
-    texts = [*_PROBES, *(tokenizer.convert_tokens_to_string([token]) for token in tokens)]
+    words = [tokenizer.convert_tokens_to_string([token]) for token in tokens]
+    texts = [*_PROBES, *words, *map(str.upper, words)]
     doubts = list[str]()
-    for label, other in expert_tokenizers(experts):
+    for label, other in others:
         pairs = ((text, _tokens(tokenizer, text), _tokens(other, text)) for text in texts)
         if differing := next((pair for pair in pairs if pair[1] != pair[2]), None):
             text, *both = differing
@@ -37,14 +39,14 @@ def doubts_on_tokens(tokenizer: Any, option: str, experts: Mapping[str, Path]) -
     return doubts
 
 
-def doubts_on_chats(tokenizer: Any, option: str, experts: Mapping[str, Path]) -> list[str]:
-    """Describe experts with another chat template. Arguments are those of `check_tokenizers`."""
+def doubts_on_chats(tokenizer: Any, option: str, others: Iterable[tuple[str, Any]]) -> list[str]:
+    """Describe experts with another chat template. Arguments are those of `doubts_on_tokens`."""
     here = _rendered(tokenizer)
-    others = {label: _rendered(other) for label, other in expert_tokenizers(experts)}
+    rendered = {label: _rendered(other) for label, other in others}
     return [
         f"{label} has another chat template than {option}, which writes {here!r:.60} where it has "
         f"{there!r:.60}. Choose one by --chat-template FILE"
-        for label, there in others.items()
+        for label, there in rendered.items()
         if here and there and there != here
     ]
 

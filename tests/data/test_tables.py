@@ -52,11 +52,12 @@ def test_values_are_the_texts_that_were_written_with_their_places(name: str, tmp
         ("a.csv", 'a,b\n"x\ny",1\nx\n', "csv: line 4: 1 values for 2 columns"),
         ("a.csv", "text;label\nx;1\n", "csv: line 1 separates columns by ';', and CSV by commas"),
         ("a.csv", "text\tlabel\nx\t1\n", r"csv: line 1 separates columns by '\\t', and"),
+        ("a.csv", b"a,b\n1,2\ncaf\xe9,3\n", "csv: line 3 is not in UTF-8: save it in this enco"),
         ("a.parquet", "a", "parquet: "),
     ],
 )
-def test_wrong_lines_are_named(name: str, content: str, message: str, tmp_path: Path):
-    (tmp_path / name).write_text(content)
+def test_wrong_lines_are_named(name: str, content: str | bytes, message: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(CalibrationError, match=f"{name}' is not readable as {message}"):
         load_texts(str(tmp_path / name))
 

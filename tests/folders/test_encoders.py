@@ -213,9 +213,13 @@ def test_lengths_and_lower_casing_are_the_experts(copied: Path, has_modules: boo
 def test_experts_that_read_texts_otherwise_are_named(copied: Path) -> None:
     config = copied / TASKS[1] / "config_sentence_transformers.json"
     change_json(config, {"prompts": {"query": "query : "}})
+    change_json(copied / TASKS[1] / "sentence_bert_config.json", {"do_lower_case": True})
     screen = run(copied, "--no-eval", "--plan")
-    assert "expert code has other prompts than the merged model" in screen
-    assert "expert math has other" not in screen
+    assert "expert code has other prompts, do_lower_case than the merged model" in screen
+    assert "expert math has other" not in screen and "--expert math" not in screen
+    change_json(copied / TASKS[0] / "tokenizer_config.json", {"do_lower_case": True})
+    doubt = f"--expert math={copied / 'math'} has a tokenizer that splits texts otherwise than the"
+    assert doubt in run(copied, "--no-eval", "--plan")
 
 
 def test_roles_are_those_of_the_names(copied: Path) -> None:
