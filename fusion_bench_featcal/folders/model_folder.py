@@ -51,12 +51,17 @@ class ModelFolder(ModelFiles):
         """The kind of the model."""
         architecture: Any = self.architecture
         name = architecture.__name__
+        has_decoder = (self.config or {}).get("is_encoder_decoder")
         if name in CLIP:
             return "clip"
         for kind, names in _classes().items():
             if any(name == other or name in _several(other) for other in names.values()):
+                if kind == TEXT_CLASSIFIER and has_decoder:
+                    raise ValueError(
+                        f"{self.label} is a {name}, whose texts run through an encoder and a "
+                        "decoder. Encoder-decoders are calibrated as language models alone"
+                    )
                 return kind
-        has_decoder = (self.config or {}).get("is_encoder_decoder")
         inputs = architecture.main_input_name
         if name in base_models().values() and inputs in _INPUTS and not has_decoder:
             return _INPUTS[inputs]

@@ -37,6 +37,10 @@ TEXTS: dict[str, tuple[dict[str, Any], str]] = {
         "does not run its attention.self.w2e_query, attention.self.e2w_query, "
         "attention.self.e2e_query. Exclude them: --set modules=['!attention.self.w2e_query',",
     ),
+    "T5": (
+        {"d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
+        "is a T5ForSequenceClassification, whose texts run through an encoder and a decoder",
+    ),
     "SqueezeBert": (
         GROUPS,
         "the blocks of SqueezeBertModel have no linear module or convolution "
