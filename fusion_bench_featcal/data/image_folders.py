@@ -1,5 +1,6 @@
 """Folders and tables of images as tables of the images' files, with labels if there are any."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from fusion_bench_featcal.data.labels import sort_names
 from fusion_bench_featcal.data.tables import is_saved, read_saved, read_table
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.plurals import counted
+
+log = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = {
     ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
@@ -73,8 +77,22 @@ def read_folder(
             table = table.rename_column(_FILE_NAME, "image")
         # Beside class folders it may have other things, such as captions.
         if not classes or {image_column, label or "label"} <= set(table.column_names):
-            return with_files(table, folder, f"data {str(file)!r}", image_column), split
+            listed = with_files(table, folder, f"data {str(file)!r}", image_column)
+            _warn_of_unlisted(folder, file, listed, image_column)
+            return listed, split
     return _by_class(folder, classes), split
+
+
+def _warn_of_unlisted(folder: Path, file: Path, table: datasets.Dataset, column: str) -> None:
+    """Warn of images in a folder that its table does not have."""
+    if table.features[column] != datasets.Value("string"):
+        return
+    listed = set(table[column])
+    if unlisted := [image for image in _images(folder.rglob("*")) if image not in listed]:
+        log.warning(
+            "data %r: %s has no line for %s, such as %s, and leaves them out",
+            str(folder), file.name, counted(len(unlisted), "image"), Path(unlisted[0]).name,
+        )  # fmt: skip
 
 
 def _metadata(folder: Path) -> Path | None:

@@ -133,10 +133,14 @@ def write_metadata(folder: Path, ending: str, column: str = "label") -> list[byt
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
-def test_a_folder_may_have_a_table_of_its_images(shapes, ending):
+def test_a_folder_may_have_a_table_of_its_images(shapes, ending, caplog):
     write_metadata(shapes, ending)
     items = load_images(str(shapes))
-    assert contents(items) == PICTURES and items.classnames == list(SHAPES)
+    assert contents(items) == PICTURES and items.classnames == list(SHAPES) and not caplog.messages
+    (shapes / "more.png").write_bytes((shapes / "0.png").read_bytes())
+    assert len(load_images(str(shapes))) == len(items)
+    (warning,) = caplog.messages
+    assert f"metadata.{ending} has no line for 1 image, such as more.png, and leaves" in warning
     assert contents(load_images(f"{shapes.parent}:shapes")) == PICTURES
     assert contents(load_images(str(shapes), image_column="file_name")) == PICTURES
     assert not load_images(str(shapes), label_column=None).has_labels
