@@ -33,7 +33,7 @@ def class_numbers(
     item: Callable[[int], str],
     owner: str = "",
     advice: str = ". Check classnames and label_column",
-    others: Sequence[Any] = (),
+    others: Sequence[Any] | None = (),
 ) -> list[int]:
     """Return the number of each label's class.
 
@@ -49,13 +49,14 @@ def class_numbers(
         item: Returns the name of an item in messages, by its position.
         owner: Of what they are the classes, for the message.
         advice: End of the message.
-        others: Further labels of the same data, which tell how numbers are meant.
+        others: Further labels of the same data, which tell how numbers are meant. None if the names
+            are those of the data: then numbers count, unless all names are numbers.
 
     Raises:
         CalibrationError: If a label is no class, or may be two.
     """
     names = _names(tuple(classes or ()))
-    readings = names.readings([*values, *others])
+    readings = names.readings(None if others is None else [*values, *others])
     numbers, *more = ([names.number(value, how) for value in values] for how in readings)
     for position, pair in enumerate(zip(numbers, *more, strict=True)):
         if len({*pair}) > 1:
@@ -86,14 +87,15 @@ class _Names:
         self._by_value = _unique(values) if names and None not in values.values() else None
         self._inside = _numbers_inside(names)
 
-    def readings(self, values: Iterable[Any]) -> list[Mapping[int, int] | None]:
+    def readings(self, values: Iterable[Any] | None) -> list[Mapping[int, int] | None]:
         """Return what numbers among labels may mean: number -> class, or None if all are classes.
 
-        There are two if names have other numbers inside, and all labels fit both.
+        There are two if names have other numbers inside, and all labels fit both. Without labels
+        numbers count from 0.
         """
         if self._by_value is not None:
             return [self._by_value]
-        if self._inside is None:
+        if self._inside is None or values is None:
             return [self._counted]
         numbers = {_whole(_plain(value)) for value in values if self._named(_plain(value)) is None}
         both = [self._inside, self._counted or {}]
@@ -186,7 +188,8 @@ def encode_labels(
             values = [names[v] if _is_position(v, names) else v for v in values]
         else:
             _warn_of_other_numbers(names, chosen, data)
-    return class_numbers(values, chosen or None, lambda n: f"{data}, item {n}"), chosen or None
+    numbers = class_numbers(values, chosen or None, lambda n: f"{data}, item {n}", others=None)
+    return numbers, chosen or None
 
 
 def _is_position(value: Any, names: Sequence[str]) -> bool:

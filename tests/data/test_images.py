@@ -219,6 +219,8 @@ LABELS: list[tuple[list[Any], list[str] | None, Any]] = [
     (["Us"], ["us", "US"], "item 0: label 'Us' is none of the 2 classes"),
     (["Caf\u00e9"], ["x", "cafe\u0301"], [1]),  # two forms of one letter
     ([1, 4], ["1", "2", "3", "4"], [0, 3]),  # numbers that are names
+    ([1, 0], ["letter 1", "letter 2"], [1, 0]),  # class names are those of the data
+    ([1, 1], ["letter 1", "letter 2"], [1, 1]),
     ([0, 4], ["1", "2", "3", "4"], "item 0: label 0 is none of the 4 classes.*: 1, 2, 3, 4"),
     (["cat", "dogg"], PETS, "item 1: label 'dogg' is none of the 2 classes .nearest: 'dog"),
     ([0, 2], PETS, "item 1: label 2 is none of the 2 classes: cat, dog"),
