@@ -1,7 +1,7 @@
 """`ImageItems`: any dataset as pictures. `load_images`: folders, tables and hub datasets."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from PIL import Image
 
 from fusion_bench_featcal.data.image_folders import check_column, read_folder, with_files
 from fusion_bench_featcal.data.labels import class_numbers, encode_labels
-from fusion_bench_featcal.data.pictures import to_rgb
+from fusion_bench_featcal.data.pictures import check_header, to_rgb
 from fusion_bench_featcal.data.tables import (
     from_hub,
     read_table,
@@ -129,6 +129,15 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             return image, None
         (number,) = class_numbers([label], self.classnames, lambda _: self.at(index), others=None)
         return image, number
+
+    def check(self, indices: Iterable[int]) -> None:
+        """Read the headers of images, of which no pixels are needed to refuse many.
+
+        Raises:
+            CalibrationError: If one cannot be used, naming its file.
+        """
+        for index in indices:
+            check_header(self.read(index)[0], self.at(index))
 
     def picture(self, stored: Any, index: int) -> Image.Image:
         """Return the RGB picture of a stored image.

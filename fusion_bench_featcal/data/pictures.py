@@ -32,6 +32,16 @@ def to_rgb(value: Any, item: str) -> Image.Image:
         CalibrationError: If it is not an image, its file is missing or damaged, or it has more than
             8 bits per channel.
     """
+    return _used(value, item, _rgb)
+
+
+def check_header(value: Any, item: str) -> None:
+    """Refuse an image whose header shows that `to_rgb` will, without reading its pixels."""
+    _used(value, item, _refuse_depth)
+
+
+def _used(value: Any, item: str, use: Callable[[Image.Image], Any]) -> Any:
+    """Return what a function makes of an opened image. Arguments and errors are `to_rgb`'s."""
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         value = value.get("bytes") or value.get("path")
     if not isinstance(value, str | Path | bytes | Image.Image):
@@ -42,9 +52,9 @@ def to_rgb(value: Any, item: str) -> Image.Image:
     is_file = isinstance(value, str | Path)
     try:
         if isinstance(value, Image.Image):
-            return _rgb(value)
+            return use(value)
         with Image.open(Path(value).expanduser() if is_file else io.BytesIO(value)) as opened:
-            return _rgb(opened)
+            return use(opened)
     except Exception as error:  # PIL raises many types for damaged files
         name = f"file {value}" if is_file else "the image"
         reason = str(error).split(" <")[0]  # without the repr of a buffer
@@ -53,10 +63,14 @@ def to_rgb(value: Any, item: str) -> Image.Image:
         ) from error
 
 
-def _rgb(picture: Image.Image) -> Image.Image:
-    picture.load()
+def _refuse_depth(picture: Image.Image) -> None:
     if picture.mode.startswith(("I", "F")):
         raise ValueError(f"mode {picture.mode}: store 8 bits per channel")
+
+
+def _rgb(picture: Image.Image) -> Image.Image:
+    picture.load()
+    _refuse_depth(picture)
     picture = ImageOps.exif_transpose(picture)
     if not picture.has_transparency_data:
         return picture.convert("RGB")

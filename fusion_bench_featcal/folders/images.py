@@ -77,6 +77,8 @@ def open_image_task(
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
     read_columns = columns if heads else {**columns, "label": None}  # calibration reads no labels
     part, test_part = open_parts(task, request, partial(_items, columns=read_columns))
+    for one in (part, test_part):
+        one.rows.check(one.indices)
     size, tests = batch_size_of(request.settings.batch_size, request.device), None
     if test_part.indices and heads:
         labels, logits, remark = _labels(test_part, heads, request.prompt_of(task))

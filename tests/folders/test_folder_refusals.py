@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from made_folders import change_json, words, write_rows
+from PIL import Image
 from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
 from tiny_models import model_of
@@ -64,6 +66,10 @@ def longer_rows(path: Path) -> None:
 
 def other_words(path: Path) -> None:
     word_tokenizer(words=(*WORDS[:3], WORDS[4], WORDS[3], *WORDS[5:])).save_pretrained(path)
+
+
+def sixteen_bits(path: Path) -> None:
+    Image.fromarray(np.full((28, 28), 5000, np.uint16)).save(path)
 
 
 def adapter_beside(path: Path) -> None:
@@ -182,6 +188,10 @@ DATA: list[Case] = [
      ["--data one", "is not readable as jsonl: ", "surrogates not allowed"]),
     ("llama", {"one.jsonl": [{"prompt": "a", "target": ""}]}, {},
      [*ROW, "leave the row out, or give --set calibration_targets=generated"]),
+    ("vit", {"one-images/circle/00.png": sixteen_bits}, {"data": "{}-images", "more": "--plan"},
+     ["data '", "one-images', item ", "00.png cannot be read as an image (mode I;16: store 8"]),
+    ("vit", {"one-images/circle/00.png": lambda p: p.write_bytes(b"GIF")},
+     {"data": "{}-images", "more": "--plan"}, ["00.png cannot be read as an image (cannot ident"]),
     ("vit", {"one-images/circle": lambda p: p.rename(p.parent / "fit")},
      {"data": ["one-images:fitt", "two-images"]},
      ["--data one=", "no folder for split 'fitt' (nearest: 'fit')"]),
