@@ -244,6 +244,13 @@ def test_lora_without_peft_names_or_without_a_target_is_refused(tmp_path: Path):
         adapter.source(base)
 
 
+def test_lora_of_another_rank_is_refused(tmp_path: Path):
+    base = ModelFiles(Path(write(llama_model().float(), tmp_path / "base")), "--base")
+    adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0, r=4), "--expert")
+    with pytest.raises(CalibrationError, match=r"proj.weight have the rank 2, and r of .* is 4. C"):
+        adapter.source(base)
+
+
 def test_lora_without_some_layers_is_refused(tmp_path: Path):
     base = ModelFiles(Path(write(llama_model().float(), tmp_path / "base")), "--base")
     more: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"]}

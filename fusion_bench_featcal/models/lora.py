@@ -114,6 +114,7 @@ class LoraExpert(SourceView):
                 raise OtherAdapterError(f"{self._folder} changes the vocabulary matrix {weight}")
             factors[weight][match["kind"]] = name
         self._changes = {name: self._checked(name, pair) for name, pair in factors.items()}
+        self._check_ranks(config.get("r"))
         self._check_targets(config.get("target_modules"), part)
         if not (config.get("layers_to_transform") or config.get("exclude_modules")):
             self._check_layers(config.get("target_modules"))
@@ -136,6 +137,16 @@ class LoraExpert(SourceView):
             f"LoRA adapter {self._folder} does not fit the base: {name} {there}, and its "
             f"matrices A and B are {shapes}. Check the adapter and its base"
         )
+
+    def _check_ranks(self, rank: Any) -> None:
+        """Refuse matrices of another rank than the config's, by which the scale is divided."""
+        for weight, (down, _) in self._changes.items():
+            stored = self._weights.shape(down)[0]
+            if isinstance(rank, int) and stored != rank:
+                raise CalibrationError(
+                    f"LoRA adapter {self._folder}: the matrices of {weight} have the rank "
+                    f"{stored}, and r of its config is {rank}. Correct r, which scales the adapter"
+                )
 
     def _check_targets(self, targets: Any, part: str) -> None:
         """Refuse an adapter without matrices of a target: the base would run unchanged there."""
