@@ -109,7 +109,7 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
             except TypeError as error:
                 raise CalibrationError(
                     f"{type(model).__name__}, {name}: {error}. Write a family for such blocks "
-                    "(docs/own_tasks.md)"
+                    "(docs/models.md)"
                 ) from error
             if len(outputs) > len(blocks):  # a block runs again
                 raise stop_forward()

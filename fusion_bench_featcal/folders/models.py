@@ -37,6 +37,7 @@ from fusion_bench_featcal.models.processors import (
     check_tokenizers,
     has_processor,
     load_processor,
+    load_tokenizers,
 )
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
@@ -284,13 +285,13 @@ class Models:
             is_whole_clip = self.like.architecture.__name__ == "CLIPModel"
             kind = AutoProcessor if is_whole_clip else AutoImageProcessor
         loaded = load_processor(Path(self.processor_folder), kind, "--tokenizer")
-        option, folders = self.processor_owners
+        option = self.processor_option
         if kind is not AutoTokenizer:
-            check_processors(loaded, option, folders)
+            check_processors(loaded, option, self._folders_of_experts)
             channels = getattr(self.like.empty.config, "num_channels", None)
             check_channels(loaded, channels, self.like.label)
         else:
-            check_tokenizers(loaded, option, folders)
+            check_tokenizers(loaded, option, self.expert_tokenizers)
             loaded.padding_side = "right"
             if self.request.chat_template is not None:
                 file = Path(self.request.chat_template).expanduser()
@@ -298,10 +299,18 @@ class Models:
         return loaded
 
     @property
-    def processor_owners(self) -> tuple[str, dict[str, Path]]:
-        """The option of the tokenizer or image processor, and each expert's label and folder."""
-        folders = {expert.label: expert.folder for expert in self.experts.values()}
-        return f"--tokenizer {self.processor_folder}", folders
+    def processor_option(self) -> str:
+        """The tokenizer or image processor in the words of messages."""
+        return f"--tokenizer {self.processor_folder}"
+
+    @property
+    def _folders_of_experts(self) -> dict[str, Path]:
+        return {expert.label: expert.folder for expert in self.experts.values()}
+
+    @cached_property
+    def expert_tokenizers(self) -> Mapping[str, Any]:
+        """An expert in the words of messages -> its tokenizer, if it has one."""
+        return load_tokenizers(self._folders_of_experts)
 
     @cached_property
     def processor_folder(self) -> str:

@@ -84,9 +84,9 @@ class OpenedEncoders:
     def _doubts(self) -> list[str]:
         """Describe experts whose tokenizers read texts otherwise."""
         tokenizer, files = self.models.merged.tokenizer, self.models.files
-        others = [(files[t].label, one.tokenizer) for t, one in self.models.experts.items()]
+        others = {files[t].label: one.tokenizer for t, one in self.models.experts.items()}
         are_usual = (
-            isinstance(one, PreTrainedTokenizerBase) for one in (tokenizer, *dict(others).values())
+            isinstance(one, PreTrainedTokenizerBase) for one in (tokenizer, *others.values())
         )
         return doubts_on_tokens(tokenizer, "the merged model", others) if all(are_usual) else []
 

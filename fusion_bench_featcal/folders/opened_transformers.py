@@ -33,7 +33,6 @@ from fusion_bench_featcal.folders.writing import (
     write_processor,
     write_weights,
 )
-from fusion_bench_featcal.models.processors import expert_tokenizers
 from fusion_bench_featcal.models.saving import TRANSFORMERS, card_tags, correct_configs
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -58,16 +57,16 @@ class OpenedTransformers:
         """Describe experts whose tokenizers read texts otherwise."""
         if self.models.like.kind not in TEXT_MODELS:
             return []
-        option, folders = self.models.processor_owners
-        return doubts_on_tokens(self.processor, option, expert_tokenizers(folders))
+        models = self.models
+        return doubts_on_tokens(self.processor, models.processor_option, models.expert_tokenizers)
 
     def _doubts_on_chats(self, tasks: Iterable[Task]) -> list[str]:
         """Describe experts whose chat templates differ, if there are chats and no chosen one."""
         has_chats = any(text.form == "chat" for task in tasks for text in task.batches.texts)
         if self.request.chat_template is not None or not has_chats:
             return []
-        option, folders = self.models.processor_owners
-        return doubts_on_chats(self.processor, option, expert_tokenizers(folders))
+        models = self.models
+        return doubts_on_chats(self.processor, models.processor_option, models.expert_tokenizers)
 
     def _inputs(self) -> list[dict[str, Tensor]]:
         """Return batches without data, for the calibrated part: gray images, or texts."""

@@ -19,6 +19,7 @@ from fusion_bench_featcal.models.processors import (
     check_processors,
     check_tokenizers,
     load_processor,
+    load_tokenizers,
 )
 
 # By name, because importing FusionBench's pools of language models takes seconds.
@@ -55,7 +56,7 @@ def load_input_processor(modelpool: BaseModelPool) -> Any:
     if text_kind(modelpool) is not None:
         tokenizer = _loaded(modelpool, "tokenizer", AutoTokenizer)
         _check_vocabulary(modelpool, tokenizer)
-        check_tokenizers(tokenizer, "modelpool.tokenizer", folders)
+        check_tokenizers(tokenizer, "modelpool.tokenizer", load_tokenizers(folders))
         return tokenizer
     is_clip = hasattr(modelpool, "load_clip_model")
     processor = _loaded(modelpool, "processor", CLIPProcessor if is_clip else AutoImageProcessor)

@@ -1,6 +1,6 @@
 """Tokenizers and image processors of models, and their comparison with those of experts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,19 @@ def has_processor(folder: Path, *, is_image: bool) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Path]) -> None:
+def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> None:
     """Refuse experts whose tokenizers number tokens in another way. They may have more tokens.
 
     Args:
         tokenizer: The tokenizer of all inputs.
         option: The option that names it.
-        experts: An expert in the words of messages -> its folder, which may have a tokenizer.
+        experts: An expert in the words of messages -> its tokenizer.
 
     Raises:
         CalibrationError: If tokens differ, naming the expert and a token.
     """
     numbers = tokenizer.get_vocab()
-    for label, other in expert_tokenizers(experts):
+    for label, other in experts.items():
         expert_numbers = other.get_vocab()
         differing = sorted(t for t, number in numbers.items() if expert_numbers.get(t) != number)
         if expert_numbers and differing:
@@ -78,11 +78,13 @@ def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Path]) -
             )
 
 
-def expert_tokenizers(experts: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
-    """Yield the label and the tokenizer of each expert that has one."""
-    for label, folder in experts.items():
-        if any((folder / file).is_file() for file in _TOKENIZERS):
-            yield label, load_processor(folder, AutoTokenizer, label)
+def load_tokenizers(experts: Mapping[str, Path]) -> dict[str, Any]:
+    """Return the tokenizer of each expert that has one. Arguments are as for `check_processors`."""
+    return {
+        label: load_processor(folder, AutoTokenizer, label)
+        for label, folder in experts.items()
+        if any((folder / file).is_file() for file in _TOKENIZERS)
+    }
 
 
 def check_processors(processor: Any, option: str, experts: Mapping[str, Path]) -> None:

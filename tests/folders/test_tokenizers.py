@@ -13,7 +13,7 @@ from tiny_texts import TASKS, word_tokenizer
 from fusion_bench_featcal.folders.inputs import digests_of, repeats
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tokenizers import doubts_on_chats, doubts_on_tokens
-from fusion_bench_featcal.models.processors import expert_tokenizers
+from fusion_bench_featcal.models.processors import load_tokenizers
 
 BEGIN = {
     "type": "TemplateProcessing",
@@ -42,7 +42,7 @@ def saved(folder: Path, **changes: Any) -> Path:
     ],
 )
 def test_other_tokens_of_a_text_are_in_doubt(tmp_path, changes, doubt):
-    others = expert_tokenizers({"--expert a=x": saved(tmp_path, **changes)})
+    others = load_tokenizers({"--expert a=x": saved(tmp_path, **changes)})
     doubts = doubts_on_tokens(word_tokenizer(), "--tokenizer merged", others)
     start = "--expert a=x has a tokenizer that splits texts otherwise than --tokenizer merged: of '"
     assert [text.startswith(start) and doubt in text for text in doubts] == [True] * bool(doubt)
@@ -51,20 +51,20 @@ def test_other_tokens_of_a_text_are_in_doubt(tmp_path, changes, doubt):
 def test_an_end_token_and_a_folder_without_a_tokenizer_are_no_doubt(tmp_path):
     ending = word_tokenizer(ends=True)
     ending.save_pretrained(tmp_path / "a")
-    others = expert_tokenizers({"a": tmp_path / "a", "b": tmp_path})
+    others = load_tokenizers({"a": tmp_path / "a", "b": tmp_path})
     assert not doubts_on_tokens(word_tokenizer(), "here", others)
 
 
 def test_other_chat_templates_are_in_doubt():
     here, there = word_tokenizer(), word_tokenizer()
     here.chat_template, there.chat_template = CHAT, CHAT.replace("[0]", "")
-    (doubt,) = doubts_on_chats(here, "--tokenizer merged", [("--expert a=x", there)])
+    (doubt,) = doubts_on_chats(here, "--tokenizer merged", {"--expert a=x": there})
     assert doubt.startswith("--expert a=x has another chat template than --tokenizer merged, which")
     assert "writes 'u a a b ' where it has 'user a assistant b '. Choose one by --chat" in doubt
     there.chat_template = CHAT + "{# the same #}"
-    assert not doubts_on_chats(here, "here", [("a", there)])
+    assert not doubts_on_chats(here, "here", {"a": there})
     there.chat_template = "{{ raise_exception('never') }}"
-    assert not doubts_on_chats(here, "here", [("a", there)])
+    assert not doubts_on_chats(here, "here", {"a": there})
 
 
 def chats(folder: Path) -> None:

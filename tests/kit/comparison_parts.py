@@ -38,7 +38,7 @@ class SignTaskPool(BaseTaskPool):
         self.evaluated = 0
         self.item_correct: dict[str, torch.Tensor] = {}
         self._inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(7))
-        self.test_dataloaders = dict.fromkeys(TASKS)
+        self.test_dataloaders: dict[str, Any] = dict.fromkeys(TASKS)
 
     @torch.no_grad()
     def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
