@@ -35,6 +35,8 @@ from fusion_bench_featcal.folders.model_folder import body_name
 from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.suites.image import load_processor
 
+OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
 
 def calibrated(folder: Path, name: str) -> dict[str, torch.Tensor]:
     done = featcal(*words(folder, "--preset", "paper", "--no-eval", "--out", str(folder / name)))
@@ -157,6 +159,7 @@ def test_shards_without_an_index_are_named(folder):
     assert line.startswith("--expert one=") and "index.json that names model-00001-of-0000" in line
 
 
+@OF_TRANSFORMERS
 def test_an_expert_of_modernbert_may_have_more_tokens(tmp_path):
     """Its matrix of the vocabulary has a name of its own."""
     more = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
@@ -227,8 +230,6 @@ def test_models_of_sentence_transformers_need_its_extra(tmp_path, monkeypatch):
 
 
 # --- classifiers whose bodies are not named by their class, or run otherwise ---
-
-OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 def with_choices(folder: Path, models: Any) -> list[str]:
