@@ -21,6 +21,22 @@ from fusion_bench_featcal.run.result import CalibrationResult
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""
+_HEADS = """
+## Heads
+
+Each task has a head of its own in `{heads}/NAME`. The folder itself loads with the head of {own}.
+
+```python
+from safetensors.torch import load_file
+from transformers import AutoConfig, {kind}
+
+head = "{heads}/NAME"
+config = AutoConfig.from_pretrained(head)
+model = {kind}.from_pretrained(".", config=config, ignore_mismatched_sizes=True)
+model.load_state_dict(load_file(f"{{head}}/head.safetensors"), strict=False)
+```
+"""
+"""End of the card of a classifier with heads."""
 
 
 def save(
@@ -46,8 +62,8 @@ def save(
         f"{request.checkpoints}"
     )
     if heads:
-        about = f"{request.folder / HEADS}/NAME (that of the model itself: {opened.own_head}'s)"
-        print(f"heads: {about}")
+        folder = request.folder
+        print(f"heads: {folder / HEADS}/NAME. {folder} loads with that of {opened.own_head}")
     option, needed = f"--out {request.folder}", written_bytes(opened.size)
     with writing_model(request.folder, needed, option=option, advice=advice) as new:
         new.mkdir()
@@ -55,7 +71,9 @@ def save(
         library, tags = opened.card_head(new)
         card = card_text(facts, request.base, request.expert, report, library, tags)
         if heads:
-            card += f"\n## Heads\n\nEach task has a head of its own in `{HEADS}/NAME`.\n"
+            kind = "Image" if opened.title.startswith("image") else "Sequence"
+            kind = f"AutoModelFor{kind}Classification"
+            card += _HEADS.format(heads=HEADS, own=opened.own_head, kind=kind)
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         write_run(new / REPORT, report, "--out")

@@ -207,6 +207,21 @@ def test_text_classifiers_keep_their_heads(finished):
     assert items(run, "two") == HELD_OUT
 
 
+@pytest.mark.parametrize("kind", ["bert", "vit"])
+def test_the_card_loads_the_body_with_a_head(finished, monkeypatch, kind):
+    run = finished(kind)
+    card = (run.out / "README.md").read_text()
+    assert "loads with the head of merged" in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(run.out)
+    values: dict[str, Any] = {}
+    exec(code.replace("NAME", "two"), values)
+    models = values["model"], run.models["two"], type(values["model"]).from_pretrained(run.out)
+    state, expert, saved = (model.state_dict() for model in models)
+    head = {*load_file(run.out / "heads" / "two" / "head.safetensors")}
+    assert all(torch.equal(state[n], expert[n] if n in head else saved[n]) for n in state)
+
+
 def test_image_classifiers(finished):
     run = finished("vit")
     assert changed(type(run.models["base"]).from_pretrained(run.out), run.models["merged"])
