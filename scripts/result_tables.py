@@ -130,9 +130,9 @@ def measured(results: Results) -> str:
 
 
 def averages(suite: str) -> dict[str, dict[str, Any]]:
-    """Return a suite's rows of averages by name."""
+    """Return a suite's rows of averages by name, of task arithmetic if a repair is a merger, too."""
     records = summary(results_of(suite)).to_dict("records")
-    return {row["row"]: row for row in records}
+    return {row["row"]: row for row in reversed(records)}
 
 
 def readme_table() -> str:
