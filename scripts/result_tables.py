@@ -130,7 +130,7 @@ def measured(results: Results) -> str:
 
 
 def averages(suite: str) -> dict[str, dict[str, Any]]:
-    """Return a suite's rows of averages by name, of task arithmetic if a repair is a merger, too."""
+    """Return a suite's averages by row: that of task arithmetic if a repair is a merger, too."""
     records = summary(results_of(suite)).to_dict("records")
     return {row["row"]: row for row in reversed(records)}
 
