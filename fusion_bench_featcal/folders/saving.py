@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, {kind}
 
 head = "{heads}/NAME"
-config = AutoConfig.from_pretrained(head)
+config = AutoConfig.from_pretrained(head, trust_remote_code=False)
 model = {kind}.from_pretrained(".", config=config, ignore_mismatched_sizes=True)
 model.load_state_dict(load_file(f"{{head}}/head.safetensors"), strict=False)
 ```
