@@ -31,7 +31,7 @@ trained=surgery_calibration,prob_surgery_calibration
 # Both train the whole model: SurgeryV2's default of 1000 steps takes an hour, and distillation's rate is for small models.
 slow=surgery_v2_calibration,distillation
 # Settings for another kind of model, as a warning.
-t5='{_target_: fusion_bench_featcal.lab.rivals.FeatCal, ridge_lambda: 1.0e-5, mix_alpha: 0.6, anchor_rho: 2.0, calibrate_norm: false, samples_per_task: 64, seed: ${method.seed}}'
+t5='{_target_: fusion_bench_featcal.lab.rivals.FeatCal, ridge_lambda: 1.0e-5, mix_alpha: 0.6, anchor_rho: 2.0, calibrate_norm: false}'
 in_short=("+method.post_merging_methods.featcal_t5_settings=$t5" method.post_merging_methods.surgery_v2_calibration.steps=100 +method.post_merging_methods.distillation.learning_rate=1e-4)
 grid() { # SUITE SEEDS MERGERS METHODS METHODS_ON_ONE_MERGER
   compare "$1" "$1-mergers" method.seed=42 method.samples_per_task=64 "method.upstreams=[$3]" \
