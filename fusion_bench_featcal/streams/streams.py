@@ -162,10 +162,14 @@ class Streams:
         """Return the batch with most counted positions, and its priority in `Processes.decided`.
 
         First positions do not count here, because samples of one position show neither which
-        modules feed the first one nor much else. The choice does not depend on the order of tasks.
+        modules feed the first one nor much else.
         """
+        return self._most(lambda batch: batch.later)
+
+    def _most(self, size: Callable[[Batch], int]) -> tuple[tuple[int, str, int], Batch]:
+        """Return the batch of the largest size, whatever the order of tasks, and its priority."""
         batches = {
-            (-batch.later, task, number): batch
+            (-size(batch), task, number): batch
             for task, batches in self.tasks.items()
             for number, batch in enumerate(batches)
         }
@@ -189,12 +193,9 @@ class Streams:
 
         In a batch of which all are read, every module would seem to feed nothing else.
         """
-        batches = {
-            (batch.read.count - batch.read.shape.numel() if batch.read else 0, task, number): batch
-            for task, batches in self.tasks.items()
-            for number, batch in enumerate(batches)
-        }
-        return min(batches.items())
+        return self._most(
+            lambda batch: batch.read.shape.numel() - batch.read.count if batch.read else 0
+        )
 
     def feeding(self, block: str, sites: Iterable[Site]) -> list[str]:
         """Return modules whose rows at other positions reach those that are read.
