@@ -17,7 +17,7 @@ from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.encoders.figures import primary_figure
 from fusion_bench_featcal.encoders.library import KINDS
-from fusion_bench_featcal.encoders.models import left_as_merged, transformer_of
+from fusion_bench_featcal.encoders.models import left_as_merged, text_on_merged, transformer_of
 from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, family_of
 from fusion_bench_featcal.encoders.texts import Row, read_texts, record_batches
@@ -120,10 +120,10 @@ def calibrate_encoder(
         family,
         **options,
     )
-    left = left_as_merged(merged, [*tuned.values()], result.log)
-    result.log.add("as_merged", {"modules": left})
-    if left:
-        logger.warning("experts differ in %s, which stay as merged", ", ".join(left))
+    modules = left_as_merged(merged, [*tuned.values()], result.log)
+    result.log.add("as_merged", {"modules": modules})
+    if modules:
+        logger.warning(text_on_merged(modules))
     repaired = cast(Pipeline, result.model).wrapped
     for task, one in evaluators.items() if evaluator else ():
         expert = {} if task is None else {"expert": tuned[task]}

@@ -45,3 +45,8 @@ def left_as_merged(merged: Any, experts: Sequence[Any], log: CalibrationLog) -> 
     has_pooler = isinstance(merged, st.CrossEncoder)
     read = [name for name in differing if has_pooler or ".pooler." not in name]
     return [name for name in read if name not in calibrated]
+
+
+def text_on_merged(modules: Sequence[str]) -> str:
+    """Return a sentence on the modules of `left_as_merged`."""
+    return f"experts differ in {', '.join(modules)}, which stay as merged"

@@ -15,6 +15,7 @@ from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note
 from fusion_bench_featcal.results.run import GIVEN, INPUTS, Facts, row_of_rule
+from fusion_bench_featcal.results.sentences import RARELY
 from fusion_bench_featcal.settings import FeatCalSettings
 
 _MORE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
@@ -22,7 +23,6 @@ _NOT_EXPERTS = (
     "experts no better than the merged model on their own rows: {}. Check --tokenizer, "
     "--chat-template, the labels, and that --data and --expert are of the same task"
 )
-_FEW = 0.1
 _HARDLY = (
     "fewer than a tenth of their own rows are right for the experts of {}: check --tokenizer, "
     "labels or targets, and for language models --chat-template and how prompts end"
@@ -80,7 +80,7 @@ class Evaluation:
         self.add(self.report.merger, merged)
         if weak := weak_experts(scores, self._scores[self.report.merger]):
             self._doubts.append(_NOT_EXPERTS.format(", ".join(weak)))
-        if failing := [task for task, score in scores.items() if score.accuracy < _FEW]:
+        if failing := [task for task, score in scores.items() if score.accuracy < RARELY]:
             self._doubts.append(_HARDLY.format(", ".join(failing)))
 
     def add(

@@ -22,7 +22,7 @@ from .tables import ABSENT
 
 _SHOWN = 0.0005
 """Differences of accuracy below this are invisible in tables with tenths of a per cent."""
-_RARELY = 0.1
+RARELY = 0.1
 """Accuracy below which an expert's own task is probably not what it was tuned on."""
 
 
@@ -114,7 +114,7 @@ def weak_experts(frame: Frame) -> list[Note]:
     for line in (line for line in lines if line.first.name == EXPERTS):
         for task in line.first.tasks:
             value, most = line.values[task], max((m.get(task, 0.0) for m in merged), default=0.0)
-            if value < max(_RARELY, most - LEAST_GAP):
+            if value < max(RARELY, most - LEAST_GAP):
                 text = (
                     f"the expert of {task} has {100 * value:.1f} % on its own task, merged models "
                     f"up to {100 * most:.1f} %. Check its tokenizer, prompts and labels"
