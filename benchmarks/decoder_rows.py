@@ -41,10 +41,10 @@ def chat(task: int | None, draw: random.Random) -> tuple[list[int], list[int]]:
     prompt = [_FIRST + draw.randrange(FILLERS) for _ in range(PROMPT - len(words))]
     for word in words:
         prompt.insert(draw.randrange(len(prompt) + 1), word)
-    asked = draw.randrange(len(TASKS)) if task is None else task
-    kind = draw.randrange(KINDS) if task is None else kinds[asked]
-    answer = _ANSWERS + (asked * KINDS + kind) * ANSWER
-    return [0, 1 + asked, *prompt, 3], [*range(answer, answer + ANSWER), 4]
+    question = draw.randrange(len(TASKS)) if task is None else task
+    kind = draw.randrange(KINDS) if task is None else kinds[question]
+    answer = _ANSWERS + (question * KINDS + kind) * ANSWER
+    return [0, 1 + question, *prompt, 3], [*range(answer, answer + ANSWER), 4]
 
 
 def batch_of(task: int | None, size: int, draw: random.Random) -> dict[str, Tensor]:

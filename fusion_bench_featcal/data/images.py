@@ -127,7 +127,9 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             return image, self._labels[index]
         if label is None or not self.has_labels:
             return image, None
-        (number,) = class_numbers([label], self.classnames, lambda _: self.at(index), others=None)
+        (number,) = class_numbers(
+            [label], self.classnames, lambda _: self.at(index), more_labels=None
+        )
         return image, number
 
     def check(self, indices: Iterable[int]) -> None:

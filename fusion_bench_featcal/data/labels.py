@@ -33,7 +33,7 @@ def class_numbers(
     item: Callable[[int], str],
     owner: str = "",
     advice: str = ". Check classnames and label_column",
-    others: Sequence[Any] | None = (),
+    more_labels: Sequence[Any] | None = (),
 ) -> list[int]:
     """Return the number of each label's class.
 
@@ -49,14 +49,14 @@ def class_numbers(
         item: Returns the name of an item in messages, by its position.
         owner: Of what they are the classes, for the message.
         advice: End of the message.
-        others: Further labels of the same data, which tell how numbers are meant. None if the names
-            are those of the data: then numbers count, unless all names are numbers.
+        more_labels: Further labels of the same data, which tell how numbers are meant. None if the
+            names are those of the data: then numbers count, unless all names are numbers.
 
     Raises:
         CalibrationError: If a label is no class, or may be two.
     """
     names = _names(tuple(classes or ()))
-    readings = names.readings(None if others is None else [*values, *others])
+    readings = names.readings(None if more_labels is None else [*values, *more_labels])
     numbers, *more = ([names.number(value, how) for value in values] for how in readings)
     for position, pair in enumerate(zip(numbers, *more, strict=True)):
         if len({*pair}) > 1:
@@ -188,7 +188,7 @@ def encode_labels(
             values = [names[v] if _is_position(v, names) else v for v in values]
         else:
             _warn_of_other_numbers(names, chosen, data)
-    numbers = class_numbers(values, chosen or None, lambda n: f"{data}, item {n}", others=None)
+    numbers = class_numbers(values, chosen or None, lambda n: f"{data}, item {n}", more_labels=None)
     return numbers, chosen or None
 
 

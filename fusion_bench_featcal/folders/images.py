@@ -110,7 +110,7 @@ def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[l
             names,
             heads,
             lambda n: f"{part.option}, item {part.indices[n]}",
-            others=items.labels if names is None else names,
+            more_labels=items.labels if names is None else names,
         )
         return numbers, own_logits, remark
     if names is None:

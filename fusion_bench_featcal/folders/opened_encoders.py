@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fusion_bench_featcal.calibration import rule_and_options
-from fusion_bench_featcal.encoders.models import transformer_of
+from fusion_bench_featcal.encoders.models import text_on_merged, transformer_of
 from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
@@ -84,11 +84,11 @@ class OpenedEncoders:
     def _doubts(self) -> list[str]:
         """Describe experts whose tokenizers read texts otherwise."""
         tokenizer, files = self.models.merged.tokenizer, self.models.files
-        others = {files[t].label: one.tokenizer for t, one in self.models.experts.items()}
-        are_usual = (
-            isinstance(one, PreTrainedTokenizerBase) for one in (tokenizer, *others.values())
-        )
-        return doubts_on_tokens(tokenizer, "the merged model", others) if all(are_usual) else []
+        experts = {files[t].label: one.tokenizer for t, one in self.models.experts.items()}
+        tokenizers = tokenizer, *experts.values()
+        if not all(isinstance(one, PreTrainedTokenizerBase) for one in tokenizers):
+            return []
+        return doubts_on_tokens(tokenizer, "the merged model", experts)
 
     def _notes(self) -> list[str]:
         """Return sentences on the models, and on experts that may not belong together."""
@@ -173,9 +173,8 @@ class OpenedEncoders:
             **(vars(options) | {"samples_per_task": None}),
         )
         (record,) = result.log.of_kind("as_merged")
-        left = record["modules"]
-        notes = [f"experts differ in {', '.join(left)}, which stay as merged"] if left else []
-        return result, result.model, notes
+        modules = record["modules"]
+        return result, result.model, [text_on_merged(modules)] if modules else []
 
     def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
         """Save by the library, with small files of the merged model that it does not write."""

@@ -71,8 +71,8 @@ def save(
         library, tags = opened.card_head(new)
         card = card_text(facts, request.base, request.expert, report, library, tags)
         if heads:
-            kind = "Image" if opened.title.startswith("image") else "Sequence"
-            kind = f"AutoModelFor{kind}Classification"
+            inputs = "Image" if opened.title.startswith("image") else "Sequence"
+            kind = f"AutoModelFor{inputs}Classification"
             card += _HEADS.format(heads=HEADS, own=opened.own_head, kind=kind)
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")

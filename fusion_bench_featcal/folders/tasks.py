@@ -114,7 +114,7 @@ def head_numbers(
     names: Sequence[str] | None,
     classes: Sequence[str],
     at: Callable[[int], str],
-    others: Sequence[Any] = (),
+    more_labels: Sequence[Any] = (),
 ) -> tuple[list[int], str]:
     """Return the head's number of each label, and a note on how they were found, or no text.
 
@@ -125,30 +125,33 @@ def head_numbers(
         names: The data's class names in order, by default alphabetical.
         classes: The class names of the head.
         at: Returns the name of a label's row, for messages.
-        others: Labels of further rows of the same data.
+        more_labels: Labels of further rows of the same data.
 
     Raises:
         CalibrationError: As `class_numbers`.
     """
-    note, texts = "", {value for value in (*values, *others) if isinstance(value, str)}
+    note, texts = "", {value for value in (*values, *more_labels) if isinstance(value, str)}
     names = names or sorted(texts)
     if len(names) == len(classes) and are_unnamed(classes) and names != classes:
         order = ", ".join(names)
         note = f"its expert's head has no names of classes, so they are {order:.200} in this order"
         classes = names
     owner = " of the expert's head"
-    numbers = class_numbers(values, classes, at, owner=owner, advice="", others=others)
-    if not note and _count_from_one(values, numbers, classes, others):
+    numbers = class_numbers(values, classes, at, owner=owner, advice="", more_labels=more_labels)
+    if not note and _count_from_one(values, numbers, classes, more_labels):
         first = min(numbers)
         note = f"no label is 0, and labels count from 0: {first} is {classes[first]!r}"
     return numbers, note
 
 
 def _count_from_one(
-    values: Sequence[Any], numbers: Sequence[int], classes: Sequence[str], others: Sequence[Any]
+    values: Sequence[Any],
+    numbers: Sequence[int],
+    classes: Sequence[str],
+    more_labels: Sequence[Any],
 ) -> bool:
     """Return whether labels are numbers of classes, not of their names, and none is 0."""
-    texts = [str(value).removesuffix(".0") for value in (*values, *others)]
+    texts = [str(value).removesuffix(".0") for value in (*values, *more_labels)]
     pairs = zip(texts, numbers, strict=False)
     return "0" not in texts and all(text == str(n) != classes[n] for text, n in pairs)
 

@@ -194,8 +194,10 @@ def open_class_task(
     if test_part.indices:
         one_by_one = settings if pads else settings.replace(batch_size=1)
         inputs = batches(test_part, one_by_one)
-        others = _labels_of(calibration_part) if test_part.rows is calibration_part.rows else []
-        numbers, remark = head_labels(test_part, classes, others)
+        more_labels = (
+            _labels_of(calibration_part) if test_part.rows is calibration_part.rows else []
+        )
+        numbers, remark = head_labels(test_part, classes, more_labels)
         tests = class_tests(inputs.checked, inputs.batch_size, numbers)
     read = [*calibration.columns("columns"), *(labels if tests else [])]
     notes = [sentence(task, request, *parts, read)]
@@ -213,7 +215,7 @@ def _labels_of(part: Part) -> list[Any]:
 
 
 def head_labels(
-    part: Part, classes: Sequence[str], others: Sequence[Any] = ()
+    part: Part, classes: Sequence[str], more_labels: Sequence[Any] = ()
 ) -> tuple[list[int], str]:
     """Return the head's number of each row's label, and a note, as `head_numbers`."""
     column, values = part.rows.columns.get(_LABEL, _LABEL), _labels_of(part)
@@ -227,5 +229,5 @@ def head_labels(
         part.rows.classes(_LABEL),
         classes,
         lambda n: part.rows.at(part.indices[n]),
-        others,
+        more_labels,
     )

@@ -12,20 +12,20 @@ _PROBED = 64
 _CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def doubts_on_tokens(tokenizer: Any, option: str, others: Mapping[str, Any]) -> list[str]:
+def doubts_on_tokens(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> list[str]:
     """Describe experts whose tokenizers split a text into other tokens of the same numbers.
 
     Args:
         tokenizer: The tokenizer of all inputs.
         option: The option that names it.
-        others: An expert in the words of messages -> its tokenizer.
+        experts: An expert in the words of messages -> its tokenizer.
     """
     vocabulary = {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}
     tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // _PROBED)]
     words = [tokenizer.convert_tokens_to_string([token]) for token in tokens]
     texts = [*_PROBES, *words, *map(str.upper, words)]
     doubts = list[str]()
-    for label, other in others.items():
+    for label, other in experts.items():
         pairs = ((text, _tokens(tokenizer, text), _tokens(other, text)) for text in texts)
         if differing := next((pair for pair in pairs if pair[1] != pair[2]), None):
             text, *both = differing
@@ -39,10 +39,10 @@ def doubts_on_tokens(tokenizer: Any, option: str, others: Mapping[str, Any]) -> 
     return doubts
 
 
-def doubts_on_chats(tokenizer: Any, option: str, others: Mapping[str, Any]) -> list[str]:
+def doubts_on_chats(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> list[str]:
     """Describe experts with another chat template. Arguments are those of `doubts_on_tokens`."""
     here = _rendered(tokenizer)
-    rendered = {label: _rendered(other) for label, other in others.items()}
+    rendered = {label: _rendered(other) for label, other in experts.items()}
     return [
         f"{label} has another chat template than {option}, which writes {here!r:.60} where it has "
         f"{there!r:.60}. Choose one by --chat-template FILE"

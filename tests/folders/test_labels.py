@@ -106,8 +106,8 @@ def test_numbers_that_may_be_two_classes_are_refused():
         "--data a=x, line 1: label 1 may be '1 star' or, counted from 0, '2 stars' of the expert's "
         "head. Write the names of the classes in place of numbers"
     )
-    assert head_labels(part_of(rows), STARS, others=[3])[0] == [0, 0, 1]
-    assert head_labels(part_of(rows), STARS, others=["0"])[0] == [0, 1, 2]
+    assert head_labels(part_of(rows), STARS, more_labels=[3])[0] == [0, 0, 1]
+    assert head_labels(part_of(rows), STARS, more_labels=["0"])[0] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
