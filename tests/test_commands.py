@@ -140,7 +140,7 @@ def test_visible_lines(name, level, message, rank, visible, monkeypatch):
     ("words", "message", "is_bug"),
     [
         (["method.ridge_lambda=-1"], "method.ridge_lambda must be", False),
-        (["method.modules=[nothing]"], "method.modules: 'nothing' matches no module", False),
+        (["method.modules=[nothing]"], "method.modules='nothing' matches no module", False),
         (["modelpool._target_=nowhere.Pool"], "No module named 'nowhere'", True),
     ],
 )

@@ -23,14 +23,19 @@ POOLS = Path(next(iter(fusion_bench_config.__path__))) / "modelpool"
 NAMES = sorted(str(file.relative_to(POOLS).with_suffix("")) for file in POOLS.rglob("*.yaml"))
 CPU = ("fabric.accelerator=cpu", "fabric.devices=1")
 NO_EXPERT = r"modelpool\.models has no expert \(it has _pretrained_\)"
+NO_DATA = "task '.*' has no calibration data"
 # Patterns of names, and why such a pool cannot run as it is. All others come to their downloads.
 REFUSED = {
+    # the first that matches counts
     ".*/_template": "Missing mandatory value: modelpool.models",
     "(CLIP|Seq2Seq).*_(individual|mtl)": NO_EXPERT,
     "CausalLMPool/(deepseek-v2-lite|mi[sx]tral-.*7b)": NO_EXPERT,
     "CausalLMPool/(llama_(alpaca.*|codealpaca|metamathqa|ultrachat)|single_llama.*)": NO_EXPERT,
     "ConvNext.*/convnext-base-224|Dinov2.*|ResNet.*": NO_EXPERT,
     "SequenceClassificationModelPool/(?!roberta).*": NO_EXPERT,
+    "CLIP.*_individual_lora": "the pool has no base model",
+    "CLIP.*_(lora|control_task|model_only|single_.*|svhn_and_mnist)": NO_DATA,
+    "(CausalLM|ConvNext|Seq2Seq).*|nyuv2_modelpool": NO_DATA,
     "OpenCLIP.*": "open_clip is not installed",
     # loads its tokenizer at once, and transformers 4.57 has no message for a missing network
     "gpt-2_glue": "downloads begin|not NoneType",
