@@ -45,7 +45,8 @@ row=+method.post_merging_methods.featcal
 noise='{kind: gaussian_noise, severity: 3}' blur='{kind: motion_blur, severity: 3}'
 fog() { printf '{kind: fog, severity: %s}' "$1"; }
 
-sweep 'Tables 1, 2, 7 to 11: CLIP, each merger with each method' "$clip"
+sweep 'Tables 1, 2, 7 to 11: CLIP, each merger with each method' "$clip" \
+  'method.upstreams=[simple_average,task_arithmetic,ties_merging,wudi,adamerging,regmean,lot]'
 sweep 'Tables 3, 4, 14: FLAN-T5 and Llama, each merger with each method' "$texts"
 study 'Tables 5, 12, 13, Figure 3: samples per task, and costs' "$images" "$methods" \
   method.samples_per_task=8,16,32,64,128,256,512 method.seed=1,2,3
