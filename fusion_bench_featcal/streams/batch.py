@@ -13,9 +13,11 @@ from fusion_bench_featcal.families.base import Masks
 from fusion_bench_featcal.modules.sites import matches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Positions:
     """Positions that count, if not all do. The mask is transferred to the host once.
+
+    Two of them are never equal: what is computed once for one is found by the object itself.
 
     Attributes:
         shape: Shape of the mask, `[batch, positions]`.
@@ -136,9 +138,9 @@ class Batch:
     read: Positions | None = None
     later: int = 0
     expert_inputs: dict[str, Tensor] = field(default_factory=dict)
-    _places: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _split: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def parts(self, samples: range, counted: Positions | None, rows: Tensor) -> Any:
+    def fitted_and_held_out(self, samples: range, counted: Positions | None, rows: Tensor) -> Any:
         """Return the positions of rows of fitted samples and of held-out ones, computed once.
 
         Args:
@@ -147,8 +149,8 @@ class Batch:
             rows: The rows, `[n, d]`.
         """
         assert self.held_out is not None  # the rule holds samples out
-        key = samples, id(counted), len(rows)
-        if key not in self._places:
+        key = samples, counted, len(rows)
+        if key not in self._split:
             if counted is None or counted.index is None:
                 held_out = self.held_out[samples.start : samples.stop].repeat_interleave(
                     len(rows) // len(samples)
@@ -156,5 +158,5 @@ class Batch:
             else:
                 held_out = self.held_out[counted.index.cpu() // counted.shape[1:].numel()]
             pair = (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
-            self._places[key] = pair[0].to(rows.device), pair[1].to(rows.device)
-        return self._places[key]
+            self._split[key] = pair[0].to(rows.device), pair[1].to(rows.device)
+        return self._split[key]

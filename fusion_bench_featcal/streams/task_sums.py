@@ -25,7 +25,7 @@ class LinearTaskSums:
 
     Attributes:
         expert: The expert's parameters.
-        parts: The sums and, if the rule holds samples out, the same of held-out samples.
+        sums: The sums and, if the rule holds samples out, the same of held-out samples.
     """
 
     def __init__(self, group: Group, expert: nn.Module, rule: Rule, dtype: torch.dtype) -> None:
@@ -34,7 +34,7 @@ class LinearTaskSums:
         self._group, self._alpha = group, rule.mix_alpha
         width = sum(group.outputs) if group.has_few_outputs else group.inputs
         like = self.expert.weight
-        self.parts = [Moments.zeros(group.inputs, width, like) for _ in range(1 + rule.holds_out)]
+        self.sums = [Moments.zeros(group.inputs, width, like) for _ in range(1 + rule.holds_out)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch after the expert's features were noted.
@@ -47,11 +47,12 @@ class LinearTaskSums:
         counted = batch.positions.of(self._group.name)
         for samples, rows, expert_rows in paired_features(batch, self._group, x, expert_x):
             features = None if expert_rows is None else self._features(rows, expert_rows)
-            if len(self.parts) == 1:
-                self.parts[0].add(rows, features)
+            if len(self.sums) == 1:
+                self.sums[0].add(rows, features)
                 continue
-            for part, chosen in zip(self.parts, batch.parts(samples, counted, rows), strict=True):
-                part.add(rows[chosen], None if features is None else features[chosen])
+            pair = batch.fitted_and_held_out(samples, counted, rows)
+            for sums, chosen in zip(self.sums, pair, strict=True):
+                sums.add(rows[chosen], None if features is None else features[chosen])
 
     def _features(self, x: Tensor, expert_x: Tensor) -> Tensor:
         """Return `y` for rows of the model and of the expert."""
@@ -64,7 +65,7 @@ class LinearTaskSums:
 
     def finished(self) -> list[Moments]:
         """Return the completed sums."""
-        return [part.mirrored() for part in self.parts]
+        return [sums.mirrored() for sums in self.sums]
 
 
 class NormTaskSums:
@@ -72,7 +73,7 @@ class NormTaskSums:
 
     Attributes:
         expert: The expert's parameters.
-        parts: The sums.
+        sums: The sums.
     """
 
     def __init__(
@@ -81,16 +82,16 @@ class NormTaskSums:
         """Start with no rows."""
         self.expert = group.linear(expert.get_parameter, dtype)
         self._site, self._module = group.sites[0], model.get_submodule(group.name)
-        self.parts = [NormMoments(group.inputs, self.expert.weight)]
+        self.sums = [NormMoments(group.inputs, self.expert.weight)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch."""
         z = normalised(self._module, self._site, x)
-        self.parts[0].add(rows_of(z, batch.positions.of(self._site.name)))
+        self.sums[0].add(rows_of(z, batch.positions.of(self._site.name)))
 
     def finished(self) -> list[NormMoments]:
         """Return the sums."""
-        return self.parts
+        return self.sums
 
 
 class StatisticsTaskSums(NormTaskSums):
@@ -101,7 +102,7 @@ class StatisticsTaskSums(NormTaskSums):
         mean = model.get_buffer(f"{group.name}.running_mean")
         like = mean.new_empty(0, dtype=solve_dtype(mean.device))
         self.expert, self._site = None, group.sites[0]
-        self.parts = [NormMoments(group.inputs, like)]
+        self.sums = [NormMoments(group.inputs, like)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch.
@@ -111,7 +112,7 @@ class StatisticsTaskSums(NormTaskSums):
         """
         if batch.positions.of(self._site.name) is not None:
             raise CalibrationError("is BatchNorm, and some positions are padding")
-        self.parts[0].add(x.movedim(1, -1).reshape(-1, x.shape[1]))
+        self.sums[0].add(x.movedim(1, -1).reshape(-1, x.shape[1]))
 
 
 TaskSums = LinearTaskSums | NormTaskSums

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.settings import Options
+from fusion_bench_featcal.streams.batch import Batch, Positions
 from fusion_bench_featcal.streams.samples import take
 
 
@@ -31,3 +32,16 @@ def test_a_quarter_is_drawn_by_seed_and_task_for_any_batches():
 def test_copies_are_held_out_with_their_sample():
     first, *copies = held_out(augment="jitter")
     assert len(copies) == 5 and all(torch.equal(copy, first) for copy in copies)
+
+
+def test_held_out_rows_are_those_of_the_positions_at_hand():
+    """New positions may have the address of freed ones, and as many rows."""
+    batch = Batch(None, 2, held_out=torch.tensor([True, False]))
+    features, rows = torch.zeros(2, 4, 3), torch.zeros(5, 3)
+    for _ in range(100):
+        for counts in ((4, 1), (1, 4), (3, 2)):
+            mask = torch.stack([torch.arange(4) < count for count in counts])
+            positions = Positions.of_mask(mask)
+            assert len(positions.of(features)) == len(rows)
+            _, held_out = batch.fitted_and_held_out(range(2), positions, rows)
+            assert held_out.tolist() == [*range(counts[0])]
