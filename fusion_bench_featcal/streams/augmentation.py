@@ -55,9 +55,16 @@ def jittered(inputs: Any, generators: Sequence[torch.Generator]) -> Any:
         inputs: Images `[batch, channels, height, width]`, or model inputs with such `pixel_values`,
             or a tuple that begins with them.
         generators: Random numbers of each image.
+
+    Raises:
+        CalibrationError: If there are none.
     """
     images = images_of(inputs)
-    assert images is not None  # the caller has checked
+    if images is None:
+        raise CalibrationError(
+            "a batch has no floating-point images [batch, channels, height, width], unlike the "
+            "task's first batch: convert it, or set augment=none"
+        )
     draws = torch.cat([torch.rand(1, 4, generator=generator) for generator in generators])
     height, width = images.shape[-2:]
     steps = ((2 * draws - 1) * torch.tensor(LIMITS)).tolist()

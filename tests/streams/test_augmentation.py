@@ -9,6 +9,7 @@ from calibrations import PLUS, assert_identical, run_fast
 from tiny_models import clip_suite, decoder_suite, normal
 from torch import Tensor
 
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.streams import Batch, augmentation
 from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
 from fusion_bench_featcal.streams.samples import with_copies
@@ -54,3 +55,11 @@ def test_copies_are_made_of_images_only_and_count_as_samples():
     assert_identical(*models)
     result = run_fast(clip_suite(tasks=1), **auto)  # has 7
     assert result.log.of_kind("task")[0]["rows"] == 8 * 5 * 7
+
+
+def test_a_batch_without_images_among_those_with_is_refused():
+    suite, settings = clip_suite(tasks=1), PLUS | {"augment": "auto", "samples_per_task": 8}
+    first, *_ = suite.inputs["task_0"]
+    suite.inputs["task_0"] = [first, {"pixel_values": first["pixel_values"].to(torch.uint8)}]
+    with pytest.raises(CalibrationError, match=r"task_0.*no floating-point images.*augment=none"):
+        run_fast(suite, **settings)
