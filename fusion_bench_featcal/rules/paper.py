@@ -11,14 +11,11 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_dtype, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.norms import NormSums
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved, check_number
+from fusion_bench_featcal.rules.rule import EPS, GroupSums, Linear, Rule, Solved, check_number
 from fusion_bench_featcal.rules.targets import Targets, anchor_of
 
 MAX_ROUNDING = 1e-3
 """Largest accepted float32 rounding of the normal equations, relative to lambda."""
-
-EPS = 1e-8
-"""Stabiliser of the system, and smallest norm of a Gram matrix (Eqs. 14, 17)."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import multiply
 from fusion_bench_featcal.core.solve import PROBES, UnsolvedError, random_signs, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.rules.rule import GroupSums, Linear, Rule, Solved, check_number
+from fusion_bench_featcal.rules.rule import EPS, GroupSums, Linear, Rule, Solved, check_number
 from fusion_bench_featcal.rules.targets import Targets
 from fusion_bench_featcal.rules.weight_rows import WeightRows
 
@@ -23,9 +23,6 @@ RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 WITHOUT_HELD_OUT = 1e-2
 """Ridge if no sample is held out."""
-
-EPS = 1e-8
-"""Smallest norm of a Gram matrix."""
 
 LEAST_DRIFT = 1e-8
 """Smallest relative output drift in a task's weight, which would otherwise vanish."""

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.linear import Linear
 
+EPS = 1e-8
+"""Stabiliser of the paper's system, and smallest norm of a Gram matrix (Eqs. 14, 17)."""
+
 
 @dataclass(frozen=True)
 class Solved:

@@ -10,7 +10,7 @@ from calibrations import EXACT, assert_same, calls_of, distance, gamma, samples_
 from tiny_models import Suite, add_up, batched, clip_suite, listed, normal, t5_suite
 from torch import Tensor, nn
 
-from fusion_bench_featcal import FeatCalSettings, calibrate
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from fusion_bench_featcal.lab.rivals import ESM, DCMerge, Lot, RegMean, RegMeanPlusPlus
 from fusion_bench_featcal.lab.rivals.dc_merge import matrix_names
 from fusion_bench_featcal.lab.rivals.esm import merged_step, output_directions, relative
@@ -77,6 +77,14 @@ def test_regmean_is_the_formula_on_features_of_the_whole_experts() -> None:
         bound = max(bound, rounding * float(torch.linalg.cond(grams)))
     assert bound < 1e-6
     assert_same(result, expected, bound)  # all else is the experts' mean
+
+
+@pytest.mark.parametrize("merger", [RegMean, Lot])
+def test_an_overflow_is_named_with_task_and_module(merger: Any) -> None:
+    suite = chain_suite()
+    suite.inputs["task_1"] = [1e200 * batch for batch in suite.inputs["task_1"]]
+    with pytest.raises(CalibrationError, match=r"task_1, block layers\.0, module layers\.0\.0"):
+        run(merger, suite)
 
 
 def test_regmean_plusplus_is_featcal_where_inputs_are_the_blocks_own() -> None:

@@ -27,6 +27,7 @@ from fusion_bench_featcal.run.problem import Problem, check_merged, open_problem
 from fusion_bench_featcal.settings import FeatCalSettings, Options
 from fusion_bench_featcal.settings.fields import same_as
 from fusion_bench_featcal.streams.batch import Batch
+from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs, naming_module
 from fusion_bench_featcal.streams.task_sums import empty_task_sums
 
@@ -120,6 +121,7 @@ class Merger(Rule, SampleSettings):
         """Return merged parameters of a block, and run the experts' features through it."""
         groups = [group for turn in self.turns(groups_of(problem, block)) for group in turn]
         sums = {group: empty_sums(problem, group) for group in groups}
+        checks = Checks(block)
         for task in problem.streams.tasks:
             with problem.experts[task].loaded(problem.streams.tensors_of(block)) as expert:
                 options = problem.model, expert, self, problem.dtype
@@ -131,8 +133,11 @@ class Merger(Rule, SampleSettings):
                             rows[group].add(batch, inputs[group.name])
                 with exact_products():
                     for group in groups:
-                        sums[group].add(task, rows[group].expert, *rows[group].finished())
+                        moments = rows[group].finished()
+                        sums[group].add(task, rows[group].expert, *moments)
+                        checks.add(task, group.name, moments, [])
             problem.progress.step()
+        checks.run(problem.processes.gather)
         return solve(problem, block, sums)[0]
 
     def expert_inputs(

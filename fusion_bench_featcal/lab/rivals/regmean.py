@@ -9,10 +9,8 @@ from torch import Tensor
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype, solve_ridge
 from fusion_bench_featcal.lab.rivals.mergers import Merger
-from fusion_bench_featcal.rules.rule import Linear, Solved
+from fusion_bench_featcal.rules.rule import EPS, Linear, Solved
 from fusion_bench_featcal.settings.fields import setting
-
-_LEAST_NORM = 1e-8  # of a Gram matrix
 
 
 class RegMean(Merger, option="featcal_baselines/regmean", source="Jin et al., ICLR 2023"):
@@ -91,7 +89,7 @@ class LeastSquaresSums:
         gram = means * self._off_diagonal
         gram.diagonal().copy_(means.diagonal())
         if self._has_unit_gram:
-            gram = gram / rows.gram_norm().clamp_min(_LEAST_NORM)
+            gram = gram / rows.gram_norm().clamp_min(EPS)
         self._precision, gram = gram.dtype, gram.to(self._gram.dtype)
         self._gram += gram
         self._right += (expert.weight.to(gram.dtype) - self._anchor.weight) @ gram
