@@ -16,12 +16,14 @@ from hub_mirror import Mirror
 from hydra import compose
 from hydra.core.utils import JobReturn, JobStatus
 from reports import error_of, featcal, leave_run
+from tiny_texts import write_adapter
+from transformers import AutoModelForSeq2SeqLM
 
 from fusion_bench_featcal import CalibrationError, __version__
 from fusion_bench_featcal.fusionbench.console import FeatCalJob, ScreenFilter
 from fusion_bench_featcal.fusionbench.plan_run import plan_run
 from fusion_bench_featcal.models.plan import check_room
-from fusion_bench_featcal.suites import image
+from fusion_bench_featcal.suites import image, text
 
 TA6 = "modelpool=clip-vit-mini_TA6"
 RUN = ("method=featcal", "modelpool=clip-vit-mini_alphabets2", "path.log_dir=log")
@@ -217,6 +219,22 @@ def test_plan_of_a_suite_and_its_settings():
     assert "read from experts, at most" in text and "free in blocks" in text
     with pytest.raises(CalibrationError, match=r"of disk space in .*new, .* are free"):
         check_room({"new": 2**62})
+
+
+def test_plan_reads_adapters_without_their_base(tmp_path: Path):
+    base = text.path("flan-t5-mini")
+    model = AutoModelForSeq2SeqLM.from_pretrained(base, trust_remote_code=False)
+    target = "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model"
+    tasks = ("snips_intent", "banking77")
+    adapters = {task: write_adapter(tmp_path / task, model, 0) for task in tasks}
+    models = ", ".join(
+        f"{task}: {{_target_: {target}, base_model_path: '{base}', peft_model_path: '{adapter}'}}"
+        for task, adapter in adapters.items()
+    )
+    words = ["modelpool=flan-t5-mini_TA6", f"modelpool.tasks=[{','.join(tasks)}]"]
+    words += ["~modelpool.models", f"+modelpool.models={{_pretrained_: '{base}', {models}}}"]
+    sizes = [(a / "adapter_model.safetensors").stat().st_size for a in adapters.values()]
+    assert plan_run(words).read == sum(sizes)
 
 
 def test_plan_counts_rows_of_comparisons_and_sweeps():

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from fusion_bench.utils.hydra_utils import get_default_config_path
@@ -50,11 +51,14 @@ def plan_run(overrides: Sequence[str]) -> Plan:
         check_config(config)
         OmegaConf.resolve(config)
         method, pool = _plain(config.method), _plain(config.modelpool)
-        models = dict(_locations(pool.get("models") or {}))
-        downloads, sizes = models_of(models)
+        entries = pool.get("models") or {}
+        models = {name: _locations(name, entry) for name, entry in entries.items()}
+        downloads, sizes = models_of(dict(chain(*(keys.items() for keys in models.values()))))
         downloads += data_sets_to_fetch(_data_sets(method, pool, _plain(config.taskpool)))
         rows, strengths = _rows(_checked(config, opens=not downloads), config.method)
-    of_experts = [size for key, size in sizes.items() if ".models._" not in key]
+    # As the run counts: an adapter's bytes, without those of its base.
+    experts = [[*keys][-1] for name, keys in models.items() if keys and not name.startswith("_")]
+    of_experts = [sizes[key] for key in experts]
     read = None if None in of_experts else sum(size or 0 for size in of_experts)
     if read is not None and method.get("expert_read_budget") is not None:
         read = min(read, budget_in_bytes(method["expert_read_budget"], read))
@@ -155,13 +159,14 @@ def _plain(config: Any) -> dict[str, Any]:
     return OmegaConf.to_container(config, resolve=True) or {}  # type: ignore[return-value]
 
 
-def _locations(models: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the setting of each model of a pool, and its folder or hub id."""
-    for name, entry in models.items():
-        entries = entry if isinstance(entry, Mapping) else {"": entry}
-        for key, value in entries.items():
-            if isinstance(value, str) and key in ("", *_LOCATIONS):
-                yield ".".join(filter(None, ("modelpool.models", name, key))), value
+def _locations(name: str, entry: Any) -> dict[str, str]:
+    """Return the settings of a model with its folders or hub ids, that of its adapter last."""
+    values = entry if isinstance(entry, Mapping) else {"": entry}
+    return {
+        ".".join(filter(None, ("modelpool.models", name, key))): values[key]
+        for key in ("", *_LOCATIONS)
+        if isinstance(values.get(key), str)
+    }
 
 
 def _data_sets(
