@@ -102,14 +102,16 @@ def calibrate_encoder(
     tuned = {task: open_like(merged, f"experts[{task!r}]", one) for task, one in experts.items()}
     origin = None if base is None else open_like(merged, "base", base)
     if origin is None:
-        places = [place_of(expert) for expert in experts.values()]
-        logger.warning(without_base(places, "base={!r}"))
+        sources = [source_of(expert) for expert in experts.values()]
+        logger.warning(without_base(sources, "base={!r}"))
+    if batch_size == "auto":
+        batch_size = getattr(rule, "batch_size", batch_size)
     size = batch_size_of(batch_size, merged.device, longest)
     batches = {task: record_batches(merged, calls[task], size) for task in tuned}
     model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
     few, patterns = next(iter(batches.values()))[0], getattr(rule, "modules", None)
-    chosen = options.pop("family", "auto"), options.get("modules", patterns)
-    family = family_of(model, pipelines.values(), few, *chosen)
+    blocks = options.pop("family", getattr(rule, "family", "auto"))
+    family = family_of(model, pipelines.values(), few, blocks, options.get("modules", patterns))
     last_block = family.blocks[-1]
     result = calibrate(
         model,
@@ -143,7 +145,7 @@ def _show_figures(task: str | None, evaluator: Any, models: Mapping[str, Any]) -
         logger.warning("%s: the repaired model is below the merged one in %s", name, metric)
 
 
-def place_of(model: Any) -> str:
+def source_of(model: Any) -> str:
     """Return the folder or hub id that a model comes from."""
     return str(model if isinstance(model, str | Path) else model.transformers_model.name_or_path)
 

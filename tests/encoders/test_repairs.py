@@ -38,7 +38,7 @@ from sentence_transformers.base.modules import (  # noqa: E402
 )
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask  # noqa: E402
 
-from fusion_bench_featcal import Paper, Plus  # noqa: E402
+from fusion_bench_featcal import FeatCalSettings, Paper, Plus  # noqa: E402
 from fusion_bench_featcal.encoders.pipeline import (  # noqa: E402
     EncoderFamily,
     Pipeline,
@@ -238,6 +238,15 @@ def test_few_texts_are_noted_as_for_other_models(encoders: Any, caplog: Any) -> 
     repaired_by(encoders, samples_per_task=100)
     text = "fewer than samples_per_task = 100: all of them are used"
     assert caplog.text.count(text) == len(TASKS)
+
+
+def test_settings_in_place_of_a_rule_choose_blocks_and_sizes_of_batches(encoders: Any) -> None:
+    settings = FeatCalSettings(rule="plus", family="no_such")
+    with pytest.raises(ValueError, match="no_such"):
+        repaired_by(encoders, rule=settings)
+    settings = settings.replace(family=["encoder.layer.0"], batch_size=3)
+    options: dict[str, Any] = {"family": settings.family, "batch_size": 3}
+    assert equal(repaired_by(encoders, rule=settings), repaired_by(encoders, **options))
 
 
 def test_a_folder_with_files_of_another_model_is_refused(encoders: Any, tmp_path: Path) -> None:
