@@ -26,6 +26,7 @@ from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plu
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.errors import LostProcessError
 from fusion_bench_featcal.fusionbench import prepare_run
+from fusion_bench_featcal.fusionbench.program_processes import share_model
 from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.run import CheckpointFolder, Processes
 
@@ -145,6 +146,18 @@ def test_each_process_reads_the_experts_of_its_tasks_and_must_have_one():
     assert in_processes(2, work) == [["task_0", "task_2"], ["task_1"]]
     for error in together(clip_suite(tasks=1), 2):
         assert "2 processes cannot share 1 tasks" in str(error) and "fabric.devices" in str(error)
+
+
+def test_a_model_with_functions_of_its_loader_is_not_sent_but_named():
+    """FusionBench's loaders of image classifiers set `forward` on the model."""
+    model = clip_suite(tasks=1).base
+    model.forward = lambda *args: args  # type: ignore[method-assign]
+
+    def work(processes: Processes) -> None:
+        share_model(model if processes.rank == 0 else None, processes, torch.device("cpu"))
+
+    first, _ = in_processes(2, work)
+    assert re.search("CLIPVisionModel.*loader has set functions.*fabric.devices=1", str(first))
 
 
 def test_a_process_that_fails_names_the_cause_and_ends_the_other(tmp_path: Path):

@@ -5,7 +5,6 @@ saving) is written for one process or distributes its data differently. The firs
 with a separate Fabric, while the others wait.
 """
 
-import copy
 import logging
 import pickle
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.signals import end_at_once
+from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.run.devices import check_cuda
 from fusion_bench_featcal.run.processes import Processes, TorchProcesses
 
@@ -115,4 +115,10 @@ def _packed(model: nn.Module) -> bytes:
         empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         is_parameter = isinstance(tensor, nn.Parameter)
         stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-    return pickle.dumps(copy.deepcopy(model, dict(stand_ins)))
+    try:
+        return pickle.dumps(copied_module(model, stand_ins))
+    except (AttributeError, pickle.PicklingError) as error:  # by the kind of function
+        raise CalibrationError(
+            f"the merged {type(model).__name__} cannot be sent to other processes, because its "
+            f"loader has set functions on it ({first_line(error)}): run in one, fabric.devices=1"
+        ) from error

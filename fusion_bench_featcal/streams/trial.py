@@ -1,6 +1,5 @@
 """A trial of a model's blocks without its weights, before weights and data are read."""
 
-import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import Masks, call_model
 from fusion_bench_featcal.families.check import compare_with_model
@@ -50,7 +50,7 @@ def try_blocks(
     """
     batches = [*batches]
     on_shapes = [{n: tensor.to(_META) for n, tensor in batch.items()} for batch in batches]
-    if _has_run(family, copy.deepcopy(model).to(_META).eval(), stages, modules, on_shapes):
+    if _has_run(family, copied_module(model).to(_META).eval(), stages, modules, on_shapes):
         return
     if sum(parameter.nbytes for parameter in model.parameters()) <= _SMALL:
         _has_run(family, _with_zeros(model).eval(), stages, modules, batches)
@@ -93,7 +93,7 @@ def _with_zeros(model: nn.Module) -> nn.Module:
         value = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
         is_parameter = isinstance(tensor, nn.Parameter)
         zeros[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
-    return copy.deepcopy(model, zeros)
+    return copied_module(model, zeros)
 
 
 def _check_rows(block: str, recorded: Recorded, masks: Masks) -> None:
