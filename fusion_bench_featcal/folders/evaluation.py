@@ -74,7 +74,7 @@ class Evaluation:
             if task in self._tests:
                 scores[task] = self._tests[task].score(expert)
             if opened.has_heads:
-                self.heads[task] = expert
+                self.heads[task] = opened.head_of(expert)
         if scores:
             self._add_row(EXPERTS, scores, Facts())
         self.add(self.report.merger, merged)

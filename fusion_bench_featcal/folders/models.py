@@ -103,6 +103,11 @@ class Models:
         """Return the part of a model that experts share."""
         return body_of(model, self.like.kind)
 
+    def without_body(self, classifier: Any) -> nn.Module:
+        """Return an expert's classifier with an empty body, which frees its own."""
+        setattr(classifier, body_name(classifier), self.empty_body)
+        return classifier
+
     def with_body(self, task: str, classifier: Any, body: nn.Module) -> nn.Module:
         """Return an expert's classifier with another body, which gets the expert's tail."""
         body.load_state_dict(self.tail(task), strict=False)

@@ -84,6 +84,10 @@ class Opened(Protocol):
         """Return an expert on the device."""
         ...
 
+    def head_of(self, expert: Any) -> Any:
+        """Return an expert without the weights that `with_head` replaces, which are freed."""
+        ...
+
     def with_head(self, task: str, model: Any, head: Any) -> Any:
         """Return a model with an expert's head, if experts have heads of their own."""
         ...

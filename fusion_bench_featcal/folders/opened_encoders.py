@@ -156,6 +156,10 @@ class OpenedEncoders:
         """Return an expert."""
         return self.models.experts[task]
 
+    def head_of(self, expert: Any) -> Any:
+        """Return the expert, which has no head of its own."""
+        return expert
+
     def with_head(self, task: str, model: Any, head: Any) -> Any:
         """Return the model, whose head all tasks share."""
         return model

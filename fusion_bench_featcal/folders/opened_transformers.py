@@ -166,6 +166,10 @@ class OpenedTransformers:
         """Return an expert on the device."""
         return self.models.load_expert(task)
 
+    def head_of(self, expert: Any) -> Any:
+        """Return an expert's classifier without its body."""
+        return self.models.without_body(expert)
+
     def with_head(self, task: str, model: Any, head: Any) -> Any:
         """Return an expert's classifier with a model's body, or the model of other kinds."""
         models = self.models
