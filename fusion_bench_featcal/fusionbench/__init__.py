@@ -16,20 +16,14 @@ from fusion_bench_featcal.lazy import lazy_names
 __getattr__ = lazy_names(
     __name__,
     {
-        "FeatCalJob": ".console",
         "PoolModel": ".pool_models",
         "PoolModels": ".pool_models",
         "Upstream": ".upstream",
-        "check_experts": ".pool_checks",
-        "check_pool_models": ".pool_checks",
         "checked_choices": ".options",
         "load_input_processor": ".processors",
         "load_pool_model": ".pool_models",
-        "plain": ".options",
         "prepare_run": ".program",
         "run_merger": ".program",
-        "plan_run": ".plan_run",
         "save_model": ".saving",
-        "share_model": ".program_processes",
     },
 )

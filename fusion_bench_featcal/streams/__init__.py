@@ -2,4 +2,4 @@
 
 from fusion_bench_featcal.lazy import lazy_names
 
-__getattr__ = lazy_names(__name__, {"Batch": ".batch", "Checks": ".checks", "Streams": ".streams"})
+__getattr__ = lazy_names(__name__, {"Batch": ".batch", "Streams": ".streams"})
