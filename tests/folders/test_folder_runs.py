@@ -1,8 +1,10 @@
 """`featcal calibrate` on folders of models: its result is the calibration that Python gives."""
 
+import gc
 import json
 import re
 import shlex
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from made_folders import CHAT, HELD_OUT, PAPER, ROWS, words, write_rows
+from made_folders import CHAT, HELD_OUT, PAPER, ROWS, classifier_folders, words, write_rows
 from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
 from tiny_models import scatter
@@ -205,6 +207,21 @@ def test_text_classifiers_keep_their_heads(finished):
     expert = run.models["two"].state_dict()
     assert all(torch.equal(value, expert[name]) for name, value in head.items())
     assert items(run, "two") == HELD_OUT
+
+
+def test_one_body_is_in_memory_while_classifiers_are_scored(tmp_path, monkeypatch):
+    classifier_folders(tmp_path)
+    load, bodies = models.Models.load_expert, list[Any]()
+
+    def watched(self: models.Models, task: str) -> Any:
+        gc.collect()
+        assert not any(body() for body in bodies)
+        expert: Any = load(self, task)
+        bodies.append(weakref.ref(expert.bert))
+        return expert
+
+    monkeypatch.setattr(models.Models, "load_expert", watched)
+    assert featcal(*words(tmp_path, *PAPER)).code == 0 and len(bodies) == 2
 
 
 @pytest.mark.parametrize("kind", ["bert", "vit"])
