@@ -1,6 +1,7 @@
 """Tables and figures of the runs in docs/results, which scripts/results*.sh write."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
@@ -18,7 +19,7 @@ from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
 from fusion_bench_featcal.results.lines import read_run
 from fusion_bench_featcal.results.numbers import Unit, share_text
-from fusion_bench_featcal.results.run import ROWS_ERROR, ROWS_SHARE
+from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS, ROWS_ERROR, ROWS_SHARE, Row
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.statistics import difference
 
@@ -38,6 +39,8 @@ REAL = {
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
 STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
 """Suites of `scripts/results_starts.sh`."""
+FEW = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6")
+"""Suites of `scripts/results_few.sh`."""
 UNLIKE = {
     "minilm_TA6": {
         "clean": "each task's own",
@@ -111,10 +114,16 @@ def results_part(suite: str) -> str:
     Costs are left out where runs shared a GPU.
     """
     results = results_of(suite)
-    for row in results.rows if suite in REAL else ():
-        row.cost = {key: value for key, value in row.cost.items() if key not in MEASURED_COSTS}
+    if suite in REAL:
+        rows = [replace(row, cost=without_measured(row.cost)) for row in results.rows]
+        results = replace(results, rows=rows)
     (accuracies,) = tables_of(frame_of(results))
     return f"{accuracies.markdown()}\n\n{measured(results)}"
+
+
+def without_measured(cost: Mapping[str, float]) -> dict[str, float]:
+    """Return the costs of a model that are counted."""
+    return {key: value for key, value in cost.items() if key not in MEASURED_COSTS}
 
 
 def measured(results: Results) -> str:
@@ -167,6 +176,31 @@ def grid(name: str, label: str) -> str:
     heads[0] = f"{label.removesuffix('_per_task')}: {heads[0]}" if label != "merger" else heads[0]
     lines = [[row, *(of.get(column, "-") for column in columns)] for row, of in cells.items()]
     return f"{table(['', *heads], lines)}\n\n{measured(results)}"
+
+
+def few_table(suite: str) -> str:
+    """Return FeatCal+'s averages by merger and samples, and the runs that harm a task."""
+    results, label = results_of(f"{suite}-few"), "samples_per_task"
+    merged = {(row.merger, row.seed): row.accuracy for row in results.rows if not row.is_repair}
+
+    def harms(row: Row) -> bool:
+        before = merged.get((row.merger, row.seed)) or merged[row.merger, None]
+        return any(row.accuracy[task] < before[task] for task in row.tasks)
+
+    runs = {name: [r for r in results.rows if r.name == name] for name in (FEATCAL, FEATCAL_PLUS)}
+    numbers = sorted({row.labels[label] for row in runs[FEATCAL_PLUS]})
+    cells: dict[str, dict[Any, str]] = {}
+    for record in summary(results).to_dict("records"):
+        if record["row"] in (record["merger"], FEATCAL_PLUS):
+            at = "merged" if record["row"] == record["merger"] else record[label]
+            cells.setdefault(record["merger"], {})[at] = percent(record)
+    lines = [[merger, *(of[at] for at in ("merged", *numbers))] for merger, of in cells.items()]
+    for name, rows in runs.items():
+        of_numbers = ([row for row in rows if row.labels[label] == n] for n in numbers)
+        counts = (f"{sum(map(harms, of))} of {len(of)}" for of in of_numbers)
+        lines.append([f"runs of {name} with a task below merged", "", *counts])
+    heads = ["", "merged", f"samples: {numbers[0]}", *map(str, numbers[1:])]
+    return f"{table(heads, lines)}\n\n{measured(results)}"
 
 
 def unlike_table(suite: str) -> str:
@@ -256,6 +290,7 @@ def result_figures() -> dict[str, str]:
 RESULT_PARTS: dict[str, Callable[[], str]] = {
     **{f"results-{suite}": partial(results_part, suite) for suite in (*SUITES, *REAL)},
     **{f"mergers-{suite}": partial(grid, f"{suite}-mergers", "merger") for suite in REAL},
+    **{f"few-{suite}": partial(few_table, suite) for suite in FEW},
     **{f"starts-{suite}": partial(grid, f"{suite}-starts", "merger") for suite in STARTS},
     **{
         f"samples-{suite}": partial(grid, f"{suite}-samples", "samples_per_task")
