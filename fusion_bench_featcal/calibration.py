@@ -23,7 +23,7 @@ from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
-from fusion_bench_featcal.run.problem import BASE, Problem, check_merged, open_problem
+from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, check_merged, open_problem
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.run.run_digest import digest_of_run
@@ -210,5 +210,5 @@ def reads_of(problem: Problem) -> dict[str, Any]:
     sizes = {name: sum(model.sizes.values()) for name, model in problem.models.items()}
     gathered = problem.processes.gather(sizes)
     read = {name: size for of_process in gathered for name, size in of_process.items()}
-    base = read.pop(BASE, 0)
+    base = read.pop(BASE_MODEL, 0)
     return {"plan": problem.grant.as_dict(), "experts": read, "base": base}

@@ -19,8 +19,8 @@ from fusion_bench_featcal.encoders.figures import primary_figure
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import left_as_merged, text_on_merged, transformer_of
 from fusion_bench_featcal.encoders.opening import open_like
-from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, family_of
-from fusion_bench_featcal.encoders.texts import Row, read_texts, record_batches
+from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, encoder_family
+from fusion_bench_featcal.encoders.texts import TextRow, read_texts, record_batches
 from fusion_bench_featcal.files import check_target
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local, without_base
@@ -39,7 +39,7 @@ def repair(
     merged: Encoder,
     *,
     experts: Mapping[str, Encoder | str | Path],
-    texts: Mapping[str, Iterable[Row]],
+    texts: Mapping[str, Iterable[TextRow]],
     base: Encoder | str | Path | None = None,
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
     evaluator: Any = None,
@@ -84,7 +84,7 @@ def calibrate_encoder(
     merged: Any,
     base: Any,
     experts: Mapping[str, Any],
-    texts: Mapping[str, Iterable[Row]],
+    texts: Mapping[str, Iterable[TextRow]],
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
     *,
     batch_size: int | str = "auto",
@@ -111,7 +111,9 @@ def calibrate_encoder(
     model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
     few, patterns = next(iter(batches.values()))[0], getattr(rule, "modules", None)
     blocks = options.pop("family", getattr(rule, "family", "auto"))
-    family = family_of(model, pipelines.values(), few, blocks, options.get("modules", patterns))
+    family = encoder_family(
+        model, pipelines.values(), few, blocks, options.get("modules", patterns)
+    )
     last_block = family.blocks[-1]
     result = calibrate(
         model,

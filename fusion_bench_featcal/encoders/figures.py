@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.library import average_precision_score, st
-from fusion_bench_featcal.encoders.targets import Targets, too_few
+from fusion_bench_featcal.encoders.targets import RowTargets, too_few
 from fusion_bench_featcal.modules.models import Modes
 
 QUIET: dict[str, Any] = {"write_csv": False, "show_progress_bar": False}
@@ -71,7 +71,7 @@ def mean_score(values: Sequence[tuple[float, float]], *, has_flags: bool = True)
 
 
 def jackknifed(
-    of_all: Callable[[], Any], outputs: Callable[[Any], Any], targets: Targets, measure: str
+    of_all: Callable[[], Any], outputs: Callable[[Any], Any], targets: RowTargets, measure: str
 ) -> EncoderTests | str:
     """Return tests by a figure that is no mean over rows.
 

@@ -17,7 +17,7 @@ from fusion_bench_featcal.modules.models import Modes, tail_of
 from fusion_bench_featcal.modules.sites import matches, site_of
 from fusion_bench_featcal.streams.inputs import part_of
 
-OPTIONS = "options"
+TEXT_OPTIONS = "options"
 """Entry of a batch: keyword arguments of the encoder's forward pass, such as `task`."""
 
 
@@ -48,7 +48,7 @@ class Pipeline(nn.Module):
 
     def forward(self, **features: Any) -> Any:
         """Return the scores or embeddings as `logits`."""
-        result = self.wrapped(features, **features.pop(OPTIONS))
+        result = self.wrapped(features, **features.pop(TEXT_OPTIONS))
         names = ("scores", "sentence_embedding", "token_embeddings")
         return SimpleNamespace(logits=next(result[name] for name in names if name in result))
 
@@ -90,14 +90,14 @@ class EncoderFamily(StackWithTail):
 
 def scored_positions(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return the positions that the library pools or compares, bool `[batch, positions]`."""
-    features, task = dict(inputs), inputs[OPTIONS].get("task")
+    features, task = dict(inputs), inputs[TEXT_OPTIONS].get("task")
     for module in model.modules():
         if isinstance(module, MultiVectorMask):
             features = module(features, task=task)
     return features["attention_mask"].bool()
 
 
-def family_of(
+def encoder_family(
     model: Pipeline,
     experts: Iterable[Pipeline],
     inputs: Mapping[str, Any],

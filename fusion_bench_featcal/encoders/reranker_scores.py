@@ -13,13 +13,13 @@ from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.figures import QUIET, RANKS, EncoderTests, jackknifed, mean_score
 from fusion_bench_featcal.encoders.library import of_pairs
-from fusion_bench_featcal.encoders.targets import Label, Targets
+from fusion_bench_featcal.encoders.targets import Label, RowTargets
 
 NEGATIVES = 9
 
 
 def reranker_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: Targets, label: Label
+    merged: Any, texts: Sequence[Sequence[str]], targets: RowTargets, label: Label
 ) -> EncoderTests | str:
     """Return test rows of a reranker, or why there are none.
 
@@ -50,7 +50,7 @@ def reranker_tests(
 
 
 def _pair_class_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: Targets, label: Label
+    merged: Any, texts: Sequence[Sequence[str]], targets: RowTargets, label: Label
 ) -> EncoderTests | str:
     """Return tests of a reranker that chooses a class for each pair."""
     classes = [name for _, name in sorted(merged.transformers_model.config.id2label.items())]

@@ -29,7 +29,7 @@ from fusion_bench_featcal.encoders.figures import (
 )
 from fusion_bench_featcal.encoders.library import of_terms, of_texts, of_vectors, st
 from fusion_bench_featcal.encoders.reranker_scores import reranker_tests
-from fusion_bench_featcal.encoders.targets import Label, Targets
+from fusion_bench_featcal.encoders.targets import Label, RowTargets
 from fusion_bench_featcal.encoders.texts import calls_of, columns_of
 
 MRR = "accuracy@1 % (1 - MRR@10)"
@@ -59,7 +59,7 @@ def encoder_tests(
             )
     texts = [[row[name] for name in columns[0]] for row in columns]
     methods = [method for method, _ in calls_of(merged, label(0), rows[0])]
-    targets = Targets.of(rows, label)
+    targets = RowTargets.of(rows, label)
     if targets.kind == "lists":
         return f"its column {targets.name} has lists, not one value per row"
     if isinstance(merged, st.CrossEncoder):
@@ -80,7 +80,7 @@ def name_tests(
         names_by: The model that embeds the names, once for all models.
         prompt: The text around a name, with `{}` in its place.
     """
-    targets = Targets.of(rows, label)
+    targets = RowTargets.of(rows, label)
     names = sorted({*map(str, targets.values)})
     if targets.kind != "words" or len(names) < 2 or all(map(str.isdecimal, names)):
         return "class names need at least two labels in words"
@@ -141,7 +141,7 @@ _OF_KIND = {
 
 
 def _embedder_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: Targets, method: str | None
+    merged: Any, texts: Sequence[Sequence[str]], targets: RowTargets, method: str | None
 ) -> EncoderTests | str:
     evaluators = next(of for kind, of in _OF_KIND.items() if isinstance(merged, kind))
     if len(texts[0]) == 1:
@@ -173,7 +173,7 @@ def _embedder_tests(
 
 
 def _label_tests(
-    evaluators: _Evaluators, texts: Sequence[str], targets: Targets, method: str | None
+    evaluators: _Evaluators, texts: Sequence[str], targets: RowTargets, method: str | None
 ) -> EncoderTests | str:
     """Return tests in which each text is a query, and all other texts are the corpus."""
     if targets.kind == "none":

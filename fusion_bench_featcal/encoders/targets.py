@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusion_bench_featcal.encoders.texts import TARGETS
+from fusion_bench_featcal.encoders.texts import TARGET_COLUMNS
 
 Label = Callable[[int], str]
 """Returns the name of a row in messages, by its position."""
 
 
-class Targets(NamedTuple):
+class RowTargets(NamedTuple):
     """Labels or scores of rows.
 
     Attributes:
@@ -26,9 +26,9 @@ class Targets(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], label: Label) -> "Targets":
+    def of(cls, rows: Sequence[Mapping[str, Any]], label: Label) -> "RowTargets":
         """Return the first column of targets that has values."""
-        for name in TARGETS[:-1]:
+        for name in TARGET_COLUMNS[:-1]:
             values = [_plain(row.get(name)) for row in rows]
             if all(value is None for value in values):
                 continue
@@ -69,7 +69,7 @@ def _kind(name: str, values: Sequence[Any]) -> str:
     return "scores" if has_floats or name.startswith("score") else "classes"
 
 
-def too_few(targets: Targets) -> str:
+def too_few(targets: RowTargets) -> str:
     """Return why targets are too alike for a figure without any one row, or an empty text."""
     rows, alike = len(targets.values), max(Counter(targets.values).values())
     if rows >= 4 and rows - alike >= 2:

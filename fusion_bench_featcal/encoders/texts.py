@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.models import transformer_of
-from fusion_bench_featcal.encoders.pipeline import OPTIONS
+from fusion_bench_featcal.encoders.pipeline import TEXT_OPTIONS
 from fusion_bench_featcal.modules.models import Modes
 
-Row = str | Sequence[str] | Mapping[str, Any]
+TextRow = str | Sequence[str] | Mapping[str, Any]
 
-TARGETS = ("label", "labels", "score", "scores", "dataset_name")
+TARGET_COLUMNS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that the library's trainers do not read as inputs."""
 
 
 def read_texts(
-    merged: Any, experts: Mapping[str, Any], texts: Mapping[str, Iterable[Row]]
+    merged: Any, experts: Mapping[str, Any], texts: Mapping[str, Iterable[TextRow]]
 ) -> dict[str, dict[str, list[Any]]]:
     """Return task -> name of a method of the merged model -> the inputs that it reads."""
     if not experts or {*experts} != {*texts}:
@@ -26,7 +26,7 @@ def read_texts(
         )
     calls = {task: dict[str, list[Any]]() for task in experts}
     for task, of_task in calls.items():
-        for number, row in enumerate(rows_of(f"texts[{task!r}]", texts[task])):
+        for number, row in enumerate(text_rows(f"texts[{task!r}]", texts[task])):
             for method, value in calls_of(merged, f"texts[{task!r}][{number}]", row):
                 of_task.setdefault(method, []).append(value)
         if not of_task:
@@ -34,7 +34,7 @@ def read_texts(
     return calls
 
 
-def rows_of(label: str, rows: Any) -> list[Any]:
+def text_rows(label: str, rows: Any) -> list[Any]:
     """Return rows as a list. A DataFrame and a dictionary of columns are divided into rows."""
     if hasattr(rows, "columns") and hasattr(rows, "to_dict"):
         rows = rows.to_dict("list")
@@ -46,7 +46,7 @@ def rows_of(label: str, rows: Any) -> list[Any]:
     return list(rows)
 
 
-def calls_of(model: Any, label: str, row: Row) -> list[tuple[str, Any]]:
+def calls_of(model: Any, label: str, row: TextRow) -> list[tuple[str, Any]]:
     """Return the names of the methods that read a row, each with its input."""
     columns = columns_of(label, row)
     (name, first), *others = columns.items()
@@ -68,7 +68,7 @@ def calls_of(model: Any, label: str, row: Row) -> list[tuple[str, Any]]:
 def columns_of(label: str, row: Any) -> dict[Any, str]:
     """Return the texts of a row by name of the column, or by number."""
     if isinstance(row, Mapping):
-        columns = {name: row[name] for name in in_order(row) if name not in TARGETS}
+        columns = {name: row[name] for name in in_order(row) if name not in TARGET_COLUMNS}
     else:
         row = [row] if isinstance(row, str) or not isinstance(row, Iterable) else [*row]
         columns = dict(enumerate(row))
@@ -104,7 +104,7 @@ def record_batches(
     unpadded = module.unpad_inputs
 
     def record(_: nn.Module, arguments: tuple[dict[str, Any]], options: dict[str, Any]) -> None:
-        batches.append({**arguments[0], OPTIONS: options})
+        batches.append({**arguments[0], TEXT_OPTIONS: options})
 
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:

@@ -14,7 +14,7 @@ from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note
-from fusion_bench_featcal.results.run import GIVEN, INPUTS, Facts, row_of_rule
+from fusion_bench_featcal.results.run import INPUTS, MERGED, Facts, row_of_rule
 from fusion_bench_featcal.results.sentences import RARELY
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -52,7 +52,7 @@ class Evaluation:
         request = opened.request
         self.report = Run(
             suite=request.folder.name,
-            merger=request.merger[0] or GIVEN,
+            merger=request.merger[0] or MERGED,
             versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),
         )

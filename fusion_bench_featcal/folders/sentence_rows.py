@@ -7,7 +7,7 @@ from typing import Any
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.encoders.texts import TARGETS, in_order, is_id
+from fusion_bench_featcal.encoders.texts import TARGET_COLUMNS, in_order, is_id
 from fusion_bench_featcal.folders.request import Request
 
 LABEL = "label"
@@ -32,15 +32,17 @@ class SentenceRows:
             columns: Name -> column, of which `label` is a target.
         """
         self._rows = rows
-        texts = {name: column for name, column in columns.items() if name not in TARGETS}
+        texts = {name: column for name, column in columns.items() if name not in TARGET_COLUMNS}
         if not texts and "text" in available:
             texts = {name: name for name in ("text", "text_pair") if name in available}
         if not texts:
-            usable = [c for c in available if c not in TARGETS and not is_id(c)]
+            usable = [c for c in available if c not in TARGET_COLUMNS and not is_id(c)]
             first = [rows[number] for number in range(min(len(rows), _SEEN))]
             texts = {c: c for c in usable if any(isinstance(row.get(c), str) for row in first)}
-        self._targets = {name: name for name in TARGETS if name in available}
-        self._targets |= {name: column for name, column in columns.items() if name in TARGETS}
+        self._targets = {name: name for name in TARGET_COLUMNS if name in available}
+        self._targets |= {
+            name: column for name, column in columns.items() if name in TARGET_COLUMNS
+        }
         self.columns = {name: texts[name] for name in in_order(texts)}
         self._numbers = {c for c in available if isinstance(_number(rows[0].get(c)), float)}
         self.unread = [c for c in available if c not in {**texts, **self._targets}.values()]

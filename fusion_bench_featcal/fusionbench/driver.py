@@ -12,7 +12,7 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import MERGED, plain
+from fusion_bench_featcal.fusionbench.options import MERGED, plain_config
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.program_processes import join_processes, share_model
 from fusion_bench_featcal.fusionbench.report import SavedReport, suite_name
@@ -136,7 +136,7 @@ class RowsMethod(DeclaredMethod):
         report = self._open_report(inputs, name)
         watch = partial(self.watch, report=report, inputs=inputs)
         merged = self._merged(inputs, report)
-        of_merged = Facts(settings=plain(self.base_method) or {})
+        of_merged = Facts(settings=plain_config(self.base_method) or {})
         if merged is not None:
             report.offer(name, merged, of_merged)
         for row, method in self.rows.items():

@@ -15,7 +15,7 @@ from fusion_bench_featcal.results import AVERAGE
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PoolEvaluation:
     """Result of a task pool for one model."""
 
     raw: Mapping[str, Any]  # FusionBench's report
@@ -43,7 +43,7 @@ def task_names(taskpool: BaseTaskPool) -> list[str] | None:
 
 def evaluate(
     taskpool: BaseTaskPool, model: nn.Module, tasks: Iterable[str] | None = None
-) -> Evaluation:
+) -> PoolEvaluation:
     """Evaluate one model on some tasks, by default on all. Some pools can only evaluate all."""
     loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
     requested = None if tasks is None else set(tasks)
@@ -68,14 +68,14 @@ def evaluate(
     correct = getattr(taskpool, "item_correct", None)
     if correct is not None:
         correct = {t: correct[t] for t in by_task} if set(by_task) <= set(correct) else None
-    return Evaluation(raw, by_task, correct)
+    return PoolEvaluation(raw, by_task, correct)
 
 
-def join(evaluations: Iterable[Evaluation]) -> Evaluation:
+def join(evaluations: Iterable[PoolEvaluation]) -> PoolEvaluation:
     """Return one row from evaluations of different models, such as each expert on its task."""
     rows = list(evaluations)
     by_task = {task: values for row in rows for task, values in row.by_task.items()}
     correct = None
     if all(row.correct is not None for row in rows):
         correct = {task: flags for row in rows for task, flags in (row.correct or {}).items()}
-    return Evaluation(by_task, by_task, correct)
+    return PoolEvaluation(by_task, by_task, correct)

@@ -10,15 +10,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.results.run import FEATCAL_PLUS, row_of_rule
+from fusion_bench_featcal.results.run import FEATCAL_PLUS, MERGED, row_of_rule
 from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, check_values, is_text_list, setting
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys in FusionBench's configs that are not settings of the method."""
 
-MERGED = "merged"
-REFERENCES = (BASE, EXPERTS, MERGED)
+COMPARED_ROWS = (BASE, EXPERTS, MERGED)
 _OF_SUITES = ("presets", "compare_with", "compare")
 
 
@@ -66,8 +65,8 @@ class RunSettings(MergedBy):
         None,
         "Reference rows to evaluate: base, experts, merged. Null: the model pool's choice, else "
         "[merged].",
-        accepts=f"a list of {', '.join(REFERENCES)}",
-        check=lambda value: is_text_list(value, REFERENCES),
+        accepts=f"a list of {', '.join(COMPARED_ROWS)}",
+        check=lambda value: is_text_list(value, COMPARED_ROWS),
     )
 
 
@@ -97,7 +96,9 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) ->
     """
     refuse_unknown(values, [name for kind in kinds for name in kind.names()], "method.")
     # FusionBench instantiates a merger from OmegaConf's config.
-    plain_values = {key: v if key == "base_method" else plain(v) for key, v in values.items()}
+    plain_values = {
+        key: v if key == "base_method" else plain_config(v) for key, v in values.items()
+    }
     of_kinds = [{k: plain_values[k] for k in kind.names() if k in plain_values} for kind in kinds]
     for kind, of_kind in zip(kinds, of_kinds, strict=True):
         check_values(kind, of_kind, "method.")
@@ -106,7 +107,7 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) ->
 
 def suite_of(program: Any) -> dict[str, Any]:
     """Return the key `featcal` of the running program's model pool, or nothing."""
-    return plain(getattr(program, "_modelpool", {}).get("featcal")) or {}
+    return plain_config(getattr(program, "_modelpool", {}).get("featcal")) or {}
 
 
 def checked_choices(
@@ -186,7 +187,7 @@ def refuse_other_rule(row: str, rule: Any, key: str) -> None:
         raise ValueError(f"{key}: the row {row} is FeatCal+: set {key}.rule=plus, or rename it")
 
 
-def plain(value: Any) -> Any:
+def plain_config(value: Any) -> Any:
     """Return an OmegaConf value as plain Python objects, and anything else unchanged."""
     if isinstance(value, DictConfig | ListConfig):
         return OmegaConf.to_container(value, resolve=True)

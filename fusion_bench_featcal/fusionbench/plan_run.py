@@ -19,7 +19,7 @@ from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench.config_checks import check_config
 from fusion_bench_featcal.fusionbench.console import explained, make_importable
 from fusion_bench_featcal.fusionbench.options import method_name
-from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, models_of
+from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, model_downloads
 
 _LOCATIONS = ("pretrained_model_name_or_path", "base_model_path", "base_model_name",
               "peft_model_path", "peft_name")  # fmt: skip
@@ -53,7 +53,7 @@ def plan_run(overrides: Sequence[str]) -> Plan:
         method, pool = _plain(config.method), _plain(config.modelpool)
         entries = pool.get("models") or {}
         models = {name: _locations(name, entry) for name, entry in entries.items()}
-        downloads, sizes = models_of(dict(chain(*(keys.items() for keys in models.values()))))
+        downloads, sizes = model_downloads(dict(chain(*(keys.items() for keys in models.values()))))
         downloads += data_sets_to_fetch(_data_sets(method, pool, _plain(config.taskpool)))
         rows, strengths = _rows(_checked(config, opens=not downloads), config.method)
     # As the run counts: an adapter's bytes, without those of its base.

@@ -7,7 +7,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.files.names import refuse_unusable_names
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
@@ -74,7 +74,7 @@ def _check_precision(fabric: Any) -> None:
 
 def _check_entry(model: PoolModel) -> None:
     """Refuse an entry that is not a model."""
-    entry, setting = plain(model.entry), f"modelpool.models.{model.name}"
+    entry, setting = plain_config(model.entry), f"modelpool.models.{model.name}"
     if entry is None or entry == "" or isinstance(entry, bool | int | float | list):
         raise CalibrationError(
             f"{setting} is {entry!r}, which is no model: give a folder or hub id, or a mapping "

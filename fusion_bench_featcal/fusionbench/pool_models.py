@@ -24,8 +24,8 @@ from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.model_files import ModelFiles
 from fusion_bench_featcal.models.peft_adapters import checked_adapters
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
+from fusion_bench_featcal.run.problem import BASE_MODEL
 
-BASE_MODEL = "_pretrained_"
 MERGED_MODEL = "_merged_"
 NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
 _PLAIN_OPTIONS = {"_target_", NAME, "torch_dtype", "dtype"}

@@ -12,9 +12,9 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files import write_atomic
-from fusion_bench_featcal.fusionbench.evaluation import Evaluation, evaluate, join, task_names
+from fusion_bench_featcal.fusionbench.evaluation import PoolEvaluation, evaluate, join, task_names
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.saving import RowSaver, path_option
 from fusion_bench_featcal.models.hub import commits
@@ -81,7 +81,7 @@ class Report:
             "tasks": len(inputs.modelpool.model_names) if tasks_label is None else tasks_label,
             **digest_of_pools(inputs),
         }
-        self._base_method = dict(plain(base_method) or {})
+        self._base_method = dict(plain_config(base_method) or {})
         self._failed: dict[str, Exception] = {}
 
     def warn(self, notes: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ class Report:
 
     def add(
         self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
-    ) -> Evaluation | None:
+    ) -> PoolEvaluation | None:
         """Evaluate a model and add its row. Without a task pool, add only a method's costs.
 
         Args:
@@ -133,7 +133,7 @@ class Report:
         self._add(name, evaluation, facts or Facts(), None if cost is None else cost.as_dict())
         return evaluation
 
-    def _note_unscored(self, evaluation: Evaluation, facts: Facts) -> None:
+    def _note_unscored(self, evaluation: PoolEvaluation, facts: Facts) -> None:
         """Note tasks that a model was calibrated on, and that the task pool does not have."""
         scored = {task for values in evaluation.scores.values() for task in values}
         unscored = [task for task in facts.samples if task not in scored]
@@ -149,7 +149,7 @@ class Report:
     def _add(
         self,
         name: str,
-        evaluation: Evaluation | None,
+        evaluation: PoolEvaluation | None,
         facts: Facts,
         cost: Mapping[str, float] | None = None,
     ) -> None:
@@ -238,7 +238,7 @@ class SavedReport(Report):
 
     def add(
         self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
-    ) -> Evaluation | None:
+    ) -> PoolEvaluation | None:
         """Write the files of its method beside the report, and FusionBench's own report."""
         if facts is not None and self._folder is not None:
             for file, text in facts.files.items():
@@ -277,7 +277,7 @@ class SavedReport(Report):
 
 def config_of(pool: Any) -> Any:
     """Return a pool's config, without the keys of this package."""
-    config = plain(getattr(pool, "config", None))
+    config = plain_config(getattr(pool, "config", None))
     if not isinstance(config, Mapping):
         return config
     return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}

@@ -15,7 +15,7 @@ from torch import nn
 from fusion_bench_featcal.files import check_target, write_atomic
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.files.tensors import stored_bytes
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.models.plan import check_room
 from fusion_bench_featcal.models.saving import (
@@ -147,7 +147,9 @@ class RowSaver:
         if facts.row != self.row:
             return
         self.model, target = model, path_option(self._program, SAVE_PATH)
-        self._facts = replace(facts, **{name: plain(value) for name, value in vars(facts).items()})
+        self._facts = replace(
+            facts, **{name: plain_config(value) for name, value in vars(facts).items()}
+        )
         if target is not None:
             save_model(self._modelpool, model, target, self._processor)
             self.folder = target
@@ -171,4 +173,4 @@ def _location(model: PoolModel) -> str:
     """Return the folder, hub id or config of a pool's model."""
     if model.module is not None:
         return f"a {type(model.module).__name__} in memory"
-    return model.location or str(plain(model.entry))
+    return model.location or str(plain_config(model.entry))

@@ -15,7 +15,12 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import LazyModel
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.budgets import budget_in_bytes
-from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, MERGED, method_name, plain
+from fusion_bench_featcal.fusionbench.options import (
+    FUSION_BENCH_KEYS,
+    MERGED,
+    method_name,
+    plain_config,
+)
 from fusion_bench_featcal.fusionbench.pool_models import (
     MERGED_MODEL,
     PoolModel,
@@ -28,7 +33,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
 
-Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
+TensorMerge = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Takes the first model's tensor and the experts' tensors, returns the merged tensor."""
 _OPTIONS = {"_target_", "inplace", "show_pbar", "scaling_factor", *FUSION_BENCH_KEYS}
 
@@ -127,7 +132,7 @@ def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
     Raises:
         CalibrationError: If a model cannot be loaded.
     """
-    merge = _plain_merge(plain(base_method))
+    merge = _plain_merge(plain_config(base_method))
     # The merged model takes its class and dtypes from the first model.
     first = next(iter(models.experts.values()), None) if merge is _average else models.base
     if merge is None or first is None:
@@ -150,7 +155,9 @@ def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, first: LazyModel, experts: Sequence[LazyModel], merge: Merge) -> None:
+def fill(
+    model: nn.Module, first: LazyModel, experts: Sequence[LazyModel], merge: TensorMerge
+) -> None:
     """Write merged tensors into a model, in place."""
     tensors = model.state_dict(keep_vars=True)
     for tensor, name in {id(tensor): (tensor, name) for name, tensor in tensors.items()}.values():
@@ -158,7 +165,7 @@ def fill(model: nn.Module, first: LazyModel, experts: Sequence[LazyModel], merge
         tensor.copy_(merge(start, [expert.stored(name).to(start.dtype) for expert in experts]))
 
 
-def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
+def _plain_merge(config: Mapping[str, Any]) -> TensorMerge | None:
     """Return the function of a plain average or task arithmetic, or None for other mergers."""
     if set(config) - _OPTIONS or "_target_" not in config:
         return None
@@ -176,7 +183,7 @@ def _plain_merge(config: Mapping[str, Any]) -> Merge | None:
 
 def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
     """Return options, configured and stored dtypes, which determine how a pool loads files."""
-    entry, source, config = plain(model.entry), model.files, model.config or {}
+    entry, source, config = plain_config(model.entry), model.files, model.config or {}
     assert isinstance(source, SafetensorsExpert)
     options = dict(entry) if isinstance(entry, Mapping) else {}
     options.pop("pretrained_model_name_or_path", None)
@@ -200,7 +207,7 @@ def _average(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
     return total / len(experts)
 
 
-def _arithmetic(scale: Any) -> Merge:
+def _arithmetic(scale: Any) -> TensorMerge:
     def merge(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
         total = experts[0] - first
         for expert in experts[1:]:

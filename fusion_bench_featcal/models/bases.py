@@ -10,7 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 from fusion_bench_featcal.files.untrusted import MAX_YAML, parse_json, parse_yaml, read_bytes
 
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*\n", re.DOTALL)
-FILES = ("README.md", "config.json", "config_sentence_transformers.json")
+CARD_FILES = ("README.md", "config.json", "config_sentence_transformers.json")
 
 
 def without_base(places: Sequence[str], argument: str) -> str:
@@ -37,7 +37,7 @@ def bases_of(place: str) -> list[str]:
         place: The folder or hub id that the model was loaded from. If it was trained since, this is
             its base, and card and configs there name the base's own base.
     """
-    contents = [c for name in FILES if isinstance(c := read_local(place, name), Mapping)]
+    contents = [c for name in CARD_FILES if isinstance(c := read_local(place, name), Mapping)]
     values = [content.get(key) for content in contents for key in ("base_model", "_name_or_path")]
     lists = [value if isinstance(value, list) else [value] for value in values]
     return [str(name) for names in ([place], *lists) for name in names if name]

@@ -31,7 +31,7 @@ from fusion_bench_featcal.models.peft_adapters import PeftExpert
 from fusion_bench_featcal.models.structure import untie, without_weights
 from fusion_bench_featcal.settings.fields import is_text_list
 
-CLIP = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
+CLIP_CLASSES = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 _DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
 _PICKLES = (".bin", ".pt", ".pth")
 
@@ -151,10 +151,10 @@ class ModelFiles:
 
     @property
     def calibrated_class(self) -> type[nn.Module]:
-        """The class to calibrate: for CLIP the vision tower, else the config's class."""
+        """The class to calibrate: for CLIP_CLASSES the vision tower, else the config's class."""
         from transformers import CLIPVisionModel
 
-        return CLIPVisionModel if self.architecture.__name__ in CLIP else self.architecture
+        return CLIPVisionModel if self.architecture.__name__ in CLIP_CLASSES else self.architecture
 
     @cached_property
     def empty(self) -> nn.Module:
@@ -166,7 +166,7 @@ class ModelFiles:
 
     @cached_property
     def whole(self) -> nn.Module:
-        """The model of its config's class without weights, for CLIP with both towers."""
+        """The model of its config's class without weights, for CLIP_CLASSES with both towers."""
         is_whole = self.calibrated_class is self.architecture
         return self.empty if is_whole else self._empty(self.architecture)
 

@@ -63,7 +63,7 @@ class Plan:
         return masked_values({**asdict(self), "free": self.free})
 
 
-def models_of(locations: Mapping[str, str]) -> tuple[list[Download], dict[str, int | None]]:
+def model_downloads(locations: Mapping[str, str]) -> tuple[list[Download], dict[str, int | None]]:
     """Return the models to fetch, and the bytes of every model's weights by option.
 
     Args:

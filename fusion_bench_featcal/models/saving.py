@@ -26,7 +26,7 @@ from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Run, frame_of, versions
 from fusion_bench_featcal.results.joining import join
 from fusion_bench_featcal.results.notes import VERDICT
-from fusion_bench_featcal.results.run import GIVEN
+from fusion_bench_featcal.results.run import MERGED
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.run.finished import FinishedBlocks
@@ -203,7 +203,7 @@ def _hub_ids(locations: Iterable[str | None]) -> list[str]:
 def _about(facts: CardFacts) -> str:
     """Return the title and a sentence on the method that made a model."""
     rule, row = facts.settings.get("rule"), f"row `{facts.row}` of its report"
-    if facts.row == GIVEN:
+    if facts.row == MERGED:
         return f"# Merged model\n\nAs merged, without calibration: {row}."
     if rule is None:
         return f"# Merged model ({facts.row})\n\nMade by fusion_bench_featcal, {row}."

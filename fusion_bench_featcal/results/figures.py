@@ -21,15 +21,12 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 from .columns import AVERAGE
 from .frame import Frame, FrameLine
 from .numbers import Unit
-from .run import BASE
+from .run import BASE, MERGED
 from .tables import without_codes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-MERGED = "merged"
-"""Name of the merged model's row in figures with a panel for each merger."""
 
 _INK, _GREY = "#222222", "#8c8c8c"
 _LOOKS = {
@@ -52,14 +49,14 @@ _STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-class Value(NamedTuple):
+class Estimate(NamedTuple):
     """A number with half of its interval, or 0 without one."""
 
     mean: float
     half: float = 0.0
 
 
-Panels = Mapping[str, Mapping[str, Mapping[Any, Value]]]
+Panels = Mapping[str, Mapping[str, Mapping[Any, Estimate]]]
 """Panel -> row -> category or position -> value."""
 
 
@@ -89,15 +86,15 @@ def _by_task(frame: Frame) -> Panels:
     for merger in [name for name in mergers if name] or [""]:
         for line in (of for of in frame.lines if of.first.merger in (merger, "")):
             tasks = (task for task in (AVERAGE, *frame.tasks) if task in line.values)
-            values = {task: value_of(line, task) for task in tasks}
+            values = {task: estimate_of(line, task) for task in tasks}
             panels.setdefault(merger, {})[name_of(line)] = values
     return panels
 
 
-def value_of(line: FrameLine, task: str = AVERAGE) -> Value:
+def estimate_of(line: FrameLine, task: str = AVERAGE) -> Estimate:
     """Return a line's value with its interval, in the unit of its metric."""
     unit = Unit.of(line.metric).factor
-    return Value(unit * line.values[task], unit * line.halves.get(task, 0.0))
+    return Estimate(unit * line.values[task], unit * line.halves.get(task, 0.0))
 
 
 def name_of(line: FrameLine) -> str:
@@ -125,7 +122,7 @@ def _along(frame: Frame, key: str) -> Panels:
             # A row without the setting has the same value everywhere.
             xs = [line.first.labels[key]] if key in line.first.labels else sorted(labels)
             of_row = panels.setdefault(merger, {}).setdefault(name_of(line), {})
-            of_row |= dict.fromkeys(xs, value_of(line))
+            of_row |= dict.fromkeys(xs, estimate_of(line))
     return {m: {n: dict(sorted(v.items())) for n, v in rows.items()} for m, rows in panels.items()}
 
 

@@ -108,7 +108,7 @@ def read_run(folder: str | Path) -> Run:
         run = Run(rows=rows, notes=notes, **{key: content[key] for key in _OF_RUNS})
     except (KeyError, TypeError) as error:
         raise ReportError(f"{folder / RUN_FILE} is damaged: {error!r}") from error
-    _fill(run, read_lines(folder / LINES_FILE))
+    _fill(run, read_lines_csv(folder / LINES_FILE))
     if (folder / ITEMS_FILE).exists():
         _unpack(folder / ITEMS_FILE, run.rows)
     tasks: dict[str, list[str]] = {}
@@ -172,7 +172,7 @@ def csv_text(lines: Iterable[Line]) -> str:
     return csv_of([*labels, *DIMENSIONS, VALUE], lines)
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines_csv(path: Path) -> list[Line]:
     """Read a file of `csv_text`. Seeds and labels that look like numbers become numbers.
 
     A line has no label whose cell is empty.

@@ -76,12 +76,12 @@ def _with_names(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
     ]  # fmt: skip
     cells = [*settings, *((head, of) for head, of in cells if {*of} - {ABSENT, _yes(0)})]
     title = f"{suite}: {frame.metric}{', %' if unit.factor == 100 else ''}"
-    lines = [(head_of(of), [texts[n] for _, texts in cells]) for n, of in enumerate(frame.lines)]
+    lines = [(heading_of(of), [texts[n] for _, texts in cells]) for n, of in enumerate(frame.lines)]
     heads = [head for head, _ in cells]
     return Table(title if frame.tasks else suite, heads, lines, fixed=len(settings))
 
 
-def head_of(line: FrameLine) -> str:
+def heading_of(line: FrameLine) -> str:
     """Return a row's name, below its merger as `+ name`."""
     row = line.first
     return f"+ {row.name}" if row.is_repair and row.merger else row.name

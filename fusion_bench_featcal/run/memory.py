@@ -15,7 +15,7 @@ from fusion_bench_featcal.errors import CalibrationError
 _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
 """Phrases in out-of-memory errors of torch, its libraries, and the system for mapped files."""
 
-ADVICE = (
+MEMORY_ADVICE = (
     "What lowers it: activations=host beside a GPU, a lower batch_size or "
     "samples_per_task, modules without the widest modules"
 )
@@ -73,5 +73,5 @@ def naming_memory(device: torch.device, location: Callable[[], str]) -> Iterator
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CalibrationError(
-            f"out of memory ({device.type}) at {location()}: {reason}. {ADVICE}"
+            f"out of memory ({device.type}) at {location()}: {reason}. {MEMORY_ADVICE}"
         ) from error

@@ -51,7 +51,7 @@ from fusion_bench_featcal.streams.streams import Streams
 
 logger = logging.getLogger(__name__)
 
-BASE = "_pretrained_"
+BASE_MODEL = "_pretrained_"
 """Name of the base model in FusionBench's pools."""
 
 COMPARED_SAMPLES = 2
@@ -104,7 +104,7 @@ class Problem:
     @property
     def models(self) -> dict[str, LazyModel]:
         """Return base and experts by name."""
-        return ({} if self.base is None else {BASE: self.base}) | dict(self.experts)
+        return ({} if self.base is None else {BASE_MODEL: self.base}) | dict(self.experts)
 
     @contextmanager
     def computing(self) -> Iterator[None]:

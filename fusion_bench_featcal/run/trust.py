@@ -19,7 +19,7 @@ from fusion_bench_featcal.streams.task_sums import paired_features
 
 logger = logging.getLogger(__name__)
 
-ENOUGH = 64
+ENOUGH_SAMPLES = 64
 """Number of a task's samples, including copies, below which weights count more."""
 
 FAMILIAR, LEAST = 0.3, 1 / 4
@@ -57,7 +57,7 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
     gammas = dict[str, float]()
     for task in streams.tasks:
         familiar = min(max(trust.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
-        gammas[task] = rule.gamma * max(ENOUGH / streams.used(task), 1) / familiar**2
+        gammas[task] = rule.gamma * max(ENOUGH_SAMPLES / streams.used(task), 1) / familiar**2
     return replace(problem, rule=replace(rule, gammas=gammas))
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-WEIGHTS = "FEATCAL_REAL"
+WEIGHTS_VARIABLE = "FEATCAL_REAL"
 """Environment variable with the folder of fetched weights (default: `weights`)."""
 PACKAGE = "fusion_bench_featcal_suites"
 """Package with the models and data, a distribution of its own."""
@@ -58,14 +58,18 @@ def weights_path(name: str) -> str:
     Raises:
         FileNotFoundError: If they are not there, with the command that fetches them.
     """
-    root = os.environ.get(WEIGHTS, "")
+    root = os.environ.get(WEIGHTS_VARIABLE, "")
     folder = Path(root or "weights").expanduser().absolute() / name
     if not (folder / "config.json").is_file():
-        where = f"{WEIGHTS}={root}" if root else f"the folder weights ({WEIGHTS} is not set)"
+        where = (
+            f"{WEIGHTS_VARIABLE}={root}"
+            if root
+            else f"the folder weights ({WEIGHTS_VARIABLE} is not set)"
+        )
         raise FileNotFoundError(
             f"no pretrained weights {name!r} in {where}: fetch them by `python "
             f"scripts/fetch_weights.py FOLDER {name}` in a source checkout, and set "
-            f"{WEIGHTS}=FOLDER"
+            f"{WEIGHTS_VARIABLE}=FOLDER"
         )
     return str(folder)
 

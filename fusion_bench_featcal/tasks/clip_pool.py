@@ -29,7 +29,7 @@ from fusion_bench_featcal.tasks.item_pool import (
     refuse_unknown_pool_keys,
 )
 
-Batch = tuple[Tensor, Tensor]
+LabelledImages = tuple[Tensor, Tensor]
 
 KEPT_BYTES = 64 * 2**20
 """Largest size of a task whose pixels stay in memory for the next model."""
@@ -103,7 +103,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
             **{key: value for key, value in fusion_bench.items() if not key.startswith("_")},
         )
         self._tasks, self.base_model = tasks, base_model
-        self._kept: dict[str, list[Batch]] = {}
+        self._kept: dict[str, list[LabelledImages]] = {}
         self._heads: dict[str, Tensor] = {}
         self._definitions = parse_tasks(tasks)
         self._open_tasks: dict[str, OpenTask] = {}
@@ -241,7 +241,7 @@ class PixelItems(Dataset[tuple[Tensor, int]]):
         return to_pixels(picture, self.processor, self.items.at(index)), label
 
 
-def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> Batch:
+def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> LabelledImages:
     pixels, labels = zip(*batch, strict=True)
     return stack_pixels(pixels, name), torch.tensor(labels)
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.settings.fields import check_values, setting
 from fusion_bench_featcal.tasks.item_pool import build_part
 
@@ -67,7 +67,7 @@ def parse_tasks(tasks: Any, name: str = "taskpool.tasks") -> dict[str, TaskDefin
     Raises:
         ValueError: If it has an unknown key or an invalid value, with task, key and value.
     """
-    tasks = plain(tasks)
+    tasks = plain_config(tasks)
     if not isinstance(tasks, Mapping | None):
         raise ValueError(f"{name} must be a mapping from task names to tasks, got {tasks!r}")
     parsed = {}

@@ -36,7 +36,7 @@ from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.optional import pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.settings.fields import check_values, is_integer, is_text_list, setting
 from fusion_bench_featcal.streams.inputs import check_token_ids, to_device
@@ -73,7 +73,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class OpenTask:
+class EncoderTask:
     """A task's test items.
 
     Attributes:
@@ -204,7 +204,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             self._embed_names()
         self._is_setup = True
 
-    def _opened(self, task: str, configured: Any, processor: Any, is_text: bool) -> OpenTask:
+    def _opened(self, task: str, configured: Any, processor: Any, is_text: bool) -> EncoderTask:
         """Open a task's items, and read its head if it is a file."""
         setting, head = f"taskpool.test_datasets.{task}", self.heads[task]
         rows = build_part(setting, configured)
@@ -256,14 +256,14 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
 def _parsed(heads: Any, tasks: Collection[str]) -> dict[str, Head]:
     """Return the head of every task."""
-    keys_of = plain(heads)
+    keys_of = plain_config(heads)
     refuse_unknown(keys_of, tasks, "taskpool.heads.")
     for task, keys in keys_of.items():
         check_values(Head, keys, f"taskpool.heads.{task}.")
     return {task: Head(**keys_of.get(task, {})) for task in tasks}
 
 
-def _open_texts(source: Any, name: str, head: Head, reader: Any, batch_size: int) -> OpenTask:
+def _open_texts(source: Any, name: str, head: Head, reader: Any, batch_size: int) -> EncoderTask:
     """Read and tokenize all texts of a task, sorted by their length, which pads batches little."""
     rows = TextRows(load_texts(source, "test") if isinstance(source, str) else source, name)
     values = [rows[number].get(LABEL) for number in range(len(rows))]
@@ -280,7 +280,7 @@ def _open_texts(source: Any, name: str, head: Head, reader: Any, batch_size: int
             check_token_ids(batch, model, lambda row, first=first: rows.at(order[first + row]))
         return batches
 
-    return OpenTask(name, classes or [], labels, checked, order)
+    return EncoderTask(name, classes or [], labels, checked, order)
 
 
 def _text_of(rows: TextRows, number: int) -> str:
@@ -295,14 +295,16 @@ def _text_batches(reader: Any, texts: Sequence[str], size: int) -> list[dict[str
     return [reader.tokenized(texts[start : start + size]) for start in range(0, len(texts), size)]
 
 
-def _open_images(source: Any, name: str, head: Head, processor: Any, batch_size: int) -> OpenTask:
+def _open_images(
+    source: Any, name: str, head: Head, processor: Any, batch_size: int
+) -> EncoderTask:
     rows = load_images(source, usual_split="test") if isinstance(source, str) else source
     items = ImageItems(rows, name=name, classnames=head.class_names)
     labels = [items.read(number)[1] for number in range(len(items))]
     _require_labels(labels, name)
     classes = items.classnames or [str(number) for number in range(max(labels) + 1)]  # type: ignore[operator]
     batches = ImageBatches(items, range(len(items)), batch_size, processor)
-    return OpenTask(name, classes, labels, lambda _: batches)  # type: ignore[arg-type]
+    return EncoderTask(name, classes, labels, lambda _: batches)  # type: ignore[arg-type]
 
 
 def _require_labels(labels: Sequence[Any], name: str) -> None:

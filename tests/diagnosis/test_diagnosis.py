@@ -26,8 +26,8 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.lab.diagnosis import DiagnosisAlgorithm
 from fusion_bench_featcal.lab.diagnosis.lines import drift_metrics, principal_plane
-from fusion_bench_featcal.lab.diagnosis.measure import COLUMNS, Measures, measure
-from fusion_bench_featcal.lab.diagnosis.views import by_block, by_task, diagnosis_figures, rows_of
+from fusion_bench_featcal.lab.diagnosis.measure import COLUMNS, Measures, measure_drift
+from fusion_bench_featcal.lab.diagnosis.views import by_block, by_task, diagnosis_figures, row_names
 from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.results import read_run, write_run
 
@@ -38,7 +38,7 @@ def measured(suite: Suite, task: str = "task_0", **options: Any) -> Measures:
     family = resolve_family(suite.family, suite.merged)
     settings = FeatCalSettings(calibrate_norm=False, decoder_rows="all")
     merged, expert = copy.deepcopy(suite.merged), copy.deepcopy(suite.experts[task])
-    return measure(
+    return measure_drift(
         merged, suite.base, expert, task, suite.inputs[task], settings, family, **options
     )
 
@@ -164,7 +164,7 @@ def test_a_run_has_every_metric_of_its_tasks_and_rows(models: Any, tmp_path: Pat
     algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
     algorithm.run(tiny_pool(models))
     run = read_run(tmp_path / "logs")
-    assert rows_of(run) == ["base", MERGER, "featcal", "featcal_one"]
+    assert row_names(run) == ["base", MERGER, "featcal", "featcal_one"]
     assert set(by_task(run, "items")[""]) == {6}
     counts = Counter(line["metric"] for line in run.all_lines() if line["row"] == "featcal")
     blocks = len(by_block(run, "drift")["featcal"])
@@ -230,7 +230,7 @@ def test_the_command(tmp_path: Path) -> None:
     log = tmp_path / "log"
     result = fusion_bench(["method=diagnose", *words, f"path.log_dir={log}"], tmp_path)
     run = read_run(log)
-    assert rows_of(run) == ["base", MERGER, "featcal", "featcal_plus"]
+    assert row_names(run) == ["base", MERGER, "featcal", "featcal_plus"]
     assert "featcal: relative drift changes by -" in result.stdout
     assert any(note.text.startswith("diagnosis: at most 48 items") for note in run.notes)
     done = featcal("report", log, "--figures", tmp_path / "figures")

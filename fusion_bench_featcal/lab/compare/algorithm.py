@@ -24,15 +24,16 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import plain, suite_of
+from fusion_bench_featcal.fusionbench.options import plain_config, suite_of
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.report import suite_name
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
-from fusion_bench_featcal.lab.compare.grid import NONE, REFERENCES, Cell, cells_of
+from fusion_bench_featcal.lab.compare.grid import NONE, Cell, cells_of
 from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
 from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
+from fusion_bench_featcal.results.run import REFERENCES
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import (
@@ -275,7 +276,7 @@ def _part(
         return modelpool, None, len(names)
     if isinstance(tasks, int) and tasks > len(names):
         raise ValueError(f"method.tasks={tasks}, but the pool has {counted(len(names), 'task')}")
-    chosen = names[:tasks] if isinstance(tasks, int) else list(plain(tasks))
+    chosen = names[:tasks] if isinstance(tasks, int) else list(plain_config(tasks))
     for name in chosen:
         if name not in names:
             raise ValueError(f"method.tasks: {name!r} is unknown{nearest_hint(name, names)}")

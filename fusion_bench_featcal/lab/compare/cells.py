@@ -24,11 +24,11 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import new_path, write_atomic
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.options import plain
+from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.fusionbench.report import Report, config_of
 from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
 from fusion_bench_featcal.fusionbench.upstream import Upstream
-from fusion_bench_featcal.lab.compare.grid import Cell, Merger
+from fusion_bench_featcal.lab.compare.grid import Cell, MergerEntry
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Cost, ReportError, Run, measure, read_run, write_run
 from fusion_bench_featcal.results.lines import RUN_FILE
@@ -82,7 +82,12 @@ class CellRunner:
         made_of: list[Any] = [cell.row]
         if cell.merger is not None:  # references have no random numbers
             settings = cell.method.settings if cell.method else None
-            made_of += [self.seed, plain(cell.merger.config), plain(cell.config), settings]
+            made_of += [
+                self.seed,
+                plain_config(cell.merger.config),
+                plain_config(cell.config),
+                settings,
+            ]
             made_of.append(_own_code(cell.method))
         text = json.dumps([self._common, made_of], sort_keys=True, default=str)
         title = re.sub(r"[^0-9A-Za-z_.+-]", "_", cell.title)
@@ -135,8 +140,8 @@ class CellRunner:
         report.add(cell.row, model, facts, cost)
         return facts.files
 
-    def _facts_of_merger(self, merger: Merger, merged: nn.Module) -> Facts:
-        settings = dict(plain(merger.config))
+    def _facts_of_merger(self, merger: MergerEntry, merged: nn.Module) -> Facts:
+        settings = dict(plain_config(merger.config))
         number, split = settings.get("samples_per_task"), settings.get("calibration_split", "train")
         if merger.name in self.reads_test:
             number, split = sys.maxsize, "test"
@@ -146,7 +151,7 @@ class CellRunner:
         cost = deployed(merged, {})
         return Facts(settings=settings, seed=self.seed, samples=samples, cost=cost)
 
-    def _merged_model(self, merger: Merger) -> tuple[nn.Module, Cost]:
+    def _merged_model(self, merger: MergerEntry) -> tuple[nn.Module, Cost]:
         """Return the merged model and its cost. It is merged once.
 
         Raises:

@@ -12,22 +12,22 @@ from hydra.utils import instantiate
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.fusionbench.options import (
     is_merger,
-    plain,
+    plain_config,
     refuse_other_rule,
     with_preset,
 )
 from fusion_bench_featcal.fusionbench.pool_models import import_target
 from fusion_bench_featcal.lab.rivals import Method
-from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
+from fusion_bench_featcal.results import FEATCAL
+from fusion_bench_featcal.results.run import REFERENCES
 
-REFERENCES = (BASE, EXPERTS)
 NONE = "none"  # in method.post_merging: the merger alone, which always runs
 CHOICES = ("upstreams", "post_merging")
 _SHARED = ("samples_per_task", "calibration_split", "calibration_corruption", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merger:
+class MergerEntry:
     """An upstream merger: its config, and the setting that has it."""
 
     name: str
@@ -54,7 +54,7 @@ class Cell:
     """One row over one merger. A reference has no merger, the merger's own row no method."""
 
     row: str
-    merger: Merger | None = None
+    merger: MergerEntry | None = None
     method: Any = None
     config: Any = None  # of the method
 
@@ -87,7 +87,7 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
     }
     methods |= presets
     defaults = _defaults(settings, suite, presets)
-    references = _named("method.references", plain(settings.references), REFERENCES)
+    references = _named("method.references", plain_config(settings.references), REFERENCES)
     mergers = [
         _merger(name, upstreams[name], f"method.upstream_mergers.{name}")
         for name in _chosen(settings, "upstreams", upstreams, defaults)
@@ -113,7 +113,7 @@ def _defaults(
     settings: Any, suite: Mapping[str, Any], presets: Iterable[str]
 ) -> dict[str, list[str]]:
     """Return the names that run if none are chosen: the pool's, else the comparison's."""
-    of_pool, of_method = suite.get("compare") or {}, plain(settings.default_rows) or {}
+    of_pool, of_method = suite.get("compare") or {}, plain_config(settings.default_rows) or {}
     refuse_unknown(of_pool, CHOICES, "modelpool.featcal.compare.")
     refuse_unknown(of_method, CHOICES, "method.default_rows.")
     if "post_merging" in of_method:  # each preset of the pool is a row of its own
@@ -123,7 +123,7 @@ def _defaults(
 
 def _configs(settings: Any, key: str) -> dict[str, Any]:
     """Return configs by name. Entries set to null are removed."""
-    value = plain(getattr(settings, key)) or {}
+    value = plain_config(getattr(settings, key)) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"method.{key} must map names to configs, got {value!r}")
     return {str(name): config for name, config in value.items() if config is not None}
@@ -133,7 +133,7 @@ def _chosen(
     settings: Any, key: str, available: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> list[str]:
     """Return the names that a setting chooses, without a choice the default ones, else all."""
-    names = plain(getattr(settings, key))
+    names = plain_config(getattr(settings, key))
     if names is not None:
         return _named(f"method.{key}", names, available)
     return _named(f"the default {key}", defaults.get(key, list(available)), available)
@@ -153,7 +153,7 @@ def _named(key: str, names: Any, available: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _merger(name: str, config: Any, setting: str) -> Merger:
+def _merger(name: str, config: Any, setting: str) -> MergerEntry:
     """Return a merger, whose name and config are usable."""
     if re.search(r"[^\w.+-]", name) or name.startswith("."):
         raise ValueError(f"{setting}: the name is that of a folder: use letters, digits and ._+-")
@@ -166,7 +166,7 @@ def _merger(name: str, config: Any, setting: str) -> Merger:
     if target is None and config["name"] not in available:
         hint = nearest_hint(config["name"], available)
         raise ValueError(f"{setting}.name: FusionBench has no method {config['name']!r}{hint}")
-    merger = Merger(name=name, config=config, setting=setting)
+    merger = MergerEntry(name=name, config=config, setting=setting)
     if target is not None and not merger.methods:
         _check_keys(config, setting)
     return merger
@@ -192,7 +192,7 @@ def _drawing_alike(config: Any, settings: Any, setting: str) -> dict[str, Any]:
         raise ValueError(f"{setting} must have a _target_, got {config!r}")
     kind = import_target(setting, config["_target_"])
     names = kind.names() if isinstance(kind, type) and issubclass(kind, Method) else ()
-    shared = {name: plain(getattr(settings, name)) for name in _SHARED if name in names}
+    shared = {name: plain_config(getattr(settings, name)) for name in _SHARED if name in names}
     return shared | dict(config)
 
 

@@ -20,7 +20,7 @@ from fusion_bench_featcal.fusionbench.options import RunSettings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.report import SavedReport
 from fusion_bench_featcal.lab.diagnosis.lines import expert_lines, row_lines
-from fusion_bench_featcal.lab.diagnosis.measure import measure
+from fusion_bench_featcal.lab.diagnosis.measure import measure_drift
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
 from fusion_bench_featcal.lab.rivals.features import load_projection
 from fusion_bench_featcal.modules.models import head_of
@@ -94,7 +94,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
             if next(expert.parameters()).dtype != dtype:
                 expert = copied_module(expert).to(dtype)
             of_task = inputs.base(), expert, task, batches
-            measures = measure(model, *of_task, self._of_items, family, **options)
+            measures = measure_drift(model, *of_task, self._of_items, family, **options)
             run.lines += row_lines(row, task, measures)
             if is_first:
                 run.lines += expert_lines(task, measures)

@@ -58,7 +58,7 @@ class Measures:
 
 
 @torch.no_grad()
-def measure(
+def measure_drift(
     model: nn.Module,
     base: nn.Module | ExpertSource | None,
     expert: nn.Module,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Run
-from fusion_bench_featcal.results.figures import MERGED, Value, curves, dots
+from fusion_bench_featcal.results.figures import MERGED, Estimate, curves, dots
 from fusion_bench_featcal.results.numbers import share_text
 from fusion_bench_featcal.results.run import ROWS_SHARE
 from fusion_bench_featcal.results.tables import Table, print_lines
@@ -18,7 +18,7 @@ _TERMS = {"drift": "drift", "mismatch": "local mismatch", "propagation": "upstre
 _COSINES = {"final_cosine": "final features", "task_vector_cosine": "task vectors"}
 
 
-def rows_of(run: Run) -> list[str]:
+def row_names(run: Run) -> list[str]:
     """Return the diagnosed rows: base, merger, and models made from it. None: no diagnosis."""
     diagnosed = dict.fromkeys(n["row"] for n in run.all_lines() if n["metric"] == "relative")
     positions = {BASE: 0, run.merger: 1}
@@ -54,7 +54,7 @@ def show_diagnosis(run: Run) -> None:
 
 def diagnosis_tables(run: Run) -> list[Table]:
     """Return relative drift by block, and the cosine of final features by task, for each row."""
-    rows = rows_of(run)
+    rows = row_names(run)
     if not rows:
         return []
     drift, share = by_block(run, "relative"), by_block(run, "share")
@@ -77,7 +77,7 @@ def diagnosis_tables(run: Run) -> list[Table]:
 
 def diagnosis_sentences(run: Run) -> list[str]:
     """Return sentences on the blocks and tasks for which each row helps most and least."""
-    rows, sentences = rows_of(run), list[str]()
+    rows, sentences = row_names(run), list[str]()
     if run.merger not in rows:
         return []
     cosines, drift = by_task(run, "final_cosine"), by_block(run, "relative")
@@ -108,7 +108,7 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     directions, a panel for each task; `diagnosis-gains`: gain in accuracy against gain in cosine, a
     point for each task. For FeatCal+ `diagnosis-rows`: share of the rows of task vectors, by block.
     """
-    rows = rows_of(run)
+    rows = row_names(run)
     if not rows:
         return {}
     names = {row: MERGED if row == run.merger else row for row in [*rows, EXPERTS]}
@@ -145,33 +145,35 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     return figures
 
 
-def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[Any, Value]]]:
+def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[Any, Estimate]]]:
     """Return task -> row -> first coordinate -> second coordinate of its items' final features."""
     first, second = _lines_of(run, "pca_1"), _lines_of(run, "pca_2")
     pairs: Any = first.merge(second, on=["row", "task", "block"])
-    points: dict[str, dict[str, dict[Any, Value]]] = {task: {} for task in pairs["task"].unique()}
+    points: dict[str, dict[str, dict[Any, Estimate]]] = {
+        task: {} for task in pairs["task"].unique()
+    }
     for row, name in names.items():
         for pair in pairs[pairs["row"] == row].itertuples() if row != BASE else ():
             panel = points[pair.task].setdefault(name, {})
-            panel[pair.value_x] = Value(pair.value_y)
+            panel[pair.value_x] = Estimate(pair.value_y)
     return points
 
 
-def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[Any, Value]]:
+def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[Any, Estimate]]:
     """Return row -> gain in cosine -> gain in accuracy over the merged model, for each task."""
     cosines, accuracies = by_task(run, "final_cosine"), by_task(run, "accuracy")
-    gains: dict[str, dict[Any, Value]] = {}
+    gains: dict[str, dict[Any, Estimate]] = {}
     for row in (row for row in rows if row not in (BASE, run.merger)):
         if {row, run.merger} <= {*cosines} & {*accuracies}:
             of_cosine = (cosines[row] - cosines[run.merger]).sort_values()
             gain = 100 * (accuracies[row] - accuracies[run.merger])
             tasks = [task for task in of_cosine.index if task in gain.index]
-            gains[row] = {of_cosine[task]: Value(gain[task]) for task in tasks}
+            gains[row] = {of_cosine[task]: Estimate(gain[task]) for task in tasks}
     return {row: points for row, points in gains.items() if points}
 
 
-def _values(series: Any) -> dict[str, Value]:
-    return {str(name): Value(value) for name, value in series.items()}
+def _values(series: Any) -> dict[str, Estimate]:
+    return {str(name): Estimate(value) for name, value in series.items()}
 
 
 def _short_blocks(blocks: Sequence[str]) -> list[str]:

@@ -23,10 +23,10 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import hidden_output
 from fusion_bench_featcal.lab.rivals.features import project
-from fusion_bench_featcal.lab.rivals.sites import FinalState, ProjectedFeature, Site
+from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature, FinalState, ProjectedFeature
 from fusion_bench_featcal.models.saving import correct_configs
 
-WEIGHTS = "corrections.safetensors"
+CORRECTIONS = "corrections.safetensors"
 VARIANT = "uncorrected"
 """Part of the name of the merged model's weight file, so that the folder does not load as a plain
 model, which would silently omit the corrections."""
@@ -84,7 +84,7 @@ class CorrectedModel(nn.Module):
         self,
         model: nn.Module,
         corrections: Mapping[str, Sequence[nn.Module]],
-        site: Site,
+        site: CorrectedFeature,
     ) -> None:
         """Join them.
 
@@ -185,7 +185,9 @@ class CorrectedModel(nn.Module):
         tensors = {n: t for n, t in self.state_dict().items() if not n.startswith("model.")}
         record = {"tasks": json.dumps(self.tasks), "final_norm": self.final_norm or ""}
         record["pooling"] = self.site.mode if isinstance(self.site, Pooling) else ""
-        save_file({n: t.contiguous() for n, t in tensors.items()}, Path(folder) / WEIGHTS, record)
+        save_file(
+            {n: t.contiguous() for n, t in tensors.items()}, Path(folder) / CORRECTIONS, record
+        )
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
@@ -195,14 +197,14 @@ class CorrectedModel(nn.Module):
             CalibrationError: If the folder has no such model, or the file is damaged.
         """
         try:
-            with safe_open(Path(folder) / WEIGHTS, "pt") as file:
+            with safe_open(Path(folder) / CORRECTIONS, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 record = file.metadata()
             tasks = json.loads(record["tasks"])
             corrections = dict(zip(tasks, _rebuilt(tensors), strict=True))
         except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
             raise CalibrationError(
-                f"{folder} holds no corrected model, or {WEIGHTS} is damaged: {error!r}"
+                f"{folder} holds no corrected model, or {CORRECTIONS} is damaged: {error!r}"
             ) from error
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         weight, pooling = tensors.get("projection.weight"), record.get("pooling")
@@ -221,7 +223,7 @@ class CorrectedModel(nn.Module):
 
 
 def all_features(
-    model: nn.Module, site: Site, corrections: Sequence[Any], inputs: Mapping[str, Any]
+    model: nn.Module, site: CorrectedFeature, corrections: Sequence[Any], inputs: Mapping[str, Any]
 ) -> list[Tensor]:
     """Return the corrected features of an encoder's inputs, `[batch, d]` each.
 

@@ -20,7 +20,7 @@ from fusion_bench_featcal.lab.rivals.features import (
     find_final_norm,
     load_projection,
 )
-from fusion_bench_featcal.lab.rivals.sites import FinalState, ProjectedFeature, Site
+from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature, FinalState, ProjectedFeature
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import same_as, setting
 from fusion_bench_featcal.streams.samples import naming_task
@@ -114,7 +114,7 @@ class FeatureCorrection(SampleSettings):
         self.find_site(inputs)
         self.batches(inputs)
 
-    def find_site(self, inputs: MethodInputs) -> Callable[[], Site]:
+    def find_site(self, inputs: MethodInputs) -> Callable[[], CorrectedFeature]:
         """Find the feature to correct before a model is loaded. The result loads what it takes.
 
         Raises:
@@ -173,7 +173,7 @@ class FeatureCorrection(SampleSettings):
         return model
 
     def lessons(
-        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Site
+        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: CorrectedFeature
     ) -> Lessons:
         """Run both models over a task's batches."""
         rows = [[site.features(m, batch).float() for m in (merged, expert)] for batch in batches]

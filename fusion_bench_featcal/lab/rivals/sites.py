@@ -35,4 +35,4 @@ class FinalState:
         return rows_of(final_states(model, self.norm, inputs), rows)
 
 
-Site = ProjectedFeature | FinalState | Pooling
+CorrectedFeature = ProjectedFeature | FinalState | Pooling

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fusion_bench_featcal.fusionbench.driver import RowsMethod
-from fusion_bench_featcal.fusionbench.options import MergedBy, plain
+from fusion_bench_featcal.fusionbench.options import MergedBy, plain_config
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.lab.rivals.dc_merge import DCMerge
 from fusion_bench_featcal.lab.rivals.distillation import Distillation
@@ -41,7 +41,7 @@ class MethodAlgorithm(RowsMethod):
     def facts(self, row: str, model: nn.Module, tasks: Sequence[str]) -> Facts:
         """Return what the report says. A merger's settings are its config, as in comparisons."""
         facts = super().facts(row, model, tasks)
-        config = plain(getattr(self._program, "_method", None)) if self.merges else None
+        config = plain_config(getattr(self._program, "_method", None)) if self.merges else None
         return replace(facts, settings=config) if config else facts
 
 

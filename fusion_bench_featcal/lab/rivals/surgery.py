@@ -17,7 +17,7 @@ from fusion_bench_featcal.lab.rivals.corrected_model import (
     blocks_of,
 )
 from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
-from fusion_bench_featcal.lab.rivals.sites import Site
+from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature
 from fusion_bench_featcal.settings.fields import setting
 
 
@@ -142,7 +142,7 @@ class SurgeryV2(
     language_models = False
 
     def lessons(
-        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: Site
+        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: CorrectedFeature
     ) -> Lessons:
         """Run the expert over a task's samples.
 
