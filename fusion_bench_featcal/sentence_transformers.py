@@ -102,7 +102,7 @@ def calibrate_encoder(
     tuned = {task: open_like(merged, f"experts[{task!r}]", one) for task, one in experts.items()}
     origin = None if base is None else open_like(merged, "base", base)
     if origin is None:
-        sources = [source_of(expert) for expert in experts.values()]
+        sources = [location_of(expert) for expert in experts.values()]
         logger.warning(without_base(sources, "base={!r}"))
     if batch_size == "auto":
         batch_size = getattr(rule, "batch_size", batch_size)
@@ -147,7 +147,7 @@ def _show_figures(task: str | None, evaluator: Any, models: Mapping[str, Any]) -
         logger.warning("%s: the repaired model is below the merged one in %s", name, metric)
 
 
-def source_of(model: Any) -> str:
+def location_of(model: Any) -> str:
     """Return the folder or hub id that a model comes from."""
     return str(model if isinstance(model, str | Path) else model.transformers_model.name_or_path)
 

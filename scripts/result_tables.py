@@ -13,7 +13,7 @@ from fusion_bench_featcal.lab.diagnosis.views import (
     diagnosis_tables,
 )
 from fusion_bench_featcal.results import Results, frame_of, summary
-from fusion_bench_featcal.results.figures import Estimate, curves, dots, estimate_of, svg
+from fusion_bench_featcal.results.figures import ErrorBar, curves, dots, estimate_of, svg
 from fusion_bench_featcal.results.folders import find
 from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
@@ -248,12 +248,12 @@ def four_bits_table() -> str:
 
 def rows_figure() -> str:
     """Draw what the step of the rows from weights breaks, and how far they count, by block."""
-    panels: dict[str, dict[str, dict[Any, Estimate]]] = {}
+    panels: dict[str, dict[str, dict[Any, ErrorBar]]] = {}
     for suite in UNLIKE:
         (run,) = results_of(f"{suite}-clean").runs.values()
         for metric, title in ((ROWS_ERROR, "e"), (ROWS_SHARE, "f")):
             values = by_block(run, metric)["featcal_plus"].dropna().tolist()
-            at = {n: Estimate(value, 0.0) for n, value in enumerate(values)}
+            at = {n: ErrorBar(value, 0.0) for n, value in enumerate(values)}
             panels.setdefault(title, {})[REAL[suite].split(",")[0]] = at
     figure = curves(panels, "block", "median over modules")
     figure.axes[0].set_yscale("log")
@@ -262,7 +262,7 @@ def rows_figure() -> str:
 
 def accuracies_figure() -> str:
     """Draw a line for each suite, a dot for each row, with an interval if it has one."""
-    rows: dict[str, dict[str, Estimate]] = {name: {} for name in DRAWN_ROWS.values()}
+    rows: dict[str, dict[str, ErrorBar]] = {name: {} for name in DRAWN_ROWS.values()}
     for suite, label in (SUITES | REAL).items():
         category = label.replace("real pretrained weights", "pretrained")
         for line in frame_of(results_of(suite)).lines:

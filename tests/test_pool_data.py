@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import load_input_processor, save_model
+from fusion_bench_featcal.fusionbench import PoolModels, load_input_processor, save_model
 from fusion_bench_featcal.fusionbench.data import calibration_batches, draw_samples
 from fusion_bench_featcal.tasks import corrupted
 
@@ -162,17 +162,17 @@ def test_an_expert_of_another_tokenizer_is_refused(tmp_path: Path):
     words = ("<pad>", "</s>", "<unk>", *reversed("abcdefghijklmnopqrst"))
     word_tokenizer(words=words).save_pretrained(models["two"])
     with pytest.raises(CalibrationError, match=r"'two' .*has another.* 20 of 23.*'a' \(3 here"):
-        load_input_processor(causal_pool(models))
+        load_input_processor(PoolModels(causal_pool(models)))
     pool: Any = with_data(CausalLMPool(OmegaConf.create(models), tokenizer=None))
     with pytest.raises(CalibrationError, match=r"set modelpool\.tokenizer"):
-        load_input_processor(pool)
+        load_input_processor(PoolModels(pool))
 
 
 def test_calibrated_t5s_are_saved_with_their_tokenizer(tmp_path: Path):
     pool = t5_pool(tmp_path)
     model: Any = FeatCalAlgorithm(**RUN).run(pool)
     assert not torch.equal(model.lm_head.weight, model.shared.weight)
-    save_model(pool, model, tmp_path / "saved", load_input_processor(pool))
+    save_model(pool, model, tmp_path / "saved", load_input_processor(PoolModels(pool)))
     assert_identical(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved"), model)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False

@@ -21,7 +21,7 @@ from fusion_bench_featcal.families.base import (
     run_block,
 )
 
-BIAS, MASK = "position_bias", "attention_mask"
+BIAS, ATTENTION_MASK = "position_bias", "attention_mask"
 """Arguments of T5's blocks."""
 
 _DECODER_INPUTS = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
@@ -106,7 +106,7 @@ class EncoderDecoder(Family):
         """Run one block. A stage's first block passes on the position bias, if blocks share it."""
         kwargs, bias = dict(call.kwargs), call.bias
         if bias is not None:
-            kwargs[BIAS] = bias + kwargs[MASK] if call.adds_mask else bias
+            kwargs[BIAS] = bias + kwargs[ATTENTION_MASK] if call.adds_mask else bias
         output = run_block(model, block, replace(call, kwargs=kwargs))
         after = replace(call, hidden=hidden_output(output))
         if bias is not None or BIAS not in kwargs:

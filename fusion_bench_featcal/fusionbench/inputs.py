@@ -58,7 +58,7 @@ class MethodInputs:
         Raises:
             CalibrationError: If there is none or it cannot be loaded.
         """
-        return load_input_processor(self.modelpool)
+        return load_input_processor(self.models)
 
     @cached_property
     def pooling(self) -> Pooling | None:

@@ -151,6 +151,11 @@ class PoolModels(dict[str, PoolModel]):
         return self.get(BASE_MODEL)
 
     @property
+    def first(self) -> PoolModel:
+        """The base, or without one the first model."""
+        return self.base or next(iter(self.values()))
+
+    @property
     def experts(self) -> dict[str, PoolModel]:
         """Task -> expert."""
         return {name: self[name] for name in self.pool.model_names}
@@ -158,7 +163,7 @@ class PoolModels(dict[str, PoolModel]):
     @property
     def positions(self) -> int:
         """Positions of text models (`positions_of`), `NO_LIMIT` if their files do not say it."""
-        model = self.base or next(iter(self.values()))
+        model = self.first
         if model.module is not None:
             return positions_of(model.module)
         try:

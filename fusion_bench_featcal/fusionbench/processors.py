@@ -39,38 +39,38 @@ def text_kind(modelpool: Any) -> TextKind | None:
     return next((_KINDS[name] for name in names if name in _KINDS), None)
 
 
-def load_input_processor(modelpool: BaseModelPool) -> Any:
-    """Load the tokenizer or processor that converts the pool's data to model inputs.
+def load_input_processor(models: PoolModels) -> Any:
+    """Load the tokenizer or processor that converts a pool's data to inputs of its models.
 
     Without one in its config, a pool of image classifiers has its base's.
 
     Raises:
         CalibrationError: If there is none, it cannot be loaded, or an expert has another one.
     """
-    models = PoolModels(modelpool)
+    modelpool = models.pool
     folders: dict[str, Path] = {
         f"expert {name!r} (modelpool.models.{name})": expert.folders[-1].folder
         for name, expert in models.experts.items()
         if expert.folders
     }
     if text_kind(modelpool) is not None:
-        tokenizer = _loaded(modelpool, "tokenizer", AutoTokenizer)
+        tokenizer = _loaded(models, "tokenizer", AutoTokenizer)
         _check_vocabulary(modelpool, tokenizer)
         check_tokenizers(tokenizer, "modelpool.tokenizer", load_tokenizers(folders))
         return tokenizer
     is_clip = hasattr(modelpool, "load_clip_model")
-    processor = _loaded(modelpool, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
+    processor = _loaded(models, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
     check_processors(processor, "modelpool.processor", folders)
-    first = models.base or next(iter(models.values()))
+    first = models.first
     config = first.config or {}
     channels = (config.get("vision_config") or config).get("num_channels")
     check_channels(processor, channels, f"modelpool.models.{first.name}")
     return processor
 
 
-def _loaded(modelpool: Any, name: str, kind: Any) -> Any:
+def _loaded(models: PoolModels, name: str, kind: Any) -> Any:
     """Load a pool's entry: a folder, a hub id, a mapping with _target_, or the object itself."""
-    entry, setting = _entry(modelpool, name), f"modelpool.{name}"
+    entry, setting = _entry(models, name), f"modelpool.{name}"
     if entry is None:
         raise CalibrationError(
             f"the model pool names no {name}, which converts samples to model inputs: set {setting}"
@@ -90,8 +90,9 @@ def _loaded(modelpool: Any, name: str, kind: Any) -> Any:
         raise CalibrationError(f"{setting} ({entry}) cannot be loaded: {cause}") from error
 
 
-def _entry(modelpool: Any, name: str) -> Any:
+def _entry(models: PoolModels, name: str) -> Any:
     """Return the entry of a pool's config, which some pools do not keep, or the base's folder."""
+    modelpool = models.pool
     config = getattr(getattr(modelpool, "_program", None), "_modelpool", None) or {}
     entries = (getattr(modelpool, f"_{name}", None), getattr(modelpool, name, None))
     for entry in (*entries, config.get(name)):
@@ -99,8 +100,7 @@ def _entry(modelpool: Any, name: str) -> Any:
             return entry
     if not hasattr(modelpool, "load_processor") or hasattr(modelpool, "load_clip_model"):
         return None
-    models = PoolModels(modelpool)
-    return (models.base or next(iter(models.values()))).location
+    return models.first.location
 
 
 def _check_vocabulary(modelpool: BaseModelPool, tokenizer: Any) -> None:

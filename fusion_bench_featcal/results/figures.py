@@ -49,14 +49,14 @@ _STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-class Estimate(NamedTuple):
+class ErrorBar(NamedTuple):
     """A number with half of its interval, or 0 without one."""
 
     mean: float
     half: float = 0.0
 
 
-Panels = Mapping[str, Mapping[str, Mapping[Any, Estimate]]]
+Panels = Mapping[str, Mapping[str, Mapping[Any, ErrorBar]]]
 """Panel -> row -> category or position -> value."""
 
 
@@ -91,10 +91,10 @@ def _by_task(frame: Frame) -> Panels:
     return panels
 
 
-def estimate_of(line: FrameLine, task: str = AVERAGE) -> Estimate:
+def estimate_of(line: FrameLine, task: str = AVERAGE) -> ErrorBar:
     """Return a line's value with its interval, in the unit of its metric."""
     unit = Unit.of(line.metric).factor
-    return Estimate(unit * line.values[task], unit * line.halves.get(task, 0.0))
+    return ErrorBar(unit * line.values[task], unit * line.halves.get(task, 0.0))
 
 
 def name_of(line: FrameLine) -> str:

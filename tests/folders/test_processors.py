@@ -26,7 +26,7 @@ from transformers import (
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.pictures import to_pixels
 from fusion_bench_featcal.experts.config_files import IS_RELEASE_4
-from fusion_bench_featcal.fusionbench import load_input_processor
+from fusion_bench_featcal.fusionbench import PoolModels, load_input_processor
 from fusion_bench_featcal.models.processors import check_processors
 
 USUAL: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_both_doors_refuse_another_processor(copied, refusal, tmp_path):
     (Path(models[name]) / "processor_config.json").unlink(missing_ok=True)
     experts(Path(models[name]), image_mean=[0.2] * 3)
     with pytest.raises(CalibrationError, match=rf"expert '{name}' \(modelpool.models.{name}\) has"):
-        load_input_processor(pool)
+        load_input_processor(PoolModels(pool))
 
 
 def gray_models(kind: str) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Run
-from fusion_bench_featcal.results.figures import MERGED, Estimate, curves, dots
+from fusion_bench_featcal.results.figures import MERGED, ErrorBar, curves, dots
 from fusion_bench_featcal.results.numbers import share_text
 from fusion_bench_featcal.results.run import ROWS_SHARE
 from fusion_bench_featcal.results.tables import Table, print_lines
@@ -145,35 +145,35 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     return figures
 
 
-def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[Any, Estimate]]]:
+def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[Any, ErrorBar]]]:
     """Return task -> row -> first coordinate -> second coordinate of its items' final features."""
     first, second = _lines_of(run, "pca_1"), _lines_of(run, "pca_2")
     pairs: Any = first.merge(second, on=["row", "task", "block"])
-    points: dict[str, dict[str, dict[Any, Estimate]]] = {
+    points: dict[str, dict[str, dict[Any, ErrorBar]]] = {
         task: {} for task in pairs["task"].unique()
     }
     for row, name in names.items():
         for pair in pairs[pairs["row"] == row].itertuples() if row != BASE else ():
             panel = points[pair.task].setdefault(name, {})
-            panel[pair.value_x] = Estimate(pair.value_y)
+            panel[pair.value_x] = ErrorBar(pair.value_y)
     return points
 
 
-def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[Any, Estimate]]:
+def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[Any, ErrorBar]]:
     """Return row -> gain in cosine -> gain in accuracy over the merged model, for each task."""
     cosines, accuracies = by_task(run, "final_cosine"), by_task(run, "accuracy")
-    gains: dict[str, dict[Any, Estimate]] = {}
+    gains: dict[str, dict[Any, ErrorBar]] = {}
     for row in (row for row in rows if row not in (BASE, run.merger)):
         if {row, run.merger} <= {*cosines} & {*accuracies}:
             of_cosine = (cosines[row] - cosines[run.merger]).sort_values()
             gain = 100 * (accuracies[row] - accuracies[run.merger])
             tasks = [task for task in of_cosine.index if task in gain.index]
-            gains[row] = {of_cosine[task]: Estimate(gain[task]) for task in tasks}
+            gains[row] = {of_cosine[task]: ErrorBar(gain[task]) for task in tasks}
     return {row: points for row, points in gains.items() if points}
 
 
-def _values(series: Any) -> dict[str, Estimate]:
-    return {str(name): Estimate(value) for name, value in series.items()}
+def _values(series: Any) -> dict[str, ErrorBar]:
+    return {str(name): ErrorBar(value) for name, value in series.items()}
 
 
 def _short_blocks(blocks: Sequence[str]) -> list[str]:
