@@ -53,8 +53,7 @@ def read_folder(
 ) -> tuple[datasets.Dataset, str | None]:
     """Return a table of the images in a folder, and the split, None without splits."""
     if is_saved(root):
-        saved = read_saved(root, split or usual_split)
-        return saved, split
+        return read_saved(root, split, usual_split), split
     if split is None:
         splits = {name for name, files in _class_folders(root).items() if files}
         if splits and splits <= SPLIT_FOLDERS:

@@ -72,6 +72,17 @@ def test_names_of_classes_are_targets(tmp_path: Path):
     assert rows.classes("target") == ["b", "a"] and rows.classes("prompt") is None
 
 
+def test_a_saved_table_has_the_split_that_it_was_saved_from_alone(tmp_path: Path):
+    """`DIR:test` beside `DIR:train` would evaluate on the samples."""
+    table = datasets.Dataset.from_list(ROWS, split="train")
+    table.save_to_disk(tmp_path / "saved")
+    folder = str(tmp_path / "saved")
+    for location in (folder, f"{folder}:train"):
+        assert len(load_texts(location, "test")) == len(ROWS)
+    with pytest.raises(ValueError, match=r"saved' is one table without splits.*\('test'\)"):
+        load_texts(f"{folder}:test")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_bad_answers_are_left_out(name: str, tmp_path: Path):
     values = [{"prompt": "q", "completion": "a", "label": n % 3 > 0} for n in range(6)]  # KTO
