@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from glob import has_magic
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 from datasets.config import HF_HUB_OFFLINE
@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.files import TABLES
+from fusion_bench_featcal.files import TABLES, is_hub_id
 from fusion_bench_featcal.files.untrusted import parse_sample
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
@@ -85,7 +85,7 @@ def load_texts(path: str, split: str = "train") -> FileRows | datasets.Dataset:
     if source.is_file():
         return read_rows(source, named)
     if source.is_dir():
-        return read_saved(source, named or split)
+        return read_saved(source, named, split)
     return from_hub(name, source, named or split)
 
 
@@ -94,8 +94,17 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def read_saved(folder: Path, split: str | None) -> datasets.Dataset:
-    """Read a folder written by `save_to_disk`."""
+def read_saved(folder: Path, split: str | None, usual_split: str | None) -> datasets.Dataset:
+    """Read a folder written by `save_to_disk`.
+
+    Args:
+        folder: The folder.
+        split: The split that was named, if one was.
+        usual_split: The one to take otherwise, of a folder with several.
+
+    Raises:
+        ValueError: If it is no such folder, or has no such split.
+    """
     try:
         loaded = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
@@ -103,7 +112,13 @@ def read_saved(folder: Path, split: str | None) -> datasets.Dataset:
         hint = f"; name one of its tables {', '.join(tables)}" if tables else ""
         raise ValueError(f"data {str(folder)!r} is no saved dataset ({error}){hint}") from error
     if isinstance(loaded, datasets.Dataset):
+        if split not in (None, str(loaded.split)):
+            raise ValueError(
+                f"data {str(folder)!r} is one table without splits: remove split ({split!r}) and "
+                "name the folder of that split"
+            )
         return loaded
+    split = split or usual_split
     if split is None:
         names = " or ".join(sorted(map(str, loaded)))
         raise ValueError(f"data {str(folder)!r} has splits: set split to {names}")
@@ -224,9 +239,8 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         CalibrationError: If it cannot be loaded.
     """
     repository, _, config = name.partition(":")
-    is_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
-    is_path |= "/" not in name and "." in repository  # a file name with any ending
-    if is_path or source.suffix.lower() in TABLES:
+    is_file_name = "/" not in name and "." in repository
+    if is_file_name or not is_hub_id(repository) or source.suffix.lower() in TABLES:
         raise ValueError(
             f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
         )
@@ -235,14 +249,22 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
             f"data {name!r} is neither a file nor a folder at {source.absolute()}: correct the "
             "path, or, if it is the id of a hub dataset, set split (often train or test)"
         )
-    option = f"data {name!r}, split {split!r}"
+    return load_split(repository, config or None, split)
+
+
+def load_split(path: str, config: str | None, split: str) -> Any:
+    """Load a split by `datasets.load_dataset`, from the hub after failures of the network, too.
+
+    Raises:
+        CalibrationError: If it cannot be loaded.
+    """
+    name = path if config is None else f"{path}:{config}"
     try:
-        load = partial(datasets.load_dataset, repository, config or None, split=split)
-        loaded = patiently(load)
+        loaded = patiently(partial(datasets.load_dataset, path, config, split=split))
     except Exception as error:  # any error of the hub's client or the network
-        raise hub_error(error, option) from error
+        raise hub_error(error, f"data {name!r}, split {split!r}") from error
     note_data_set(loaded)
-    return cast(datasets.Dataset, loaded)
+    return loaded
 
 
 def offline_hint() -> str:

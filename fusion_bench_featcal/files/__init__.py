@@ -6,6 +6,7 @@ killed leaves it there.
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ TABLES = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of tables of samples."""
 PATH_STARTS = ("/", "./", "../", "~")
 """Texts that begin like this are paths, no hub ids."""
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
@@ -109,6 +111,11 @@ def new_path(target: Path) -> Iterator[Path]:
         os.replace(new, target)
     finally:
         remove(new)
+
+
+def is_hub_id(location: str) -> bool:
+    """Return whether a text has the form of a hub id, with or without `@` and a revision."""
+    return _HUB_ID.fullmatch(location.partition("@")[0]) is not None
 
 
 def is_missing(location: str) -> bool:

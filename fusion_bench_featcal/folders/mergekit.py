@@ -1,14 +1,13 @@
 """Base, experts and weights from the `mergekit_config.yml` next to a merged model."""
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from fusion_bench_featcal.files import is_hub_id
 from fusion_bench_featcal.folders.merge_config import ADVICE, FILE, FILES, Merge, read_merge
 from fusion_bench_featcal.folders.merge_weights import Weight, has_weights
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 _ZERO = 1e-9
 
 
@@ -155,4 +154,4 @@ def _name(location: str) -> str:
 
 def _is_lost(location: str) -> bool:
     """Return whether a location is no folder here, and no hub id."""
-    return not (Path(location).expanduser().exists() or _HUB_ID.fullmatch(location))
+    return not (Path(location).expanduser().exists() or is_hub_id(location))

@@ -18,7 +18,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.errors.plurals import bytes_text
-from fusion_bench_featcal.files import free_space, link_or_copy, new_path
+from fusion_bench_featcal.files import free_space, is_hub_id, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local
@@ -36,7 +36,6 @@ from fusion_bench_featcal.settings.rules import BY_NAME, completed
 CARD = "README.md"
 TRANSFORMERS = {"library_name": "transformers"}
 PAPER = "https://arxiv.org/abs/2605.13030"
-_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _ABOVE = re.compile(r"(?<![^\s=,(\[{\"'])~?/(?:[^/,=\"'{}\[\]]+/)+(?=[^/\s])")
 """Folders in a full path before its last part, which have names of users and machines."""
 
@@ -196,7 +195,7 @@ def card_tags(folder: Path) -> list[str]:
 def _hub_ids(locations: Iterable[str | None]) -> list[str]:
     """Return the ids of models on the hub, without revisions, each once."""
     names = (location.partition("@")[0] for location in locations if location)
-    is_id = (name for name in names if _HUB_ID.fullmatch(name) and not Path(name).exists())
+    is_id = (name for name in names if is_hub_id(name) and not Path(name).exists())
     return list(dict.fromkeys(is_id))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import datasets
 import pytest
 
+from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.tasks import load_chats, load_glue
 
 TURNS = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
@@ -31,3 +32,13 @@ def test_chats_and_questions(monkeypatch):
         assert list(chats) == [{"messages": TURNS}]
     with pytest.raises(ValueError, match=r"no columns \['answer'\].*'problem', 'solution'"):
         load_chats("x", "train", prompt="problem", answer="answer")
+
+
+def test_failures_of_the_hub_name_the_data(monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    for load in (lambda: load_chats("org/chats", "test"), lambda: load_glue("cola", "test")):
+        with pytest.raises(CalibrationError, match=r"^data '(org/chats|nyu-mll/glue:cola)', split"):
+            load()
