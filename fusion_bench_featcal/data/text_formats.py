@@ -139,6 +139,7 @@ class _Reader:
     def plain(self) -> Text:
         """Return a prompt with its answer, or a plain text."""
         prompt = self.take(*PROMPTS)
+        of_prompt = next(reversed(self.read), "")
         pair = self.take("text_pair")
         pair = self.as_text(pair, "text_pair") if pair else None
         if prompt is None and "text" not in self.values:
@@ -149,23 +150,27 @@ class _Reader:
         if prompt is None:
             text = self.as_text(self.take("text"), "text")
             return Text(self.name, "text", text, pair=pair)
-        prompt, target = self.as_text(prompt, self.read[-1]), self.answer()
-        column = self.read[-1]
+        prompt, target = self.as_text(prompt, of_prompt), self.answer()
+        of_target = self.read[-1]
         if context := self.take(*_CONTEXTS):
             prompt = f"{prompt}\n\n{self.as_text(context, self.read[-1])}"
         if choices := parsed(self.take("choices"), f"{self.name}: choices"):
             prompt, target = self.with_choices(prompt, choices, target)
-        target = None if target is None else self.as_text(target, column)
+        target = None if target is None else self.as_text(target, of_target)
         return Text(self.name, "prompt", prompt, target, pair)
 
     def with_choices(self, prompt: str, choices: Any, target: Any) -> tuple[str, Any]:
         """Return a prompt with a line for each choice, and a number as its letter."""
-        texts, letters = choices, list(_LETTERS)
+        texts, letters = choices, list(_LETTERS[: len(choices)])
         if isinstance(choices, Mapping):  # ARC
             texts, letters = choices.get("text", ()), choices.get("label", ())
+        if len(texts) != len(letters):
+            raise CalibrationError(
+                f"{self.name}: {len(texts)} choices, but {len(letters)} letters for them"
+            )
         lines = [
             f"{letter}. {self.as_text(text, 'choices')}"
-            for letter, text in zip(letters, texts, strict=False)
+            for letter, text in zip(letters, texts, strict=True)
         ]
         if str(target).isdecimal() and target not in (*texts, *letters):
             if not int(target) < len(lines):

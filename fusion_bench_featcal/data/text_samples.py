@@ -245,9 +245,11 @@ class TextEncoder:
 
     def _within(self, ids: list[int], limit: int, name: str, length: int) -> list[int]:
         if self.max_length is None and length > limit and limit < NO_LIMIT:
+            of_answer = self._limit - limit
             raise CalibrationError(
                 f"{name}: {length} tokens, but {longest_text(self.tokenizer, self.positions)[1]} "
-                f"is {self._limit}. Set max_length to cut long texts"
+                f"is {self._limit}{f', with {of_answer} for the answer' if of_answer else ''}. Set "
+                "max_length to cut long texts"
             )
         return ids[:limit]
 

@@ -75,6 +75,12 @@ def test_rows_without_a_usable_sample_are_named(row: Any, options: dict[str, Any
         sample(PAIR, max_length=9, model_max_length=8)
 
 
+def test_a_prompt_that_leaves_no_room_for_the_answer_is_named_with_both_limits():
+    encoder = TextEncoder(word_tokenizer(model_max_length=8), "causal")
+    with pytest.raises(CalibrationError, match=r"a: 6 tokens.*is 8, with 3 for the answer"):
+        encoder.prompt(read_row({"prompt": " ".join("abcdef")}, "a"), 3)
+
+
 @pytest.mark.parametrize(
     ("kind", "side", "ids", "labels"),
     [
