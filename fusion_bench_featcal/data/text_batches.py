@@ -84,6 +84,7 @@ class TextBatches:
         lengths = self.lengths()
         order = sorted(range(self.samples), key=lengths.__getitem__)
         batches = replace(self, indices=[self.indices[number] for number in order])
+        batches.texts = [self.texts[number] for number in order]
         batches.encoded = [self.encoded[number] for number in order]
         return batches, order
 

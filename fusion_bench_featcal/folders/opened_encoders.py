@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class OpenedEncoders:
         return {task: self._open_task(task) for task in self.request.expert}
 
     def _open_task(self, task: str) -> Task:
-        request, open_rows = self.request, opener(task, self.request)
+        request, open_rows = self.request, cache(opener(task, self.request))
         parts = calibration, held = open_parts(task, request, open_rows)
         tests: Any = self._tests(task, held) if held.indices else None
         notes = []

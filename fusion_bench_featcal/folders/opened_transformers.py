@@ -116,7 +116,7 @@ class OpenedTransformers:
                 "--text-tower is for CLIP, --prompt for CLIP and encoders, and these are "
                 f"{kind} models"
             )
-        elif length == MAX_LENGTH:
+        elif "max_length" not in request.set:
             length = min(MAX_LENGTH, longest_text(self.processor, self._positions)[0])
         return completed(request.settings.replace(max_length=length))
 

@@ -96,6 +96,8 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level_of_data = datasets.logging.get_verbosity()
+    bars_of_data = not datasets.are_progress_bars_disabled()
     printed, package = StreamHandler(sys.stdout), "fusion_bench_featcal."
     # The plan lists every task's samples, and a note the samples that are not trusted.
     levels = {
@@ -117,8 +119,9 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-        datasets.enable_progress_bars()
-        datasets.logging.set_verbosity_warning()
+        if bars_of_data:
+            datasets.enable_progress_bars()
+        datasets.logging.set_verbosity(level_of_data)
         for name in levels:
             getLogger(package + name).setLevel(NOTSET)
         getLogger(f"{package}run.progress").removeHandler(printed)

@@ -33,6 +33,7 @@ from fusion_bench_featcal.folders import calibrate_folder, models, options
 from fusion_bench_featcal.folders.inputs import repeats
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.screen import quiet
 from fusion_bench_featcal.results import read_run
 
 
@@ -102,6 +103,19 @@ def test_the_recipe_beside_a_result_repeats_it_in_python(finished, tmp_path, mon
     assert calibrate_folder(config=file, out=again) == again
     for name in ("model.safetensors", "recipe.yaml"):
         assert (again / name).read_bytes() == (run.out / name).read_bytes()
+
+
+def test_messages_of_datasets_are_as_they_were_after_a_run():
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    try:
+        with quiet():
+            assert datasets.logging.get_verbosity() > datasets.logging.ERROR
+        assert datasets.are_progress_bars_disabled()
+        assert datasets.logging.get_verbosity() == datasets.logging.ERROR
+    finally:
+        datasets.enable_progress_bars()
+        datasets.logging.set_verbosity_warning()
 
 
 def test_paths_of_a_recipe_start_at_its_folder(folder, tmp_path, monkeypatch):
