@@ -165,12 +165,12 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
     Raises:
         ValueError: If the folder has files, among which weights of another model would stay.
     """
-    write(model, Path(folder))
+    write_encoder(model, Path(folder))
     skipped = module_folders(Path(merged))
     copy_other_files(Path(merged), Path(folder), skipped_folders=skipped, has_code=True)
 
 
-def write(model: Any, folder: Path) -> None:
+def write_encoder(model: Any, folder: Path) -> None:
     """Save a model by `save_pretrained`, which loses the lower-casing of its transformer.
 
     Raises:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusion_bench_featcal.data.text_samples import (
-    IGNORED,
     TextEncoder,
     pad_rows,
 )
+from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.modules.models import device_of
 
 GREEDY: Mapping[str, Any] = {
@@ -85,7 +85,7 @@ def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
     ids, mask = batch["input_ids"], batch["attention_mask"]
     labels = batch.get("labels")
     if labels is None:
-        labels = ids.masked_fill(mask == 0, IGNORED)
+        labels = ids.masked_fill(mask == 0, NO_TARGET)
     logits = model(input_ids=ids, attention_mask=mask).logits
     return logits[:, :-1], labels[:, 1:]
 
@@ -93,9 +93,9 @@ def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
 def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy of each row's target tokens, `[batch]`, float32."""
     losses = F.cross_entropy(
-        logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
+        logits.float().transpose(1, 2), labels, ignore_index=NO_TARGET, reduction="none"
     )
-    return losses.sum(dim=1) / (labels != IGNORED).sum(dim=1).clamp(min=1)
+    return losses.sum(dim=1) / (labels != NO_TARGET).sum(dim=1).clamp(min=1)
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:

@@ -20,7 +20,7 @@ from fusion_bench_featcal.data.tables import (
 )
 from fusion_bench_featcal.errors import CalibrationError
 
-Change = Callable[[Image.Image, int], Image.Image]
+PictureChange = Callable[[Image.Image, int], Image.Image]
 
 
 class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
@@ -57,7 +57,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         self.name, self.classnames = name, None if classnames is None else list(classnames)
         self.has_labels, self._labels = label_column is not None, None
         self._rows, self._image_column, self._label_column = rows, image_column, label_column
-        self._changes: tuple[Change, ...] = ()
+        self._changes: tuple[PictureChange, ...] = ()
         if isinstance(rows, ImageItems):
             self._view(rows)
         elif isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
@@ -86,7 +86,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         self.has_labels = self.has_labels and items.has_labels
         self.classnames = self.classnames or items.classnames
 
-    def changed(self, change: Change) -> "ImageItems":
+    def changed(self, change: PictureChange) -> "ImageItems":
         """Return the items with pictures changed by a function of picture and position."""
         items = copy.copy(self)
         items._changes = (*self._changes, change)

@@ -12,6 +12,9 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint
 
 log = logging.getLogger(__name__)
 
+LABEL = "label"
+"""Usual column of labels."""
+
 _TRUTH = ("False", "True")
 _NUMBER = re.compile(r"\d+")
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.generation import row_losses
-from fusion_bench_featcal.data.text_samples import IGNORED
+from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.modules.models import device_of
 
-Batch = Mapping[str, Tensor]
+TensorBatch = Mapping[str, Tensor]
 
 
 class Score(NamedTuple):
@@ -48,8 +48,8 @@ class Tests:
         order: Number of each sample in the batches, if they are not in order.
     """
 
-    batches: Callable[[nn.Module], Iterable[Batch]]
-    targets: Callable[[Any, Batch], tuple[Tensor, Tensor]]
+    batches: Callable[[nn.Module], Iterable[TensorBatch]]
+    targets: Callable[[Any, TensorBatch], tuple[Tensor, Tensor]]
     by_token: bool = False
     order: Sequence[int] | None = None
 
@@ -63,7 +63,7 @@ class Tests:
                 for name, tensor in batch.items()
             }
             logits, targets = self.targets(model, moved)
-            is_target = targets != IGNORED
+            is_target = targets != NO_TARGET
             right = (logits.argmax(dim=-1) == targets) & is_target
             rows.append((row_losses(logits, targets), right.sum(dim=1), is_target.sum(dim=1)))
         columns = [torch.cat(column).cpu() for column in zip(*rows, strict=True)]
@@ -77,16 +77,16 @@ class Tests:
         return Score(correct.double().mean().item(), losses.double(), correct)
 
 
-def own_logits(model: Any, batch: Batch) -> Tensor:
+def own_logits(model: Any, batch: TensorBatch) -> Tensor:
     """Return the class logits of a model with a head."""
     return model(**batch).logits
 
 
 def class_tests(
-    batches: Callable[[nn.Module], Iterable[Batch]],
+    batches: Callable[[nn.Module], Iterable[TensorBatch]],
     batch_size: int,
     labels: Sequence[int],
-    logits: Callable[[Any, Batch], Tensor] = own_logits,
+    logits: Callable[[Any, TensorBatch], Tensor] = own_logits,
     order: Sequence[int] | None = None,
 ) -> Tests:
     """Return test samples with labels, which are numbers of a head's classes.
@@ -101,11 +101,11 @@ def class_tests(
     chosen = labels if order is None else [labels[number] for number in order]
     numbers = torch.tensor(chosen).split(batch_size)
 
-    def labelled(model: nn.Module) -> Iterable[Batch]:
+    def labelled(model: nn.Module) -> Iterable[TensorBatch]:
         pairs = zip(batches(model), numbers, strict=True)
         return ({**batch, "labels": labels} for batch, labels in pairs)
 
-    def targets(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def targets(model: Any, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         inputs = dict(batch)
         labels = inputs.pop("labels")
         return logits(model, inputs).to(labels.device)[:, None], labels[:, None]

@@ -249,10 +249,10 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
             f"data {name!r} is neither a file nor a folder at {source.absolute()}: correct the "
             "path, or, if it is the id of a hub dataset, set split (often train or test)"
         )
-    return load_split(repository, config or None, split)
+    return load_hub_split(repository, config or None, split)
 
 
-def load_split(path: str, config: str | None, split: str) -> Any:
+def load_hub_split(path: str, config: str | None, split: str) -> Any:
     """Load a split by `datasets.load_dataset`, from the hub after failures of the network, too.
 
     Raises:

@@ -14,9 +14,9 @@ from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.families.base import NO_TARGET
 
 TextKind = Literal["seq2seq", "causal", "classification"]
-IGNORED = -100  # label without a target, in transformers' losses
 _DATE = "26 Jul 2024"  # by default Llama's chat template inserts the current date
 
 
@@ -118,7 +118,7 @@ class TextEncoder:
     @cached_property
     def _marks(self) -> frozenset[int]:
         """Tokens without content: begin, end, padding, ignored. The unknown token has content."""
-        marks = {*self.tokenizer.all_special_ids, IGNORED} - {self.tokenizer.unk_token_id}
+        marks = {*self.tokenizer.all_special_ids, NO_TARGET} - {self.tokenizer.unk_token_id}
         return frozenset(marks)
 
     def _has_words(self, ids: list[int]) -> bool:
@@ -240,7 +240,7 @@ class TextEncoder:
             labels = self._within(target, limit, f"{name}, target", len(target))
             return Sample(self._within(prompt, limit, name, len(prompt)), labels)
         length, prompt = len(prompt) + len(target), prompt[: max(limit - len(target), limit // 2)]
-        labels = [IGNORED] * len(prompt) + (text.scored or target)
+        labels = [NO_TARGET] * len(prompt) + (text.scored or target)
         return Sample(self._within(prompt + target, limit, name, length), labels[:limit])
 
     def _within(self, ids: list[int], limit: int, name: str, length: int) -> list[int]:
@@ -270,9 +270,9 @@ def _tokenised(text: Text, kind: TextKind, labels: Any) -> _Ids:
     if labels is None:
         return _Ids(ids)
     if kind == "seq2seq":
-        return _Ids(ids, [token for token in labels if token != IGNORED])
+        return _Ids(ids, [token for token in labels if token != NO_TARGET])
     labels = [label for label, counts in zip(labels, mask, strict=True) if counts]
-    start = next((n for n, label in enumerate(labels) if label != IGNORED), len(labels))
+    start = next((n for n, label in enumerate(labels) if label != NO_TARGET), len(labels))
     return _Ids(ids[:start], ids[start:], labels[start:])
 
 
@@ -289,8 +289,8 @@ def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Te
         "attention_mask": pad_rows([[1] * len(row) for row in ids], 0, left=left),
     }
     if any(sample.labels is not None for sample in samples):
-        labels = [sample.labels or [IGNORED] * len(sample.ids) for sample in samples]
-        batch["labels"] = pad_rows(labels, IGNORED, left=left and encoder.kind == "causal")
+        labels = [sample.labels or [NO_TARGET] * len(sample.ids) for sample in samples]
+        batch["labels"] = pad_rows(labels, NO_TARGET, left=left and encoder.kind == "causal")
     if any(sample.types is not None for sample in samples):
         types = [sample.types or [0] * len(sample.ids) for sample in samples]
         batch["token_type_ids"] = pad_rows(types, 0, left=left)

@@ -48,4 +48,4 @@ def run(request: Any) -> Path:
         hub_models({f"--tokenizer {folder}": folder}, weights=False)
     from fusion_bench_featcal.folders import job
 
-    return job.run(request)
+    return job.run_request(request)

@@ -10,7 +10,7 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.folders.verdict import Verdict, compare, weak_experts
+from fusion_bench_featcal.folders.verdict import Verdict, compare, experts_below_merged
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note
@@ -78,7 +78,7 @@ class Evaluation:
         if scores:
             self._add_row(EXPERTS, scores, Facts())
         self.add(self.report.merger, merged)
-        if weak := weak_experts(scores, self._scores[self.report.merger]):
+        if weak := experts_below_merged(scores, self._scores[self.report.merger]):
             self._doubts.append(_NOT_EXPERTS.format(", ".join(weak)))
         if failing := [task for task, score in scores.items() if score.accuracy < RARELY]:
             self._doubts.append(_HARDLY.format(", ".join(failing)))

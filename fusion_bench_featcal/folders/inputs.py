@@ -9,7 +9,7 @@ from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert, sa
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.files.json_files import digest_json, json_text
 from fusion_bench_featcal.files.untrusted import read_json
-from fusion_bench_featcal.folders.options import INPUTS, flag_of
+from fusion_bench_featcal.folders.options import INPUTS_FILE, flag_of
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import fetch, needed_files
 from fusion_bench_featcal.run.digests import WHOLE, digest_model
@@ -41,7 +41,7 @@ def write_inputs(folder: Path, digests: Mapping[str, str]) -> None:
     Raises:
         ReportError: If they cannot be written.
     """
-    write_atomic(folder / INPUTS, json_text(dict(digests)), "--out")
+    write_atomic(folder / INPUTS_FILE, json_text(dict(digests)), "--out")
 
 
 def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
@@ -50,7 +50,7 @@ def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
     Raises:
         ValueError: If the file with the digests is damaged.
     """
-    former = read_json(folder / INPUTS) if (folder / INPUTS).exists() else digests
+    former = read_json(folder / INPUTS_FILE) if (folder / INPUTS_FILE).exists() else digests
     return [option for option in digests if former.get(option) != digests[option]]
 
 

@@ -13,9 +13,9 @@ from fusion_bench_featcal.folders.inputs import changed_inputs, digests_of, repe
 from fusion_bench_featcal.folders.kinds import class_of_encoders
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.opened_transformers import OpenedTransformers
-from fusion_bench_featcal.folders.options import INPUTS, in_words_of_the_command
+from fusion_bench_featcal.folders.options import INPUTS_FILE, in_words_of_the_command
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.saving import REPORT, is_saved, save
+from fusion_bench_featcal.folders.saving import REPORT, is_complete, save_folder
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.hub import fetch_all
@@ -28,7 +28,7 @@ from fusion_bench_featcal.run.devices import check_device
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
-def run(request: Request) -> Path:
+def run_request(request: Request) -> Path:
     """Calibrate models in folders, and return the folder of the calibrated model.
 
     Raises:
@@ -48,7 +48,7 @@ def run(request: Request) -> Path:
 
 def _run(request: Request) -> Path:
     out, blocks = request.folder, request.checkpoints
-    if (request.resume or blocks.is_dir()) and is_saved(out, request.recipe):
+    if (request.resume or blocks.is_dir()) and is_complete(out, request.recipe):
         if changed := changed_inputs(out / REPORT, digests_of(request)):
             raise ValueError(
                 f"{out} was saved by this command with other files: {', '.join(changed)} changed "
@@ -64,7 +64,7 @@ def _run(request: Request) -> Path:
         if request.plan and show_downloads(request):
             return out
         fetch_all(request.models)
-        opened = open_models(request)
+        opened = open_request(request)
         settings, tasks = opened.settings, opened.open_tasks()
         if request.strict and not any(task.tests for task in tasks.values()):
             reasons = "; ".join(note for task in tasks.values() for note in task.notes[1:])
@@ -94,7 +94,7 @@ def _run(request: Request) -> Path:
         return out
     finally:
         if not (request.plan or request.has_blocks):
-            (blocks / INPUTS).unlink(missing_ok=True)
+            (blocks / INPUTS_FILE).unlink(missing_ok=True)
             with suppress(OSError):
                 blocks.rmdir()  # fails, and keeps the folder, if it contains a lock
 
@@ -123,7 +123,7 @@ def _checked_digests(request: Request) -> dict[str, str]:
     return digests
 
 
-def open_models(request: Request) -> Opened:
+def open_request(request: Request) -> Opened:
     """Open the models of a request, by sentence-transformers if they are its own.
 
     Raises:
@@ -162,6 +162,6 @@ def _evaluate_and_save(
     if has_saved := verdict.is_good or not request.strict:
         origin = {"merged model": request.merged or request.merge}
         card = CardFacts(row, origin, facts.settings, counts)
-        save(opened, result, weights, card, evaluation)
+        save_folder(opened, result, weights, card, evaluation)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     return has_saved

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusion_bench_featcal.files.untrusted import read_yaml
-from fusion_bench_featcal.folders.merge_weights import Group, Parameters, Weight, weights_of
+from fusion_bench_featcal.folders.merge_weights import (
+    MergedTogether,
+    Parameters,
+    Weight,
+    weights_of,
+)
 
 FILE, MOE_FILE = FILES = "mergekit_config.yml", "mergekit_moe_config.yml"
 ADVICE = "Name the models by --base and --expert NAME=DIR"
@@ -46,7 +51,7 @@ class _Entry(NamedTuple):
 class _Part(NamedTuple):
     """A slice of a merge, or all of it: its models, their weights, and the base."""
 
-    group: Group
+    group: MergedTogether
     entries: list[_Entry]
     base: _Entry | None
 
@@ -140,7 +145,7 @@ def _parts(
             entries.append(base)
         levels = [_parameters(holder) for holder in (piece, module, content)]
         at = None if base is None else base.location
-        parts.append(_Part(Group(models, at, levels, _layers(values)), entries, base))
+        parts.append(_Part(MergedTogether(models, at, levels, _layers(values)), entries, base))
     return parts
 
 

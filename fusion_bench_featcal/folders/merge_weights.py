@@ -15,7 +15,7 @@ _MOST_FILTERS = 64
 Parameters = Mapping[str, Any]
 
 
-class Group(NamedTuple):
+class MergedTogether(NamedTuple):
     """Models that are merged with each other, in all layers or in those of a slice.
 
     Attributes:
@@ -43,7 +43,7 @@ class Weight(NamedTuple):
     values: frozenset[float]
 
 
-def weights_of(method: str, groups: Sequence[Group]) -> dict[str, Weight]:
+def weights_of(method: str, groups: Sequence[MergedTogether]) -> dict[str, Weight]:
     """Return location -> weight of every model, resolved as mergekit resolves its parameters.
 
     `weight` is times `lambda`. Of `slerp` the base has the weight 1 - t, and the other model t.
@@ -70,7 +70,7 @@ def has_weights(method: str) -> bool:
     return method not in _UNWEIGHTED
 
 
-def _pairs(method: str, group: Group, model: str) -> list[tuple[float, float]]:
+def _pairs(method: str, group: MergedTogether, model: str) -> list[tuple[float, float]]:
     """Return `weight` and `lambda` of a model at every position and for every filter.
 
     Both are 1 if there is none. Tensors that only lack a weight, which mergekit refuses, are left

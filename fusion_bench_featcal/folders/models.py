@@ -36,8 +36,8 @@ from fusion_bench_featcal.models.processors import (
     check_processors,
     check_tokenizers,
     has_processor,
-    load_processor,
     load_tokenizers,
+    read_processor,
 )
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
@@ -289,7 +289,7 @@ class Models:
         if self.like.kind not in TEXT_MODELS:
             is_whole_clip = self.like.architecture.__name__ == "CLIPModel"
             kind = AutoProcessor if is_whole_clip else AutoImageProcessor
-        loaded = load_processor(Path(self.processor_folder), kind, "--tokenizer")
+        loaded = read_processor(Path(self.processor_folder), kind, "--tokenizer")
         option = self.processor_option
         if kind is not AutoTokenizer:
             check_processors(loaded, option, self._folders_of_experts)

@@ -25,7 +25,11 @@ from fusion_bench_featcal.models.likeness import notes_on_experts
 from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult
-from fusion_bench_featcal.sentence_transformers import calibrate_encoder, module_folders, write
+from fusion_bench_featcal.sentence_transformers import (
+    calibrate_encoder,
+    module_folders,
+    write_encoder,
+)
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.settings.rules import completed, rule_of
 
@@ -184,7 +188,7 @@ class OpenedEncoders:
     def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
         """Save by the library, with small files of the merged model that it does not write."""
         merged = self.models.files.get("merged")
-        write(weights, folder)
+        write_encoder(weights, folder)
         if merged is not None:
             modules = module_folders(merged.folder)
             copy_other_files(merged.folder, folder, skipped_folders=modules)

@@ -16,7 +16,7 @@ from fusion_bench_featcal.settings.fields import setting, settings_of
 
 RECIPE = "recipe.yaml"
 """File next to a result with the options of its run."""
-INPUTS = "inputs.json"
+INPUTS_FILE = "inputs.json"
 """File beside finished blocks, and in a saved model's report: option -> digest of its files."""
 
 

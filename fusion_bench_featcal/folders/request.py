@@ -146,7 +146,7 @@ class Request:
     @property
     def has_blocks(self) -> bool:
         """Return whether blocks of an interrupted run, or foreign files, are in their folder."""
-        names = {path.name for path in self.checkpoints.glob("*")} - {options.INPUTS}
+        names = {path.name for path in self.checkpoints.glob("*")} - {options.INPUTS_FILE}
         return not all(name.startswith(".") for name in names)  # a lock, or unfinished files
 
     @property

@@ -39,7 +39,7 @@ model.load_state_dict(load_file(f"{{head}}/head.safetensors"), strict=False)
 """End of the card of a classifier with heads."""
 
 
-def save(
+def save_folder(
     opened: Opened,
     result: CalibrationResult,
     weights: Any,
@@ -82,7 +82,7 @@ def save(
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
 
 
-def is_saved(folder: Path, recipe: str) -> bool:
+def is_complete(folder: Path, recipe: str) -> bool:
     """Return whether a folder already has the model of a recipe."""
     try:
         return (folder / RECIPE).read_text(encoding="utf-8") == recipe

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.encoders.texts import TARGET_COLUMNS, in_order, is_id
 from fusion_bench_featcal.folders.request import Request
 
-LABEL = "label"
 _SEEN = 1000
 """Number of rows whose values tell columns of texts."""
 

@@ -9,15 +9,17 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.data.generation import targets_of
+from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Tests, class_tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import FORMATS
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
     Part,
@@ -31,7 +33,8 @@ from fusion_bench_featcal.folders.tasks import (
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""
 _OF_MODELS = ("prompt", "target", "messages", "text", "context", "choices", "system")
-_OF_CLASSIFIERS = _TEXT, _PAIR, _LABEL = "text", "text_pair", "label"
+_TEXT, _PAIR = "text", "text_pair"
+_OF_CLASSIFIERS = _TEXT, _PAIR, LABEL
 
 
 def open_texts(
@@ -61,10 +64,10 @@ def open_texts(
     available = {*table.column_names}
     if not len(table):
         raise ValueError(f"{option} has no rows")
-    named = {name: column for name, column in columns.items() if name != _LABEL}
+    named = {name: column for name, column in columns.items() if name != LABEL}
     absent = [f"{name}={column}" for name, column in named.items() if column not in available]
-    if absent or not (named or available & {*usual} - {_LABEL}):
-        needed = names[:2] if names != usual else (_TEXT, _LABEL)
+    if absent or not (named or available & {*usual} - {LABEL}):
+        needed = names[:2] if names != usual else (_TEXT, LABEL)
         reason = f", so {', '.join(absent)} is wrong" if absent else ""
         raise ValueError(
             f"{option} has the columns {', '.join(table.column_names)}{reason}: name them by "
@@ -135,7 +138,7 @@ def _counts_tokens(batches: TextBatches) -> bool:
     if batches.are_generated:
         return True
     labels = [sample.labels for sample in batches.encoded]
-    lengths = [sum(token != IGNORED for token in row) if row else LONG + 1 for row in labels]
+    lengths = [sum(token != NO_TARGET for token in row) if row else LONG + 1 for row in labels]
     return median(lengths) > LONG
 
 
@@ -169,7 +172,7 @@ def open_class_task(
     columns = request.columns_of(task)
     open_rows = cache(partial(open_texts, columns=columns, names=names, usual=names))
     parts = calibration_part, test_part = open_parts(task, request, open_rows)
-    column = calibration_part.rows.columns.get(_LABEL, _LABEL)
+    column = calibration_part.rows.columns.get(LABEL, LABEL)
     reason = remark = ""
     if test_part.indices:
         values = _labels_of(test_part)
@@ -210,7 +213,7 @@ def open_class_task(
 
 def _labels_of(part: Part) -> list[Any]:
     """Return the label of each row, None where it has none."""
-    column = part.rows.columns.get(_LABEL, _LABEL)
+    column = part.rows.columns.get(LABEL, LABEL)
     return [part.rows[index].get(column) for index in part.indices]
 
 
@@ -218,7 +221,7 @@ def head_labels(
     part: Part, classes: Sequence[str], more_labels: Sequence[Any] = ()
 ) -> tuple[list[int], str]:
     """Return the head's number of each row's label, and a note, as `head_numbers`."""
-    column, values = part.rows.columns.get(_LABEL, _LABEL), _labels_of(part)
+    column, values = part.rows.columns.get(LABEL, LABEL), _labels_of(part)
     if None in values:
         raise ValueError(
             f"{part.option}: rows need a label to be evaluated ({column!r} is empty or no column): "
@@ -226,7 +229,7 @@ def head_labels(
         )
     return head_numbers(
         values,
-        part.rows.classes(_LABEL),
+        part.rows.classes(LABEL),
         classes,
         lambda n: part.rows.at(part.indices[n]),
         more_labels,

@@ -44,7 +44,7 @@ class Mean(NamedTuple):
         return f"{self.value:+z{form}}{interval}"
 
 
-class Change(NamedTuple):
+class TaskChange(NamedTuple):
     """Change of a task's scores from the merged to the calibrated model.
 
     Attributes:
@@ -58,7 +58,7 @@ class Change(NamedTuple):
     accuracy: Mean | None
 
     @classmethod
-    def of(cls, before: Score, after: Score) -> "Change":
+    def of(cls, before: Score, after: Score) -> "TaskChange":
         """Compare the scores of two models on the same rows."""
         accuracy = None
         if before.correct is not None and after.correct is not None:
@@ -119,8 +119,8 @@ def compare(
         unscored: Tasks without scores.
         doubts: Reasons why models or data may be other ones than meant.
     """
-    changes = {task: Change.of(before, calibrated[task]) for task, before in merged.items()}
-    by_kind = defaultdict[str, dict[str, Change]](dict)
+    changes = {task: TaskChange.of(before, calibrated[task]) for task, before in merged.items()}
+    by_kind = defaultdict[str, dict[str, TaskChange]](dict)
     for task, change in changes.items():
         by_kind[change.kind][task] = change
     unclear, few, worse = by_kind["unclear"], by_kind["few"], by_kind["worse"]
@@ -148,7 +148,7 @@ def _source(held_back: Sequence[str], tasks: int) -> str:
     return f", on held-back rows of the same source{names}" if held_back else ""
 
 
-def weak_experts(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[str]:
+def experts_below_merged(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[str]:
     """Describe each expert that is worse than the merged model, by loss and by accuracy."""
     return [
         f"{task} (loss {expert.loss:.2f} on {len(expert.losses)} rows, the merged model "

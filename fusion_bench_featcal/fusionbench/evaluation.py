@@ -71,7 +71,7 @@ def evaluate(
     return PoolEvaluation(raw, by_task, correct)
 
 
-def join(evaluations: Iterable[PoolEvaluation]) -> PoolEvaluation:
+def joined_evaluation(evaluations: Iterable[PoolEvaluation]) -> PoolEvaluation:
     """Return one row from evaluations of different models, such as each expert on its task."""
     rows = list(evaluations)
     by_task = {task: values for row in rows for task, values in row.by_task.items()}

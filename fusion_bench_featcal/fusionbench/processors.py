@@ -18,8 +18,8 @@ from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.processors import (
     check_processors,
     check_tokenizers,
-    load_processor,
     load_tokenizers,
+    read_processor,
 )
 
 # By name, because importing FusionBench's pools of language models takes seconds.
@@ -76,7 +76,7 @@ def _loaded(models: PoolModels, name: str, kind: Any) -> Any:
             f"the model pool names no {name}, which converts samples to model inputs: set {setting}"
         )
     if isinstance(entry, str):
-        return load_processor(fetch(entry, f"{setting}={entry}", weights=False), kind, setting)
+        return read_processor(fetch(entry, f"{setting}={entry}", weights=False), kind, setting)
     if not isinstance(entry, Mapping):
         return entry
     location = entry.get(NAME)

@@ -12,7 +12,12 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files import write_atomic
-from fusion_bench_featcal.fusionbench.evaluation import PoolEvaluation, evaluate, join, task_names
+from fusion_bench_featcal.fusionbench.evaluation import (
+    PoolEvaluation,
+    evaluate,
+    joined_evaluation,
+    task_names,
+)
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
@@ -186,7 +191,7 @@ class Report:
             self.run.note(Note(NOTE, note))
             return
         log.info("evaluating experts, each on its own task")
-        row = join(evaluate(taskpool, load_pool_model(pool, t), [t]) for t in tasks)
+        row = joined_evaluation(evaluate(taskpool, load_pool_model(pool, t), [t]) for t in tasks)
         self._add(EXPERTS, row, Facts())
 
     def close(self, folder: Path | None) -> None:

@@ -150,12 +150,12 @@ def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
         name: LazyModel(f"model {name!r}", source.files, model)  # type: ignore[arg-type]
         for name, source in used.items()
     }
-    fill(model, opened[first.name], [opened[task] for task in models.experts], merge)
+    fill_merged(model, opened[first.name], [opened[task] for task in models.experts], merge)
     return model.requires_grad_(False)
 
 
 @torch.no_grad()
-def fill(
+def fill_merged(
     model: nn.Module, first: LazyModel, experts: Sequence[LazyModel], merge: TensorMerge
 ) -> None:
     """Write merged tensors into a model, in place."""

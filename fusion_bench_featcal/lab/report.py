@@ -10,14 +10,14 @@ def report(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.results import frame_of, join_folders
     from fusion_bench_featcal.results.figures import figures_of, save_figures
     from fusion_bench_featcal.results.page import write_page
-    from fusion_bench_featcal.results.show import markdown, show, show_against, write
+    from fusion_bench_featcal.results.show import markdown, show, show_against, write_report
 
     results, metric = join_folders(options.runs), options.metric
     if options.against:
         show_against(results, options.against, metric)
         return
     frame = frame_of(results, metric)
-    written = [write(frame, results, options.out)] if options.out else []
+    written = [write_report(frame, results, options.out)] if options.out else []
     if options.figures:
         figures = figures_of(frame)
         for folder, run in results.runs.items():

@@ -24,7 +24,7 @@ _BY_FLAG = {
 """Flags of image processors -> settings that are read if the flag is on."""
 
 
-def load_processor(folder: Path, kind: Any, option: str) -> Any:
+def read_processor(folder: Path, kind: Any, option: str) -> Any:
     """Load a tokenizer, image processor or both in one object, without running code beside it.
 
     Args:
@@ -81,7 +81,7 @@ def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Any]) ->
 def load_tokenizers(experts: Mapping[str, Path]) -> dict[str, Any]:
     """Return the tokenizer of each expert that has one. Arguments are as for `check_processors`."""
     return {
-        label: load_processor(folder, AutoTokenizer, label)
+        label: read_processor(folder, AutoTokenizer, label)
         for label, folder in experts.items()
         if any((folder / file).is_file() for file in _TOKENIZERS)
     }
@@ -104,7 +104,7 @@ def check_processors(processor: Any, option: str, experts: Mapping[str, Path]) -
     for label, folder in experts.items():
         if not any((folder / file).is_file() for file in _IMAGE_CONFIGS):
             continue
-        there = _pixel_settings(load_processor(folder, AutoImageProcessor, label))
+        there = _pixel_settings(read_processor(folder, AutoImageProcessor, label))
         for name in sorted({*here, *there}, key=lambda name: not name.startswith("do_")):
             if here.get(name) != there.get(name):
                 raise CalibrationError(

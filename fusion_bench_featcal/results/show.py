@@ -159,7 +159,9 @@ def markdown(frame: Frame, notes: Iterable[Note]) -> str:
     return page(*paragraphs, "## Notes", sentences(frame, notes))
 
 
-def write(frame: Frame, results: Results, folder: str | Path, setting: str = "--out") -> Path:
+def write_report(
+    frame: Frame, results: Results, folder: str | Path, setting: str = "--out"
+) -> Path:
     """Write `report.csv`, `report.md` and the joined `lines.csv`. Return the folder.
 
     Raises:

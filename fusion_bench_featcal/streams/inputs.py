@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.families.base import NO_TARGET
 
 _BATCHES = (Tensor, Mapping, tuple)
 
@@ -111,7 +112,7 @@ def check_token_ids(inputs: Any, model: nn.Module, label_of: Callable[[int], str
             raise CalibrationError(f"{label_of(0)}: {name} are {ids.dtype}, not integers")
         wrong = (ids < 0) | (ids >= size)
         if name == "labels":
-            wrong &= ids != -100  # ignored by the losses of transformers
+            wrong &= ids != NO_TARGET
         if ids.ndim == 2 and wrong.any():
             row, column = wrong.nonzero()[0].tolist()
             raise CalibrationError(

@@ -27,7 +27,7 @@ from fusion_bench_featcal.data.embeddings import (
 )
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.data.labels import encode_labels
+from fusion_bench_featcal.data.labels import LABEL, encode_labels
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Score, class_tests
 from fusion_bench_featcal.data.tables import load_texts
@@ -46,8 +46,6 @@ from fusion_bench_featcal.tasks.item_pool import (
     load_part,
     refuse_unknown_pool_keys,
 )
-
-LABEL = "label"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,10 @@ from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_limits import positions_of
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, TextKind
+from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import is_integer
 from fusion_bench_featcal.tasks.item_pool import (
@@ -174,7 +175,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
 
 def _target_ids(sample: Sample) -> list[int]:
-    return [token for token in sample.labels or () if token != IGNORED]
+    return [token for token in sample.labels or () if token != NO_TARGET]
 
 
 def surgery_task(model: Any, task: str) -> AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_bench_featcal.data.computed_rows import ComputedRows
-from fusion_bench_featcal.data.tables import check_literal, load_split
+from fusion_bench_featcal.data.tables import check_literal, load_hub_split
 
 GLUE = "nyu-mll/glue"
 
@@ -34,7 +34,7 @@ def load_glue(name: str, split: str, path: str = GLUE) -> ComputedRows:
         raise ValueError(f"GLUE has no task {name!r}; it has {', '.join(glue_processors)}")
     processor = glue_processors[name](tokenizer=None, template=glue_prompt_templates[name])
     check_literal(path)
-    rows = load_split(path, name, split)
+    rows = load_hub_split(path, name, split)
 
     def make(index: int) -> dict[str, Any]:
         row: Mapping[str, Any] = rows[index]
@@ -71,7 +71,7 @@ def load_chats(
     if (prompt is None) != (answer is None):
         raise ValueError("prompt and answer are the columns of one question: give both or neither")
     check_literal(path)
-    rows = load_split(path, name, split)
+    rows = load_hub_split(path, name, split)
     columns = [messages] if prompt is None else [prompt, answer]
     missing = [column for column in columns if column not in rows.column_names]
     if missing:

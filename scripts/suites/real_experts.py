@@ -26,8 +26,9 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForCausalLM, Au
 
 from fusion_bench_featcal.data.embeddings import Pooling, class_logits
 from fusion_bench_featcal.data.text_formats import read_row
-from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.experts import InMemoryExpert
+from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.fusionbench.task_lists import filled
 from fusion_bench_featcal.models.lora import LoraExpert
 from fusion_bench_featcal.suites import image, text
@@ -214,7 +215,7 @@ class SmolLM2(Encoder):
         """Return loss and accuracy on a batch's target tokens."""
         batch = pad_samples([sample for sample, _ in items], self.encoder)
         labels = batch.pop("labels")[:, 1:]
-        is_target = labels != IGNORED
+        is_target = labels != NO_TARGET
         hidden = model.model(**batch).last_hidden_state[:, :-1]
         # Only positions that predict a target go through the large head.
         return loss_and_accuracy(head(hidden[is_target]), labels[is_target])

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from fusion_bench_featcal.data.generation import answer_texts
 from fusion_bench_featcal.data.text_formats import read_row
-from fusion_bench_featcal.data.text_samples import IGNORED, Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.suites import text
 from fusion_bench_featcal.suites.text import load_text_split
 
@@ -153,8 +154,8 @@ def target_scores(model: Any, batch: Batch) -> tuple[Tensor, float]:
         ).last_hidden_state[:, :-1]
         due = batch["labels"][:, 1:]
         # only positions that predict a target go through the head
-        logits, due = model.lm_head(hidden[due != IGNORED]), due[due != IGNORED]
-    return loss_and_accuracy(logits[due != IGNORED], due[due != IGNORED])
+        logits, due = model.lm_head(hidden[due != NO_TARGET]), due[due != NO_TARGET]
+    return loss_and_accuracy(logits[due != NO_TARGET], due[due != NO_TARGET])
 
 
 def batches(

@@ -74,7 +74,7 @@ def test_names_of_classes_are_targets(tmp_path: Path):
 
 def test_a_saved_table_has_the_split_that_it_was_saved_from_alone(tmp_path: Path):
     """`DIR:test` beside `DIR:train` would evaluate on the samples."""
-    table = datasets.Dataset.from_list(ROWS, split="train")
+    table = datasets.Dataset.from_list(ROWS, split=datasets.Split.TRAIN)
     table.save_to_disk(tmp_path / "saved")
     folder = str(tmp_path / "saved")
     for location in (folder, f"{folder}:train"):

@@ -12,7 +12,8 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import IGNORED, TextEncoder
+from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.families.base import NO_TARGET
 
 A, B, C, D, END = 3, 4, 5, 6, 1
 PAIR = {"prompt": "a b", "target": "c"}
@@ -119,7 +120,7 @@ def test_prompt_and_target_are_tokenised_as_one_text(kind: str):
     def encoded(row: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Token ids, and those of them that are targets, which come last."""
         ids = encoder.sample(read_row(row, ""))
-        targets = [label for label in ids.labels or () if label != IGNORED]
+        targets = [label for label in ids.labels or () if label != NO_TARGET]
         assert ids.ids[-len(targets) :] == targets and len(ids.labels or ()) == len(ids.ids)
         return ids.ids, targets
 

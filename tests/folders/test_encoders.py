@@ -345,7 +345,7 @@ def test_an_interrupted_run_goes_on(
         "data": {task: copied / f"{task}.jsonl" for task in TASKS},
     }  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr("fusion_bench_featcal.folders.job.save", stop)
+        patch.setattr("fusion_bench_featcal.folders.job.save_folder", stop)
         with pytest.raises(KeyboardInterrupt):
             calibrate_folder(copied / "merged", **options)
     assert (copied / "out.blocks").is_dir()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.folders.verdict import compare, weak_experts
+from fusion_bench_featcal.folders.verdict import compare, experts_below_merged
 
 NOISE = torch.linspace(-0.02, 0.02, 20).double()
 
@@ -33,7 +33,7 @@ def noisy(loss: float, right: int | None = None) -> Score:
 def test_an_expert_that_loses_to_the_merged_model_is_noted(losses, right, is_weak):
     expert, merged = score(losses, right), score([2, 3, 2, 2], 0.2)
     text = f"a (loss {expert.loss:.2f} on 4 rows, the merged model 2.25)"
-    assert weak_experts({"a": expert}, {"a": merged}) == [text] * is_weak
+    assert experts_below_merged({"a": expert}, {"a": merged}) == [text] * is_weak
 
 
 MERGED = noisy(1.0, 10)
