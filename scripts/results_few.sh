@@ -8,8 +8,8 @@ suites=("${@:2}")
 [ "${#suites[@]}" -gt 0 ] || suites=(clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6)
 
 for suite in "${suites[@]}"; do
-  mergers=simple_average,task_arithmetic,ties_merging,wudi
-  case "$suite" in clip*) mergers+=,svc,adamerging ;; esac
+  mergers=simple_average,task_arithmetic,ties_merging
+  case "$suite" in clip*) mergers+=,svc,tsv_m,iso_c ;; esac
   fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43 method.samples_per_task=8,64,256 \
     "method.upstreams=[$mergers]" 'method.post_merging=[featcal,featcal_plus]' \
     "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-few"
