@@ -67,7 +67,7 @@ class ModelFolder(ModelFiles):
             return _INPUTS[inputs]
         raise ValueError(
             f"{self.label} is a {name}; featcal calibrate takes language models, text and image "
-            "classifiers and encoders, and CLIP_CLASSES models. Calibrate others by fusion_bench "
+            "classifiers and encoders, and CLIP models. Calibrate others by fusion_bench "
             "method=featcal"
         )
 
@@ -86,7 +86,7 @@ def refuse_adapter(base: ModelFiles) -> None:
 def body_of(model: nn.Module, kind: Kind) -> nn.Module:
     """Return the part of a model that is calibrated, which all experts share.
 
-    This is a classifier's body, CLIP_CLASSES's vision tower, or the whole of a language model.
+    This is a classifier's body, CLIP's vision tower, or the whole of a language model.
     """
     return model.get_submodule(body_name(model)) if kind in CLASSIFIERS else model
 
@@ -100,7 +100,7 @@ def body_name(classifier: Any) -> str:
     prefix = classifier.base_model_prefix
     if hasattr(classifier, prefix):
         return prefix
-    # The prefix of SigLIP's and CLIP_CLASSES's image classifiers is that of both towers.
+    # The prefix of SigLIP's and CLIP's image classifiers is that of both towers.
     for name, child in classifier.named_children():
         if hasattr(child, "config") and find_stack(child):
             return name
@@ -113,7 +113,7 @@ def body_name(classifier: Any) -> str:
 def family_of(setting: Any, body: Any, kind: Kind) -> Family:
     """Return the family of the calibrated part.
 
-    A classifier's body does not show what its head reads: those of DINOv2 and CLIP_CLASSES average
+    A classifier's body does not show what its head reads: those of DINOv2 and CLIP average
     positions, while the pooled output of their bodies is the class token.
     """
     family = resolve_family(setting, body)

@@ -151,7 +151,7 @@ class ModelFiles:
 
     @property
     def calibrated_class(self) -> type[nn.Module]:
-        """The class to calibrate: for CLIP_CLASSES the vision tower, else the config's class."""
+        """The class to calibrate: for CLIP the vision tower, else the config's class."""
         from transformers import CLIPVisionModel
 
         return CLIPVisionModel if self.architecture.__name__ in CLIP_CLASSES else self.architecture
@@ -166,7 +166,7 @@ class ModelFiles:
 
     @cached_property
     def whole(self) -> nn.Module:
-        """The model of its config's class without weights, for CLIP_CLASSES with both towers."""
+        """The model of its config's class without weights, for CLIP with both towers."""
         is_whole = self.calibrated_class is self.architecture
         return self.empty if is_whole else self._empty(self.architecture)
 
