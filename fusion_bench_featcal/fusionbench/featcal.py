@@ -52,7 +52,7 @@ class FeatCal(FeatCalSettings, Method):
 
     @cached_property
     def _last(self) -> dict[str, Any]:
-        """Opened batches until they are used, then log, reads and cost of the last calibration."""
+        """Log, reads and cost of the last calibration."""
         return {}
 
     def check(self, inputs: MethodInputs) -> None:
@@ -86,13 +86,13 @@ class FeatCal(FeatCalSettings, Method):
                 )
         if inputs.upstream is not None:
             inputs.upstream.budget_left(self)  # raises if the merger exceeds it
-        self._last["batches"] = inputs.batches(self)
+        self.open_batches(inputs)
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Calibrate the merged model. Raises a CalibrationError if that cannot go on."""
         upstream, processes = inputs.upstream, inputs.processes
         budget = upstream.budget_left(self) if upstream else self.expert_read_budget
-        batches = self._last.pop("batches", None) or inputs.batches(self)
+        batches = self.take_batches(inputs)
         exchanged = processes.exchanged_bytes
         result = calibrate(
             merged,

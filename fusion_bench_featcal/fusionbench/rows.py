@@ -108,6 +108,23 @@ class Method(Settings):
         """Open data, and refuse unusable ones, before a model is loaded. The default needs none."""
 
     @cached_property
+    def _opened(self) -> dict[str, Any]:
+        """The batches that `open_batches` opened, until they are taken."""
+        return {}
+
+    def batches(self, inputs: MethodInputs) -> dict[str, Any]:
+        """Return task -> batches of the samples that its settings draw."""
+        return inputs.batches(self.calibration_settings)
+
+    def open_batches(self, inputs: MethodInputs) -> None:
+        """Open each task's data before models are loaded."""
+        self._opened["batches"] = self.batches(inputs)
+
+    def take_batches(self, inputs: MethodInputs) -> dict[str, Any]:
+        """Return the opened batches, which are freed after their use, or open them now."""
+        return self._opened.pop("batches", None) or self.batches(inputs)
+
+    @cached_property
     def sample_counts(self) -> dict[str, int]:
         """Number of samples of each task used for the last model, which the method stores."""
         return {}
@@ -167,4 +184,4 @@ class SampleSettings(Method):
 
     def open(self, inputs: MethodInputs) -> None:
         """Open each task's data."""
-        inputs.batches(self.calibration_settings)
+        self.open_batches(inputs)

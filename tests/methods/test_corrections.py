@@ -27,7 +27,7 @@ from torch.nn.functional import normalize as unit
 from transformers import CLIPModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.lab.rivals import RidgeSurgery
+from fusion_bench_featcal.lab.rivals import Distillation, RidgeSurgery
 from fusion_bench_featcal.lab.rivals.corrected_model import (
     AffineModule,
     CorrectedModel,
@@ -71,6 +71,19 @@ def test_surgery_trains_as_written_out(kind, settings, models) -> None:
         losses = reference["losses"][task]
         first, mean = (pytest.approx(loss, rel=1e-4) for loss in (losses[0], sum(losses) / 7))
         assert model.curves[task] == [(0, first), (7, mean)]
+
+
+@pytest.mark.parametrize("kind", [RidgeSurgery, Distillation])
+def test_data_are_opened_before_the_merger_and_used_once(kind: Any, models: Any) -> None:
+    inputs, opened = inputs_of(tiny_pool(models)), list[Any]()
+    draw = inputs.batches
+    inputs.batches = lambda settings: opened.append(settings) or draw(settings)
+    few = {"stream": "calibration"} if kind is RidgeSurgery else {"steps": 1}
+    method = kind(**DRAW | few)
+    method.open(inputs)
+    for expected in (1, 2):  # a second model opens them again
+        method.post_merge(tower(models, "_merged_"), inputs)
+        assert len(opened) == expected
 
 
 def ridge(merged: Tensor, expert: Tensor, strength: Any) -> Any:

@@ -112,7 +112,7 @@ class FeatureCorrection(SampleSettings):
             CalibrationError: If the models have none, or a task lacks data.
         """
         self.find_site(inputs)
-        self.batches(inputs)
+        super().open(inputs)
 
     def find_site(self, inputs: MethodInputs) -> Callable[[], CorrectedFeature]:
         """Find the feature to correct before a model is loaded. The result loads what it takes.
@@ -154,7 +154,7 @@ class FeatureCorrection(SampleSettings):
         One expert is in memory at a time. Raises as `open` and `fit_all`.
         """
         pool, device = inputs.modelpool, inputs.fabric.device
-        batches, merged = self.batches(inputs), merged.to(device).eval().requires_grad_(False)
+        batches, merged = self.take_batches(inputs), merged.to(device).eval().requires_grad_(False)
         site, lessons = self.find_site(inputs)(), {}
         for task in pool.model_names:
             # Frees an expert that wrote answers before it is loaded again.

@@ -82,7 +82,7 @@ class Distillation(SampleSettings, option="featcal_baselines/distillation", sour
         """
         wide = torch.promote_types(next(merged.parameters()).dtype, torch.float32)
         student = copied(merged, inputs.fabric.device).to(wide)
-        batches, lessons = inputs.batches(self.calibration_settings), {}
+        batches, lessons = self.take_batches(inputs), {}
         for task in inputs.modelpool.model_names:
             with naming_task(task):
                 lessons[task] = self._lessons(student, task, batches[task], inputs)

@@ -66,7 +66,7 @@ class Merger(Rule, SampleSettings):
 
     def merge(self, inputs: MethodInputs) -> nn.Module:
         """Merge a pool's experts. Raises as `merge_models`."""
-        batches = inputs.batches(self.calibration_settings)
+        batches = self.take_batches(inputs)
         options = {"device": inputs.fabric.device, "autocast": inputs.fabric.autocast}
         return self.merge_models(load_base(inputs), inputs.experts(), batches, **options)
 
