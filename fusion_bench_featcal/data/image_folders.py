@@ -125,9 +125,21 @@ def _by_class(folder: Path, classes: Mapping[str, list[str]]) -> datasets.Datase
         )
     if alone:
         return datasets.Dataset.from_dict({"image": alone})
+    _refuse_outer_folder(folder, classes)
     images = [file for files in classes.values() for file in files]
     labels = [name for name, files in classes.items() for _ in files]
     return datasets.Dataset.from_dict({"image": images, "label": labels})
+
+
+def _refuse_outer_folder(folder: Path, classes: Mapping[str, list[str]]) -> None:
+    """Refuse a folder around that of the class folders, which would be the only class."""
+    outer = folder / next(iter(classes))
+    inner = [name for name, files in _class_folders(outer).items() if files]
+    if len(classes) == 1 and len(inner) > 1 and not _images(outer.iterdir()):
+        raise ValueError(
+            f"data {str(folder)!r} has one class ({outer.name}), whose images are in folders of "
+            f"their own ({' or '.join(inner)}): if these are the classes, give {str(outer)!r}"
+        )
 
 
 def _split_folder(folder: Path, split: str) -> Path:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,13 @@ def test_folders_and_tables_give_pictures_and_labels(shapes, kind, monkeypatch):
     assert items.classnames == list(SHAPES)
     unlabelled = load_images(path, **columns | {"label_column": None})
     assert (unlabelled.has_labels, list(unlabelled[0])) == (False, ["image"])
+
+
+def test_a_folder_around_that_of_the_classes_is_no_class(tmp_path, shapes):
+    with pytest.raises(ValueError, match=r"one class \(shapes\).*if these are the classes, give"):
+        load_images(str(tmp_path))
+    shutil.move(shapes / SHAPES[0], tmp_path)  # a class beside one with folders of its own
+    assert load_images(str(tmp_path)).classnames == sorted([SHAPES[0], "shapes"])
 
 
 def test_a_folder_may_have_splits(tmp_path):
