@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from glob import has_magic
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 from datasets.config import HF_HUB_OFFLINE
@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.files import TABLES, is_hub_id
+from fusion_bench_featcal.files import TABLES, can_be_hub_id
 from fusion_bench_featcal.files.untrusted import parse_sample
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
@@ -112,7 +112,7 @@ def read_saved(folder: Path, split: str | None, usual_split: str | None) -> data
         hint = f"; name one of its tables {', '.join(tables)}" if tables else ""
         raise ValueError(f"data {str(folder)!r} is no saved dataset ({error}){hint}") from error
     if isinstance(loaded, datasets.Dataset):
-        if split not in (None, str(loaded.split)):
+        if split is not None and split != loaded.split:
             raise ValueError(
                 f"data {str(folder)!r} is one table without splits: remove split ({split!r}) and "
                 "name the folder of that split"
@@ -221,16 +221,6 @@ def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"line {number}: {error}") from error
 
 
-def check_literal(folder: str) -> None:
-    """Refuse a folder that `datasets` would treat as a pattern and match with other folders.
-
-    Raises:
-        ValueError: If a folder exists whose path contains *, ? or [.
-    """
-    if has_magic(folder) and Path(folder).expanduser().is_dir():
-        raise ValueError(f"data {folder!r}: rename the folder: *, ? and [ would be a pattern")
-
-
 def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
     """Load a split of a hub dataset. `source` is the path without a file or folder.
 
@@ -239,8 +229,8 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         CalibrationError: If it cannot be loaded.
     """
     repository, _, config = name.partition(":")
-    is_file_name = "/" not in name and "." in repository
-    if is_file_name or not is_hub_id(repository) or source.suffix.lower() in TABLES:
+    is_file_name = "/" not in name and "." in repository  # with any ending
+    if is_file_name or "/" in config or not can_be_hub_id(repository):
         raise ValueError(
             f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
         )
@@ -252,19 +242,27 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
     return load_hub_split(repository, config or None, split)
 
 
-def load_hub_split(path: str, config: str | None, split: str) -> Any:
-    """Load a split by `datasets.load_dataset`, from the hub after failures of the network, too.
+def load_hub_split(path: str, config: str | None, split: str) -> datasets.Dataset:
+    """Load a split by `datasets`, again if the hub is busy, and record the dataset's commit.
+
+    Args:
+        path: Hub id or folder.
+        config: The dataset's configuration, if it has several.
+        split: The split.
 
     Raises:
+        ValueError: If `datasets` would treat a folder as a pattern and match it with other folders.
         CalibrationError: If it cannot be loaded.
     """
+    if has_magic(path) and Path(path).expanduser().is_dir():
+        raise ValueError(f"data {path!r}: rename the folder: *, ? and [ would be a pattern")
     name = path if config is None else f"{path}:{config}"
     try:
         loaded = patiently(partial(datasets.load_dataset, path, config, split=split))
     except Exception as error:  # any error of the hub's client or the network
         raise hub_error(error, f"data {name!r}, split {split!r}") from error
     note_data_set(loaded)
-    return loaded
+    return cast(datasets.Dataset, loaded)
 
 
 def offline_hint() -> str:

@@ -22,7 +22,7 @@ TABLES = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of tables of samples."""
 PATH_STARTS = ("/", "./", "../", "~")
 """Texts that begin like this are paths, no hub ids."""
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
@@ -113,15 +113,21 @@ def new_path(target: Path) -> Iterator[Path]:
         remove(new)
 
 
-def is_hub_id(location: str) -> bool:
-    """Return whether a text has the form of a hub id, with or without `@` and a revision."""
-    return _HUB_ID.fullmatch(location.partition("@")[0]) is not None
+def can_be_hub_id(location: str) -> bool:
+    """Return whether a text has the form `NAME` or `OWNER/NAME`, perhaps with `@REVISION`.
+
+    It may also be a path. Names of tables are no ids.
+    """
+    return bool(_HUB_ID.fullmatch(location)) and not location.lower().endswith(TABLES)
 
 
 def is_missing(location: str) -> bool:
-    """Return whether a text is certainly a path, and no hub id, and nothing is there."""
+    """Return whether a text is certainly a path, and no other value, and nothing is there.
+
+    This is not certain with a colon, behind which a split or a config may be named.
+    """
     is_path = location.startswith(PATH_STARTS) or location.endswith(TABLES)
-    return is_path and not Path(location).expanduser().exists()
+    return is_path and ":" not in location and not Path(location).expanduser().exists()
 
 
 def existing(folder: Path) -> Path:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from fusion_bench_featcal.files import is_hub_id
+from fusion_bench_featcal.files import can_be_hub_id
 from fusion_bench_featcal.folders.merge_config import ADVICE, FILE, FILES, Merge, read_merge
 from fusion_bench_featcal.folders.merge_weights import Weight, has_weights
 
@@ -50,7 +50,8 @@ def with_merge_config(
     if base is None and merge.base is not None:
         notes.append(f"base by {FILE}")
     by_config = [] if base or not merge.base else [merge.base]
-    missing = [at for at in (*by_config, *(named.values() if not experts else ())) if _is_lost(at)]
+    by_config += named.values() if not experts else ()
+    missing = [at for at in by_config if not (can_be_hub_id(at) or Path(at).expanduser().exists())]
     if missing:
         raise ValueError(f"{option}: these folders are not here: {', '.join(missing)}. {ADVICE}")
     return base or merge.base, named, "--expert" if experts else option
@@ -150,8 +151,3 @@ def _name(location: str) -> str:
     """Return the last part of a path or hub id, without a revision."""
     path = Path(location)
     return path.name if path.exists() else path.name.partition("@")[0]
-
-
-def _is_lost(location: str) -> bool:
-    """Return whether a location is no folder here, and no hub id."""
-    return not (Path(location).expanduser().exists() or is_hub_id(location))

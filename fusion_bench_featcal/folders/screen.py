@@ -2,8 +2,8 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from logging import ERROR, INFO, NOTSET, StreamHandler, getLogger
+from contextlib import ExitStack, contextmanager
+from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
 
 import datasets
 
@@ -92,13 +92,13 @@ def show_scores(report: Run, notes: Sequence[Note], title: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context that prints the progress of the calibration, but nothing of loading."""
+    """Context that prints the progress of the calibration, but nothing of loading.
+
+    After it, levels and progress bars of all libraries are as before.
+    """
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    level_of_data = datasets.logging.get_verbosity()
-    bars_of_data = not datasets.are_progress_bars_disabled()
-    printed, package = StreamHandler(sys.stdout), "fusion_bench_featcal."
+    package = "fusion_bench_featcal."
     # The plan lists every task's samples, and a note the samples that are not trusted.
     levels = {
         "run.progress": INFO,
@@ -106,22 +106,22 @@ def quiet() -> Iterator[None]:
         "run.trust": ERROR,
         "sentence_transformers": ERROR,
     }
-    for name, of_run in levels.items():
-        getLogger(package + name).setLevel(of_run)
-    getLogger(f"{package}run.progress").addHandler(printed)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are also raised
-    try:
+    with ExitStack() as before:
+        for name, level in levels.items():
+            logger = getLogger(package + name)
+            before.callback(logger.setLevel, logger.level)
+            logger.setLevel(level)
+        progress, printed = getLogger(f"{package}run.progress"), StreamHandler(sys.stdout)
+        before.callback(progress.removeHandler, printed)
+        progress.addHandler(printed)
+        # Errors of datasets are also raised.
+        for library, level in ((logging, ERROR), (datasets.logging, CRITICAL)):
+            before.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity(level)
+        if logging.is_progress_bar_enabled():
+            before.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        if not datasets.are_progress_bars_disabled():
+            before.callback(datasets.enable_progress_bars)
+            datasets.disable_progress_bars()
         yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-        if bars_of_data:
-            datasets.enable_progress_bars()
-        datasets.logging.set_verbosity(level_of_data)
-        for name in levels:
-            getLogger(package + name).setLevel(NOTSET)
-        getLogger(f"{package}run.progress").removeHandler(printed)

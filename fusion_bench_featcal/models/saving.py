@@ -18,7 +18,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.masking import masked_values
 from fusion_bench_featcal.errors.plurals import bytes_text
-from fusion_bench_featcal.files import free_space, is_hub_id, link_or_copy, new_path
+from fusion_bench_featcal.files import can_be_hub_id, free_space, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local
@@ -194,9 +194,9 @@ def card_tags(folder: Path) -> list[str]:
 
 def _hub_ids(locations: Iterable[str | None]) -> list[str]:
     """Return the ids of models on the hub, without revisions, each once."""
-    names = (location.partition("@")[0] for location in locations if location)
-    is_id = (name for name in names if is_hub_id(name) and not Path(name).exists())
-    return list(dict.fromkeys(is_id))
+    named = (location for location in locations if location and can_be_hub_id(location))
+    ids = (location.partition("@")[0] for location in named if not Path(location).exists())
+    return list(dict.fromkeys(ids))
 
 
 def _about(facts: CardFacts) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_bench_featcal.data.computed_rows import ComputedRows
-from fusion_bench_featcal.data.tables import check_literal, load_hub_split
+from fusion_bench_featcal.data.tables import load_hub_split
 
 GLUE = "nyu-mll/glue"
 
@@ -24,6 +24,7 @@ def load_glue(name: str, split: str, path: str = GLUE) -> ComputedRows:
 
     Raises:
         ValueError: If there is no such task, or the folder's path is a pattern.
+        CalibrationError: If it cannot be loaded.
     """
     from fusion_bench.tasks.flan_t5_text_generation.glue_preprocessors import glue_processors
     from fusion_bench.tasks.flan_t5_text_generation.glue_prompt_templates import (
@@ -33,7 +34,6 @@ def load_glue(name: str, split: str, path: str = GLUE) -> ComputedRows:
     if name not in glue_processors:
         raise ValueError(f"GLUE has no task {name!r}; it has {', '.join(glue_processors)}")
     processor = glue_processors[name](tokenizer=None, template=glue_prompt_templates[name])
-    check_literal(path)
     rows = load_hub_split(path, name, split)
 
     def make(index: int) -> dict[str, Any]:
@@ -66,11 +66,12 @@ def load_chats(
         Rows `{"messages": [{"role", "content"}, ...]}`.
 
     Raises:
-        ValueError: If only one of `prompt` and `answer` is given, or a column does not exist.
+        ValueError: If only one of `prompt` and `answer` is given, a column does not exist, or the
+            folder's path is a pattern.
+        CalibrationError: If it cannot be loaded.
     """
     if (prompt is None) != (answer is None):
         raise ValueError("prompt and answer are the columns of one question: give both or neither")
-    check_literal(path)
     rows = load_hub_split(path, name, split)
     columns = [messages] if prompt is None else [prompt, answer]
     missing = [column for column in columns if column not in rows.column_names]

@@ -72,15 +72,17 @@ def test_names_of_classes_are_targets(tmp_path: Path):
     assert rows.classes("target") == ["b", "a"] and rows.classes("prompt") is None
 
 
-def test_a_saved_table_has_the_split_that_it_was_saved_from_alone(tmp_path: Path):
-    """`DIR:test` beside `DIR:train` would evaluate on the samples."""
-    table = datasets.Dataset.from_list(ROWS, split=datasets.Split.TRAIN)
-    table.save_to_disk(tmp_path / "saved")
-    folder = str(tmp_path / "saved")
-    for location in (folder, f"{folder}:train"):
-        assert len(load_texts(location, "test")) == len(ROWS)
-    with pytest.raises(ValueError, match=r"saved' is one table without splits.*\('test'\)"):
-        load_texts(f"{folder}:test")
+@pytest.mark.parametrize(("split", "right"), [("train", ["train"]), (None, [])])
+def test_of_a_saved_dataset_without_splits_no_other_is_read(
+    split: Any, right: list[str], tmp_path: Path
+):
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS, split=split).save_to_disk(folder)
+    for name in (str(folder), *(f"{folder}:{name}" for name in right)):
+        assert list(load_texts(name, "test")) == ROWS
+    for name in {"train", "test", "None"} - {*right}:
+        with pytest.raises(ValueError, match=rf"saved' is .*: remove split \('{name}'\)"):
+            load_texts(f"{folder}:{name}", "test")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

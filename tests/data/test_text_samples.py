@@ -10,7 +10,7 @@ from tiny_tokenizers import KINDS, trained_tokenizer
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.data.text_batches import TextBatches
-from fusion_bench_featcal.data.text_formats import read_row
+from fusion_bench_featcal.data.text_formats import Text, read_row
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.families.base import NO_TARGET
@@ -146,3 +146,22 @@ def test_of_the_drawn_rows_the_first_wrong_one_is_named() -> None:
     batches = TextBatches(rows, [3, 4, 2], FeatCalSettings(), encoder, torch.nn.Identity)
     with pytest.raises(CalibrationError, match=r"^data, item 2: "):
         _ = batches.texts
+
+
+def test_samples_by_length_are_read_once(monkeypatch) -> None:
+    drawn, read = [2, 0, 1], list[int]()
+
+    def counted(rows: TextRows, index: int) -> Text:
+        read.append(index)
+        return original(rows, index)
+
+    original = TextRows.read
+    monkeypatch.setattr(TextRows, "read", counted)
+    rows = TextRows([{"prompt": "a " * n, "target": "b"} for n in (3, 2, 1)], "data")
+    encoder = TextEncoder(word_tokenizer(), "causal")
+    batches = TextBatches(rows, drawn, FeatCalSettings(), encoder, torch.nn.Identity)
+    ordered, order = batches.by_length()
+    assert ordered.indices == [2, 1, 0] and order == [0, 2, 1]
+    assert [text.prompt for text in ordered.texts] == ["a ", "a a ", "a a a "]
+    assert [len(sample.ids) for sample in ordered.encoded] == sorted(batches.lengths())
+    assert sorted(read) == sorted(drawn)

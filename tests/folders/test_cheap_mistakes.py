@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from made_folders import write_rows
 
+from fusion_bench_featcal.files import can_be_hub_id
 from fusion_bench_featcal.models.hub import hub_error
 
 CODE = """
@@ -55,3 +56,15 @@ def test_only_a_download_resumes(is_lookup):
     error = hub_error(TimeoutError(), "--base org/model", is_lookup=is_lookup)
     assert str(error).endswith("run the command again") == is_lookup
     assert str(error).endswith("The download resumes") != is_lookup
+
+
+@pytest.mark.parametrize(
+    ("location", "is_id"),
+    [
+        ("name", True), ("who/what-1.5", True), ("who/what@v1", True), ("w/w@refs/pr/1", True),
+        ("../x", False), ("./x", False), (".x", False), ("/a/b", False), ("~/x", False),
+        ("a/b/c", False), ("a/../b", False), ("my models/x", False), ("who/x.CSV", False),
+    ],
+)  # fmt: skip
+def test_names_with_at_most_one_owner_can_be_hub_ids(location: str, is_id: bool):
+    assert can_be_hub_id(location) == is_id

@@ -32,7 +32,8 @@ from sentence_models import (  # noqa: E402
 from sentence_transformers.base.modules import Dense, Normalize  # noqa: E402
 
 from fusion_bench_featcal.data import sample_order  # noqa: E402
-from fusion_bench_featcal.folders import calibrate_folder  # noqa: E402
+from fusion_bench_featcal.data.tables import load_texts  # noqa: E402
+from fusion_bench_featcal.folders import calibrate_folder, sentence_rows  # noqa: E402
 from fusion_bench_featcal.results import read_run  # noqa: E402
 from fusion_bench_featcal.sentence_transformers import repair  # noqa: E402
 
@@ -178,6 +179,21 @@ def test_numbers_of_csv_files_are_numbers(copied: Path) -> None:
     done = featcal(*(word.replace(".jsonl", ".csv") for word in words(copied)))
     assert done.code == 0, done.err
     assert "(Spearman's correlation)" in done.out and "Spearman % (" in done.out
+
+
+def test_tables_that_cannot_be_scored_are_opened_once(copied: Path, monkeypatch: Any) -> None:
+    opened = []
+
+    def load(location: str, split: str) -> Any:
+        opened.append(Path(location).stem)
+        return load_texts(location, split)
+
+    monkeypatch.setattr(sentence_rows, "load_texts", load)
+    for task in TASKS:
+        rows = [{"text": row["text"]} for row in read_rows(copied / f"{task}.jsonl")]
+        write_rows(copied / f"{task}.jsonl", rows)
+    assert run(copied, "--plan").count(": not scored, as ") == len(TASKS)
+    assert opened == [*TASKS]
 
 
 def test_names_of_labels_are_a_choice(copied: Path) -> None:

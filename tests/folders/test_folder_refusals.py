@@ -143,8 +143,8 @@ MODELS: list[Case] = [
      ["merged: config.json: ", "more tensors than its files have"]),
     ("vit", {"merged/config.json": {"num_hidden_layers": 9 * 10**4}}, {"data": "{}-images"},
      ["merged: config.json: ", "more tensors than its files have"]),
-    ("llama", {"two": None} | merge_config("linear", "one", "./two", base_model="base"), NO_MODELS,
-     ["mergekit_config.yml: these folders are not here: ./two.", "--expert NAME=DIR"]),
+    ("llama", {"two": None} | merge_config("linear", "one", "two", base_model="base"), NO_MODELS,
+     ["--expert two=two (named by ", "--expert NAME=DIR for every expert overrides"]),
     ("llama", merge_config("slerp", "one", "two", base_model="one"),
      NO_MODELS | {"more": "--preset paper"}, ["--base is missing", "--set anchor_rho=1"]),
 ]  # fmt: skip

@@ -2,9 +2,11 @@
 
 import gc
 import json
+import logging
 import re
 import shlex
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers import (
     BertForSequenceClassification,
     CLIPProcessor,
 )
+from transformers.utils import logging as hf_logging
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
@@ -105,17 +108,27 @@ def test_the_recipe_beside_a_result_repeats_it_in_python(finished, tmp_path, mon
         assert (again / name).read_bytes() == (run.out / name).read_bytes()
 
 
-def test_messages_of_datasets_are_as_they_were_after_a_run():
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    try:
+@pytest.mark.parametrize("is_noisy", [True, False])
+def test_libraries_are_as_noisy_after_a_run_as_before(is_noisy):
+    def noise() -> list[Any]:
+        bars = datasets.are_progress_bars_disabled(), hf_logging.is_progress_bar_enabled()
+        levels = [library.get_verbosity() for library in (datasets.logging, hf_logging)]
+        return [*levels, *bars, logger.level, *logger.handlers]
+
+    logger = logging.getLogger("fusion_bench_featcal.run.progress")
+    with ExitStack() as after:
+        for library, level in ((datasets.logging, logging.INFO), (hf_logging, logging.CRITICAL)):
+            after.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity(level)
+        after.callback(datasets.enable_progress_bars)
+        after.callback(hf_logging.enable_progress_bar)
+        if not is_noisy:
+            datasets.disable_progress_bars()
+            hf_logging.disable_progress_bar()
+        before = noise()
         with quiet():
-            assert datasets.logging.get_verbosity() > datasets.logging.ERROR
-        assert datasets.are_progress_bars_disabled()
-        assert datasets.logging.get_verbosity() == datasets.logging.ERROR
-    finally:
-        datasets.enable_progress_bars()
-        datasets.logging.set_verbosity_warning()
+            assert noise() != before and datasets.are_progress_bars_disabled()
+        assert noise() == before
 
 
 def test_paths_of_a_recipe_start_at_its_folder(folder, tmp_path, monkeypatch):

@@ -97,6 +97,8 @@ REFUSED: list[tuple[str, str]] = [
     (models("one", "runs/a/merged"), "runs/a/merged was merged itself, as mergekit-multi does"),
     (slices("passthrough", "[0, 2]", "[1, 2]"), "passthrough of slices that stack or move layers"),
     (models("one", "/nowhere/two"), r"these folders are not here: .*--base and --expert NAME=DIR"),
+    (models("../none", "org/two"), r"these folders are not here: \.\./none\. Name the models by"),
+    (models("org/one", "runs/b/two"), "these folders are not here: runs/b/two"),
     ("{base_model: base, gate_mode: hidden, experts: [{source_model: one}]}", "mergekit-moe"),
     ("models: [a/one, b/one]", "a/one, b/one end in one name"),
     ("models: [base+one-lora, one+two-lora]", "PEFT's merge_and_unload"),

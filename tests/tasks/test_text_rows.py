@@ -1,11 +1,13 @@
 """Public datasets as texts: GLUE with FusionBench's prompts, and questions as chats."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.models import hub
 from fusion_bench_featcal.tasks import load_chats, load_glue
 
 TURNS = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
@@ -34,11 +36,25 @@ def test_chats_and_questions(monkeypatch):
         load_chats("x", "train", prompt="problem", answer="answer")
 
 
-def test_failures_of_the_hub_name_the_data(monkeypatch):
-    def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no network")
+@pytest.mark.parametrize("load", [load_glue, load_chats])
+def test_a_busy_hub_is_asked_again_and_the_commit_is_recorded(load, monkeypatch):
+    statuses, commit = iter((429, 503, 200, 404)), "0" * 40
+    columns: Any = {"sentence": ["a"], "label": [1], "messages": [TURNS]}
+    rows = datasets.Dataset.from_dict(columns)
+    file = {"filename": f"cache/some___data/default/0.0.0/{commit}/data-train.arrow"}
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    for load in (lambda: load_chats("org/chats", "test"), lambda: load_glue("cola", "test")):
-        with pytest.raises(CalibrationError, match=r"^data '(org/chats|nyu-mll/glue:cola)', split"):
-            load()
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        error: Any = OSError("no")  # as of the hub's client
+        error.response = SimpleNamespace(status_code=next(statuses))
+        if error.response.status_code == 200:
+            return rows
+        raise error
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(hub, "_DATA_SETS", {})
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.Dataset, "cache_files", [file])
+    assert len(load("sst2", "train")) == 1
+    assert hub.commits()["datasets/some/data"] == commit
+    with pytest.raises(CalibrationError, match=r"sst2', split 'train': .*nothing of that name on "):
+        load("sst2", "train")
