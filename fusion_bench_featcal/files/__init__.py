@@ -122,12 +122,9 @@ def can_be_hub_id(location: str) -> bool:
 
 
 def is_missing(location: str) -> bool:
-    """Return whether a text is certainly a path, and no other value, and nothing is there.
-
-    This is not certain with a colon, behind which a split or a config may be named.
-    """
+    """Return whether a text is certainly a path, and no hub id, and nothing is there."""
     is_path = location.startswith(PATH_STARTS) or location.endswith(TABLES)
-    return is_path and ":" not in location and not Path(location).expanduser().exists()
+    return is_path and not Path(location).expanduser().exists()
 
 
 def existing(folder: Path) -> Path:

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -110,6 +111,16 @@ def _remove_leftovers(folder: Path, names: str) -> None:
             remove(path)
 
 
+def _owner(file: IO[str]) -> str:
+    """Return the process that has a lock. It writes its number right after it has it."""
+    for _ in range(50):
+        file.seek(0)
+        if owner := file.read().strip():
+            return owner
+        time.sleep(0.01)
+    return "another run"
+
+
 @contextmanager
 def _acquired(lock: Path, label: str) -> Iterator[IO[str]]:
     """Yield the open file of a lock that this process has."""
@@ -122,9 +133,8 @@ def _acquired(lock: Path, label: str) -> Iterator[IO[str]]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = file.read().strip() or "another run"
             raise CalibrationError(
-                f"{label} is in use by {owner}. Wait until it ends, or name another folder"
+                f"{label} is in use by {_owner(file)}. Wait until it ends, or name another folder"
             ) from error
         except OSError as error:
             log.warning("%s cannot be locked (%s): start no second run with it", label, error)

@@ -278,7 +278,7 @@ class Request:
         if (file := self.chat_template) is not None and not Path(file).expanduser().is_file():
             raise ValueError(f"--chat-template {file}: there is no such file here")
         for option, path in locations.items():  # before torch is imported: that takes seconds
-            if is_missing(path):
+            if is_missing(path) and ":" not in path:  # a folder may name its split
                 raise ValueError(f"{option}: there is no such file or folder here")
         if self.strict and self.no_eval:
             raise ValueError("--strict compares scores, which --no-eval skips: leave one out")

@@ -203,6 +203,7 @@ def test_saved_datasets_of_images(shapes, tmp_path, has_splits):
     path = str(tmp_path / "saved")
     if not has_splits:
         table.save_to_disk(path)
+        assert contents(load_images(path)) == PICTURES
         assert contents(load_images(path, usual_split="train")) == PICTURES
         with pytest.raises(ValueError, match=r"saved' is one table .*: remove split \('test'\)"):
             load_images(path, "test")

@@ -123,7 +123,7 @@ def test_classifiers_in_folders_are_cut_at_their_positions(tmp_path):
     assert done.code == 0 and sentence in done.out, done.err
     for length in (11, 1024):  # the second is the default, which is lowered
         line = error_of(*words(tmp_path, "--set", f"max_length={length}"))
-        assert f"max_length = {length} is more than 10 tokens, the model's positions" in line
+        assert f"--set max_length = {length} is more than 10 tokens, the model's positions" in line
     done = featcal(*words(tmp_path, "--set", "max_length=9"))
     assert done.code == 0 and "texts are cut" not in done.out, done.err
 
