@@ -5,23 +5,32 @@ FusionBench's loaders of classifiers set `model.forward = lambda ...` on the loa
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 Swap = Callable[[nn.Module], nn.Module]
 
 
-def copied_module(model: nn.Module, stand_ins: Mapping[int, Any] | None = None) -> nn.Module:
+def copied_module(
+    model: nn.Module, tensors: Iterable[Tensor] = (), make: Callable[[Tensor], Tensor] = torch.clone
+) -> nn.Module:
     """Return a deep copy of a model whose functions run the copy.
 
     Args:
         model: The model.
-        stand_ins: Objects to use in place of copies, by the id of the original.
+        tensors: Parameters and buffers that are not copied. Tied ones stay tied.
+        make: Returns what stands in place of one of them.
     """
-    twin = copy.deepcopy(model, dict(stand_ins or {}))
+    stand_ins = dict[int, Any]()
+    for tensor in tensors:
+        made = make(tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        stand_ins[id(tensor)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
+    twin = copy.deepcopy(model, stand_ins)
     copies = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
     return _rebind(twin, lambda module: copies.get(id(module), module))
 

@@ -1,8 +1,9 @@
 """Experts with one block's weights in memory, addressed by the merged model's names."""
 
+import re
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -187,6 +188,11 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return before
 
 
+def lacks_values(error: Exception) -> bool:
+    """Return whether an error is that of an operation on tensors of the meta device."""
+    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
+
+
 def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Return the model's structure with parameters and persistent buffers on the meta device.
 
@@ -197,12 +203,8 @@ def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Modu
         model: The model.
         device: Device of the copied buffers, by default their current device.
     """
-    stand_ins: dict[int, Tensor] = {}
-    for tensor in model.state_dict(keep_vars=True).values():
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-    hollow = copied_module(model, stand_ins).eval()
+    tensors = model.state_dict(keep_vars=True).values()
+    hollow = copied_module(model, tensors, partial(torch.empty_like, device="meta")).eval()
     for module in hollow.modules() if device is not None else ():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:

@@ -110,13 +110,12 @@ def _stored(model: nn.Module) -> list[Tensor]:
 
 def _packed(model: nn.Module) -> bytes:
     """Return a model without the values of its parameters, each replaced by an expanded zero."""
-    stand_ins: dict[int, Any] = {}
-    for tensor in _stored(model):
-        empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        stand_ins[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
     try:
-        return pickle.dumps(copied_module(model, stand_ins))
+        return pickle.dumps(copied_module(model, _stored(model), empty))
     except (AttributeError, pickle.PicklingError) as error:  # by the kind of function
         raise CalibrationError(
             f"the merged {type(model).__name__} cannot be sent to other processes, because its "

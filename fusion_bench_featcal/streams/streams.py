@@ -1,6 +1,5 @@
 """All tasks' batches on their way through the calibrated model and the experts."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import LazyModel
+from fusion_bench_featcal.experts.expert import lacks_values
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import stoppable
@@ -133,7 +133,7 @@ class Streams:
             with self.autocast():
                 return self.family.step(model, block, call)
         except (RuntimeError, NotImplementedError) as error:
-            if not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
+            if not lacks_values(error):
                 raise
             raise CalibrationError(
                 f"family={self.family.name}: the step of {block} needs weights that are not "

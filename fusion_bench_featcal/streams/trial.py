@@ -1,6 +1,5 @@
 """A trial of a model's blocks without its weights, before weights and data are read."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.experts.expert import lacks_values
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import Masks, call_model
 from fusion_bench_featcal.families.check import compare_with_model
@@ -80,7 +80,7 @@ def _has_run(
                 _check_rows(block, recorded, masks)
                 call = recorded.result
     except (CalibrationError, RuntimeError) as error:
-        if not _reads_values(error):
+        if not lacks_values(error):
             raise
         return False
     return True
@@ -88,12 +88,11 @@ def _has_run(
 
 def _with_zeros(model: nn.Module) -> nn.Module:
     """Return a model on the CPU whose tensors on the meta device are 0."""
-    zeros = dict[int, Any]()  # tied tensors stay tied
-    for tensor in [*model.parameters(), *model.buffers()]:
-        value = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        zeros[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
-    return copied_module(model, zeros)
+
+    def filled(tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
+
+    return copied_module(model, [*model.parameters(), *model.buffers()], filled)
 
 
 def _check_rows(block: str, recorded: Recorded, masks: Masks) -> None:
@@ -120,8 +119,3 @@ def _takes(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
             ) from error
         return False
     return True
-
-
-def _reads_values(error: Exception) -> bool:
-    """Return whether an error is that of an operation on tensors without values."""
-    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
