@@ -19,7 +19,7 @@ from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
 from fusion_bench_featcal.results.lines import read_run
 from fusion_bench_featcal.results.numbers import Unit, share_text
-from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS, ROWS_ERROR, ROWS_SHARE, Row
+from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS, ROWS_ERROR, ROWS_SHARE
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.statistics import difference
 
@@ -115,15 +115,13 @@ def results_part(suite: str) -> str:
     """
     results = results_of(suite)
     if suite in REAL:
-        rows = [replace(row, cost=without_measured(row.cost)) for row in results.rows]
+        rows = [
+            replace(row, cost={k: v for k, v in row.cost.items() if k not in MEASURED_COSTS})
+            for row in results.rows
+        ]
         results = replace(results, rows=rows)
     (accuracies,) = tables_of(frame_of(results))
     return f"{accuracies.markdown()}\n\n{measured(results)}"
-
-
-def without_measured(cost: Mapping[str, float]) -> dict[str, float]:
-    """Return the costs of a model that are counted."""
-    return {key: value for key, value in cost.items() if key not in MEASURED_COSTS}
 
 
 def measured(results: Results) -> str:
@@ -181,23 +179,21 @@ def grid(name: str, label: str) -> str:
 def few_table(suite: str) -> str:
     """Return FeatCal+'s averages by merger and samples, and the runs that harm a task."""
     results, label = results_of(f"{suite}-few"), "samples_per_task"
-    merged = {(row.merger, row.seed): row.accuracy for row in results.rows if not row.is_repair}
-
-    def harms(row: Row) -> bool:
-        before = merged.get((row.merger, row.seed)) or merged[row.merger, None]
-        return any(row.accuracy[task] < before[task] for task in row.tasks)
-
-    runs = {name: [r for r in results.rows if r.name == name] for name in (FEATCAL, FEATCAL_PLUS)}
-    numbers = sorted({row.labels[label] for row in runs[FEATCAL_PLUS]})
+    harms: dict[str, dict[int, list[bool]]] = {FEATCAL: {}, FEATCAL_PLUS: {}}
+    for folder, run in results.runs.items():
+        for line in frame_of(join({folder: run})).lines:
+            if line.first.name in harms:
+                of_number = harms[line.first.name].setdefault(line.first.settings[label], [])
+                of_number.append(min(line.gains.values()) < 0)
+    numbers = sorted(harms[FEATCAL_PLUS])
     cells: dict[str, dict[Any, str]] = {}
     for record in summary(results).to_dict("records"):
         if record["row"] in (record["merger"], FEATCAL_PLUS):
             at = "merged" if record["row"] == record["merger"] else record[label]
             cells.setdefault(record["merger"], {})[at] = percent(record)
     lines = [[merger, *(of[at] for at in ("merged", *numbers))] for merger, of in cells.items()]
-    for name, rows in runs.items():
-        of_numbers = ([row for row in rows if row.labels[label] == n] for n in numbers)
-        counts = (f"{sum(map(harms, of))} of {len(of)}" for of in of_numbers)
+    for name, of_rule in harms.items():
+        counts = (f"{sum(of_rule[n])} of {len(of_rule[n])}" for n in numbers)
         lines.append([f"runs of {name} with a task below merged", "", *counts])
     heads = ["", "merged", f"samples: {numbers[0]}", *map(str, numbers[1:])]
     return f"{table(heads, lines)}\n\n{measured(results)}"
