@@ -133,9 +133,11 @@ def _by_class(folder: Path, classes: Mapping[str, list[str]]) -> datasets.Datase
 
 def _refuse_outer_folder(folder: Path, classes: Mapping[str, list[str]]) -> None:
     """Refuse a folder around that of the class folders, which would be the only class."""
+    if len(classes) > 1:
+        return
     outer = folder / next(iter(classes))
     inner = [name for name, files in _class_folders(outer).items() if files]
-    if len(classes) == 1 and len(inner) > 1 and not _images(outer.iterdir()):
+    if len(inner) > 1 and not _images(outer.iterdir()):
         raise ValueError(
             f"data {str(folder)!r} has one class ({outer.name}), whose images are in folders of "
             f"their own ({' or '.join(inner)}): if these are the classes, give {str(outer)!r}"
