@@ -19,10 +19,9 @@ from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench.config_checks import check_config
 from fusion_bench_featcal.fusionbench.console import explained, make_importable
 from fusion_bench_featcal.fusionbench.options import method_name
+from fusion_bench_featcal.fusionbench.pool_models import LORA_KEYS, NAME
 from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, model_downloads
 
-_LOCATIONS = ("pretrained_model_name_or_path", "base_model_path", "base_model_name",
-              "peft_model_path", "peft_name")  # fmt: skip
 _GLUE = "nyu-mll/glue"
 _OLD_LOADERS = {  # of configs without `_target_`
     "modelpool": "fusion_bench.compat.modelpool.load_modelpool_from_config",
@@ -164,7 +163,7 @@ def _locations(name: str, entry: Any) -> dict[str, str]:
     values = entry if isinstance(entry, Mapping) else {"": entry}
     return {
         ".".join(filter(None, ("modelpool.models", name, key))): values[key]
-        for key in ("", *_LOCATIONS)
+        for key in ("", NAME, *LORA_KEYS)
         if isinstance(values.get(key), str)
     }
 

@@ -30,7 +30,7 @@ MERGED_MODEL = "_merged_"
 NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
 _PLAIN_OPTIONS = {"_target_", NAME, "torch_dtype", "dtype"}
 # Arguments of FusionBench's loaders of LoRA experts, for the base and for the adapter.
-_LORA_KEYS = ("base_model_path", "base_model_name", "peft_model_path", "peft_name")
+LORA_KEYS = ("base_model_path", "base_model_name", "peft_model_path", "peft_name")
 
 
 @dataclass(eq=False)
@@ -69,9 +69,9 @@ class PoolModel:
         if target.endswith(".from_pretrained") and not set(entry) - _PLAIN_OPTIONS:
             keys = (NAME,)
         elif entry.get("merge_and_unload", target.endswith(".load_lora_model")):
-            keys = _LORA_KEYS
+            keys = LORA_KEYS
         locations = {key: str(entry[key]) for key in keys if entry.get(key) is not None}
-        return {} if keys == _LORA_KEYS and len(locations) != 2 else locations
+        return {} if keys == LORA_KEYS and len(locations) != 2 else locations
 
     @cached_property
     def paths(self) -> dict[str, Path]:
