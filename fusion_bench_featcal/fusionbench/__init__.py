@@ -25,5 +25,6 @@ __getattr__ = lazy_names(
         "prepare_run": ".program",
         "run_merger": ".program",
         "save_model": ".saving",
+        "share_model": ".program_processes",
     },
 )

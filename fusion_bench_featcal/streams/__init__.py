@@ -2,4 +2,6 @@
 
 from fusion_bench_featcal.lazy import lazy_names
 
-__getattr__ = lazy_names(__name__, {"Batch": ".batch", "Streams": ".streams"})
+__getattr__ = lazy_names(
+    __name__, {"Batch": ".batch", "Positions": ".batch", "Streams": ".streams"}
+)

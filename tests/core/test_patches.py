@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.core import patches
-from fusion_bench_featcal.modules.sites import site_of
+from fusion_bench_featcal.modules import sites
 
 GEOMETRIES: list[dict[str, Any]] = [
     {"kernel_size": 3},
@@ -25,7 +25,7 @@ def test_rows_times_weights_are_the_convolution(
     torch.manual_seed(0)
     convolution = nn.Conv2d(2, 3, **geometry, bias=False, dtype=torch.float64)
     x = torch.randn(5, 2, 9, 7, dtype=torch.float64)
-    site = site_of("convolution", convolution)
+    site = sites.site_of("convolution", convolution)
     assert site is not None and site.patches is not None
     unfolded = site.patches
     rows, expected = unfolded.rows(x), convolution(x).flatten(2).transpose(1, 2)

@@ -32,7 +32,6 @@ from sentence_models import (  # noqa: E402
 from sentence_transformers.base.modules import Dense, Normalize  # noqa: E402
 
 from fusion_bench_featcal.data import sample_order  # noqa: E402
-from fusion_bench_featcal.data.tables import load_texts  # noqa: E402
 from fusion_bench_featcal.folders import calibrate_folder, sentence_rows  # noqa: E402
 from fusion_bench_featcal.results import read_run  # noqa: E402
 from fusion_bench_featcal.sentence_transformers import repair  # noqa: E402
@@ -182,7 +181,7 @@ def test_numbers_of_csv_files_are_numbers(copied: Path) -> None:
 
 
 def test_tables_that_cannot_be_scored_are_opened_once(copied: Path, monkeypatch: Any) -> None:
-    opened = []
+    opened, load_texts = [], sentence_rows.load_texts
 
     def load(location: str, split: str) -> Any:
         opened.append(Path(location).stem)

@@ -32,11 +32,10 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.errors.plurals import bytes_text
-from fusion_bench_featcal.folders import calibrate_folder, models, options
+from fusion_bench_featcal.folders import calibrate_folder, models, options, screen
 from fusion_bench_featcal.folders.inputs import repeats
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.screen import quiet
 from fusion_bench_featcal.results import read_run
 
 
@@ -126,7 +125,7 @@ def test_libraries_are_as_noisy_after_a_run_as_before(is_noisy):
             datasets.disable_progress_bars()
             hf_logging.disable_progress_bar()
         before = noise()
-        with quiet():
+        with screen.quiet():
             assert noise() != before and datasets.are_progress_bars_disabled()
         assert noise() == before
 
