@@ -19,10 +19,8 @@ from sentence_models import (  # noqa: E402
     MAKERS,
     NOUNS,
     PROMPTS,
-    TASKS,
-    TEXTS,
     backbone,
-    repaired_by,
+    figure,
     sentence_model,
     texts_of,
     tuned,
@@ -79,12 +77,6 @@ def reason(model: Any, data: list[dict[str, Any]]) -> str:
     tests = encoder_tests(model, data, row_name)
     assert isinstance(tests, str)
     return tests
-
-
-def figure(evaluator: Any, model: Any, ending: str) -> float:
-    """Return a figure of the library's evaluator, run by itself."""
-    (value,) = {v for name, v in evaluator(model).items() if name.endswith(ending)}
-    return value
 
 
 RETRIEVAL: dict[str, Any] = {
@@ -409,54 +401,3 @@ def test_labels_without_names(models: dict[str, Any]) -> None:
         assert of(rows(text=FIRST, label=labels)) == "class names need at least two labels in words"
     assert "rows of one text" in of(rows(a=FIRST, b=SECOND, label=LABELS))
     assert "MultiVectorEncoder has no" in of(rows(a=FIRST, label=LABELS), "MultiVectorEncoder")
-
-
-# --- evaluators of a repair ---
-
-
-@pytest.fixture(scope="module")
-def encoders(models: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
-    base = copy.deepcopy(models["cosine"])
-    base.model_card_data.eval_results_dict.clear()  # of other tests
-    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
-    return base, experts, st.SentenceTransformer.merge([*experts.values()], "linear")
-
-
-class Constant:
-    """An evaluator with a figure for each model in turn."""
-
-    primary_metric, name = None, ""
-
-    def __init__(self, *figures: float, greater_is_better: bool = True) -> None:
-        self.figures, self.greater_is_better = iter(figures), greater_is_better
-
-    def __call__(self, model: Any) -> float:
-        assert isinstance(model, st.SentenceTransformer)
-        return next(self.figures)
-
-
-def test_figures_of_a_repair(encoders: Any, capsys: Any, caplog: Any) -> None:
-    """A metric of the library, and figures that say what is a warning."""
-    evaluator = of_texts.TripletEvaluator(FIRST, SECOND, THIRD, name="math")
-    cases: list[tuple[Any, bool | None, str]] = [
-        (Constant(0.25, 0.5), False, "Constant: score merged 25.0, repaired 50.0"),
-        (Constant(0.5, 0.25), True, "Constant: score merged 50.0, repaired 25.0"),
-        (
-            {"code": Constant(0.1, 0.5, 0.25, greater_is_better=False)},
-            False,
-            "code: score expert 10.0, merged 50.0, repaired 25.0",
-        ),
-        ({"math": evaluator}, None, "math: cosine_accuracy expert {}, merged {}, repaired {}"),
-    ]
-    for evaluators, is_below, text in cases:
-        caplog.clear()
-        repaired = repaired_by(encoders, evaluator=evaluators)
-        models = encoders[1]["math"], encoders[2], repaired
-        assert not any(model.model_card_data.eval_results_dict for model in models)
-        figures = [figure(evaluator, copy.deepcopy(model), "_accuracy") for model in models]
-        expected = text.format(*(f"{100 * value:.1f}" for value in figures))
-        assert expected in capsys.readouterr().out.splitlines()
-        if is_below is not None:
-            assert ("the repaired model is below" in caplog.text) == is_below
-    with pytest.raises(ValueError, match=r"^evaluators are of \['maths'\], experts of \['math'"):
-        repaired_by(encoders, texts=TEXTS, evaluator={"maths": evaluator})
