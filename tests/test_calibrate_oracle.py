@@ -149,6 +149,17 @@ def test_plus_equals_the_oracle(case: str):
     assert_same(model, suite.merged, EXACT)
 
 
+@pytest.mark.usefixtures("doubles_stay_doubles")
+@pytest.mark.parametrize("longest", tiny.LABELS)
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_labels_of_some_tasks_are_read_in_those_alone(longest: str, size: int):
+    suite = tiny.partly_labelled_suite(longest, size)
+    new = calibrated_plus(suite, decoder_rows="auto")
+    model = run_fast(suite, **PLUS | {"decoder_rows": "auto"}).model
+    load(suite.merged, new)
+    assert_same(model, suite.merged, EXACT)
+
+
 def test_at_rho_1_no_base_is_needed():
     suite, knobs = tiny.residual_suite(), Knobs(rho=1.0, alpha=1.0, lam=1.0)
     model = run_fast(suite, knobs, has_base=False).model

@@ -18,7 +18,7 @@ from killing import finished_blocks
 from model_types import suite_named
 from process_group import in_processes
 from tiny_convs import tower_suite
-from tiny_models import Suite, clip_suite, decoder_suite, t5_suite, without_labels
+from tiny_models import Suite, clip_suite, partly_labelled_suite, t5_suite
 from transformers import CLIPVisionModel
 from variations import backwards, changed, models_of
 
@@ -80,13 +80,6 @@ def third(suite: Suite) -> Suite:
     return replace(suite, experts=experts, inputs=suite.inputs | {"task_2": suite.inputs["task_1"]})
 
 
-def partly_labelled() -> Suite:
-    """Decoders with labels in all tasks but the first."""
-    suite = third(decoder_suite())
-    suite.inputs["task_0"] = [*map(without_labels, suite.inputs["task_0"])]
-    return suite
-
-
 def short_first(name: str = "bert", **config: Any) -> Suite:
     """Text classifiers whose first task begins with texts of one token."""
     suite = suite_named(name)
@@ -100,7 +93,11 @@ def short_first(name: str = "bert", **config: Any) -> Suite:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("make", "narrowed"),
-    [(partly_labelled, [False, True, True]), (lambda: third(short_first()), [True, True, True])],
+    [
+        (lambda: partly_labelled_suite("none", 3), [False, True, True]),
+        (lambda: partly_labelled_suite("every", 1), [False, True, True]),
+        (lambda: third(short_first()), [True, True, True]),
+    ],
 )
 def test_neither_processes_nor_their_first_tasks_decide_what_counts(
     make: Callable[[], Suite], narrowed: list[bool]

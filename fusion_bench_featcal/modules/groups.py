@@ -108,7 +108,7 @@ def find_groups(
     block: str,
     sites: Sequence[Site],
     recorded: Recorded,
-    mask_of: Callable[[str], Any],
+    rows_of: Callable[[str], Any],
 ) -> list[Group]:
     """Group a block's modules by their inputs, in the order of their calls.
 
@@ -118,7 +118,7 @@ def find_groups(
         sites: The modules.
         recorded: One pass of a batch through the block, in which these and other modules were
             recorded.
-        mask_of: Returns the mask of a module's rows.
+        rows_of: Returns an equal value for modules that count the same rows.
 
     Raises:
         CalibrationError: If a module did not run.
@@ -130,7 +130,7 @@ def find_groups(
         if (site := by_name.get(name)) is None:
             continue
         alone = name if site.kind != "linear" else None
-        key = id(x), id(mask_of(name)), site.has_bias, site.patches, alone
+        key = id(x), rows_of(name), site.has_bias, site.patches, alone
         members.setdefault(key, []).append(site)
     return [_group_of(model, tuple(same_input)) for same_input in members.values()]
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -69,8 +70,8 @@ def narrow(problem: Problem, block: str) -> None:
     """In the last block, count only positions that are read behind it, and what feeds these."""
     streams = problem.streams
     if streams.narrows and block == streams.last_block:
-        names = streams.feeding(block, problem.modules[block].sites)
-        streams.narrow(problem.processes.decided(streams.least_read[0], names))
+        names = problem.processes.gather(streams.feeding(block, problem.modules[block].sites))
+        streams.narrow(chain.from_iterable(names))
 
 
 def groups_of(problem: Problem, block: str) -> list[Group]:
@@ -82,7 +83,7 @@ def groups_of(problem: Problem, block: str) -> list[Group]:
     if not sites:
         return []
     recorded, rows = problem.streams.record_largest(block, [site.name for site in sites])
-    groups = find_groups(problem.model, block, sites, recorded, rows.of)
+    groups = find_groups(problem.model, block, sites, recorded, rows.kind_of)
     return problem.processes.decided(problem.streams.largest[0], groups)
 
 

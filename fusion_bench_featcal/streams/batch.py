@@ -58,6 +58,14 @@ class Positions:
         mask[:, 0] = 1
         return cls.of_mask(mask)
 
+    def last_of_each(self) -> "Positions":
+        """Return the last position of each sample that counts."""
+        mask = torch.zeros(self.shape.numel(), device=getattr(self.index, "device", None))
+        mask[slice(None) if self.index is None else self.index] = 1
+        mask = mask.view(len(mask) // self.shape[1:].numel(), -1)
+        last = mask.shape[1] - 1 - mask.flip(1).argmax(1, keepdim=True)
+        return self.of_mask(torch.zeros_like(mask).scatter_(1, last, 1).view(self.shape))
+
     def of(self, features: Tensor) -> Tensor:
         """Return the rows of features `[..., d]` that count, `[n, d]`.
 
@@ -83,9 +91,18 @@ def check_positions(features: Tensor, shape: torch.Size) -> None:
 
 @dataclass(frozen=True)
 class StagePositions:
-    """Counted positions of a stage, by the end of a module's name as in `families.base.Masks`."""
+    """Counted positions of a stage.
+
+    Attributes:
+        by_end: By the end of a module's name, as in `families.base.Masks`.
+        read: Those that are read behind the last block, or None if all of them are.
+        feeding: Modules that count all positions, though only those in `read` count otherwise.
+            None before the last block.
+    """
 
     by_end: Mapping[str, Positions | None] = field(default_factory=dict)
+    read: Positions | None = None
+    feeding: frozenset[str] | None = None
 
     @classmethod
     def of_masks(cls, masks: Masks) -> "StagePositions":
@@ -96,12 +113,17 @@ class StagePositions:
     @property
     def valid(self) -> Positions | None:
         """Return the counted positions in the stage's features, or None for all."""
-        return self.by_end.get("")
+        return self.of("")
 
     def of(self, module: str) -> Positions | None:
         """Return the counted positions of a module's input, or None for all."""
+        counted, is_feeding = self.kind_of(module)
+        return counted if self.feeding is None or self.read is None or is_feeding else self.read
+
+    def kind_of(self, module: str) -> tuple[Positions | None, bool]:
+        """Return what modules that count the same positions in every batch have in common."""
         ends = (end for end in self.by_end if end and matches(module, end))
-        return self.by_end.get(next(ends, ""))
+        return self.by_end.get(next(ends, "")), module in (self.feeding or ())
 
 
 def rows_of(features: Tensor, counted: Positions | None) -> Tensor:
@@ -122,7 +144,6 @@ class Batch:
         calibrated: Input of the calibrated model's next block.
         expert: Input of the expert's next block, or None if experts do not run.
         positions: Those that count in the stage.
-        read: Those that are read behind the last block, or None if all counted ones are.
         later: Number of them without the first one of each sample.
         expert_inputs: The expert's inputs of modules that are not solved yet.
     """
@@ -135,7 +156,6 @@ class Batch:
     calibrated: Any = None
     expert: Any = None
     positions: StagePositions = field(default_factory=StagePositions)
-    read: Positions | None = None
     later: int = 0
     expert_inputs: dict[str, Tensor] = field(default_factory=dict)
     _split: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -89,12 +89,13 @@ class Streams:
                         inputs = to_device(batch.inputs, self.working.device)
                         counted = "all" if self.decoder_rows == "auto" else self.decoder_rows
                         masks = self.family.masks(self.model, inputs, index, counted)
-                        batch.positions = StagePositions.of_masks(masks)
-                        if index == 0 and batch.positions.valid is None:  # padding may be arbitrary
+                        positions = StagePositions.of_masks(masks)
+                        if index == 0 and positions.valid is None:  # padding may be arbitrary
                             check_finite_inputs(inputs, batch.start)
                         batch.calibrated = self._begun(self.model, inputs, index, batch.calibrated)
-                        batch.read = self._read(inputs, index, batch.calibrated.hidden)
-                        valid = batch.positions.valid
+                        read = self._read(inputs, index, batch.calibrated.hidden)
+                        batch.positions = replace(positions, read=read)
+                        valid = positions.valid
                         count = valid.count if valid else batch.calibrated.hidden.shape[:-1].numel()
                         batch.later = count - batch.samples
         for task, batches in self.tasks.items() if self.runs_experts else ():
@@ -164,12 +165,8 @@ class Streams:
         First positions do not count here, because samples of one position show neither which
         modules feed the first one nor much else.
         """
-        return self._most(lambda batch: batch.later)
-
-    def _most(self, size: Callable[[Batch], int]) -> tuple[tuple[int, str, int], Batch]:
-        """Return the batch of the largest size, whatever the order of tasks, and its priority."""
         batches = {
-            (-size(batch), task, number): batch
+            (-batch.later, task, number): batch
             for task, batches in self.tasks.items()
             for number, batch in enumerate(batches)
         }
@@ -187,40 +184,32 @@ class Streams:
         """Return whether the last block may count fewer positions, equally in all processes."""
         return self.reads_first or self.decoder_rows == "auto"
 
-    @property
-    def least_read(self) -> tuple[tuple[int, str, int], Batch]:
-        """Return the batch with most positions that are not read, and its priority.
-
-        In a batch of which all are read, every module would seem to feed nothing else.
-        """
-        return self._most(
-            lambda batch: batch.read.shape.numel() - batch.read.count if batch.read else 0
-        )
-
     def feeding(self, block: str, sites: Iterable[Site]) -> list[str]:
-        """Return modules whose rows at other positions reach those that are read.
+        """Return modules whose rows at one position reach others, such as keys and values.
 
-        Such are keys and values.
+        The model decides it, not the labels of a batch: whether other positions reach the first or,
+        in a decoder, the last one of each sample. Each task with positions that are read is asked,
+        by its batch with most positions.
         """
-        _, batch = self.least_read
-        if (read := batch.read) is None:
-            return []
-        with self.storage.loaded(batch):
-            result = read.of(self.step(self.model, block, batch.calibrated).hidden)
-            return [
-                site.name
-                for site in sites
-                if not torch.equal(
-                    result, self._read_with_changes(block, batch.calibrated, site.name, read)
-                )
-            ]
+        read = ([b for b in batches if b.positions.read] for batches in self.tasks.values())
+        largest = [max(batches, key=lambda batch: batch.later) for batches in read if batches]
+        names = [site.name for site in sites]
+        return [name for batch in largest for name in self._feeding_in(batch, block, names)]
 
-    def narrow(self, names: Iterable[str]) -> None:
-        """Count only positions that are read, except in the inputs of some modules."""
+    def _feeding_in(self, batch: Batch, block: str, names: Iterable[str]) -> list[str]:
+        with self.storage.loaded(batch):
+            call = batch.calibrated
+            counted = batch.positions.valid or Positions(call.hidden.shape[:-1])
+            one = Positions.first_of(call.hidden) if self.reads_first else counted.last_of_each()
+            result = one.of(self.step(self.model, block, call).hidden)
+            changed = partial(self._read_with_changes, block, call, read=one)
+            return [name for name in names if not torch.equal(result, changed(name))]
+
+    def narrow(self, feeding: Iterable[str]) -> None:
+        """Count only positions that are read, except in the inputs of modules that feed them."""
+        modules = frozenset(feeding)
         for batch in (batch for batches in self.tasks.values() for batch in batches):
-            if batch.read is not None:
-                of_sites = {name: batch.positions.of(name) for name in names}
-                batch.positions = StagePositions({"": batch.read} | of_sites)
+            batch.positions = replace(batch.positions, feeding=modules)
 
     def _read_with_changes(self, block: str, call: Any, name: str, read: Positions) -> Tensor:
         """Return a block's read outputs if a module's other outputs change their signs."""

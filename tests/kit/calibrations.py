@@ -115,7 +115,9 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
 
 
 def before_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Positions before each target, written differently from the package."""
+    """Positions before each target, written differently from the package. All without labels."""
+    if "labels" not in batch:
+        return batch["attention_mask"]
     weights = torch.zeros_like(batch["labels"])
     for row, position in (batch["labels"] != NO_TARGET).nonzero().tolist():
         if position > 0 and batch["attention_mask"][row, position - 1]:

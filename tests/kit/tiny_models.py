@@ -239,6 +239,30 @@ def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
+LABELS = ("none", "some", "every")
+
+
+def partly_labelled_suite(longest: str, size: int) -> Suite:
+    """Decoders of three tasks, in batches of `size`: no labels, some, and one for every token.
+
+    The texts of the task `longest` are three times as long as the others.
+    """
+    inputs = dict[str, Any]()
+    for task, labels in enumerate(LABELS):
+        lengths = [n * (3 if labels == longest else 1) for n in (5, 3, 7, 4, 6, 5)]
+        inputs[f"task_{task}"] = batches = []
+        for start in range(0, len(lengths), size):
+            some = lengths[start : start + size]
+            rows = [
+                sentences([n], max(some), seed=10 * task + start + i) for i, n in enumerate(some)
+            ]
+            batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+            if labels == "every":
+                batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            batches.append(without_labels(batch) if labels == "none" else batch)
+    return suite_of(model_of("llama", 0), inputs, ["model.layers.0", "model.layers.1"], 0)
+
+
 def decoder_suite(*, side: str = "right", seed: int = 0, extra: int = 0) -> Suite:
     """Suite in float64, in batches of unequal length with `extra` positions of padding."""
     lengths = [5, 9, 7], [6, 3, 4, 6]
