@@ -33,7 +33,8 @@ def greedy_answers(
 ) -> list[list[int]]:
     """Answer prompts by greedy search, in token ids up to and including an end token.
 
-    Prompts are those of `encoder.prompt`, which leave room for the answers.
+    Prompts are those of `encoder.prompt`, which leave room for the answers. An answer ends at the
+    first of `encoder.ends`, of which the model's own config may lack some.
     """
     device = device_of(model)
     ids, mask = padded_left(prompts, encoder.pad_id)
@@ -44,13 +45,10 @@ def greedy_answers(
             max_new_tokens=encoder.answer_length(most),
             **GREEDY,
             pad_token_id=encoder.pad_id,
+            eos_token_id=sorted(encoder.ends) or None,
         )
     first = 1 if encoder.kind == "seq2seq" else ids.shape[1]
-    ends = model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    answers = [row[first:].tolist() for row in written]
-    lengths = [next((i + 1 for i, t in enumerate(a) if t in ends), len(a)) for a in answers]
-    return [answer[:length] for answer, length in zip(answers, lengths, strict=True)]
+    return [encoder.until_end(row[first:].tolist()) for row in written]
 
 
 def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -21,11 +21,13 @@ class Score(NamedTuple):
         accuracy: Share of correct samples or, for long or free texts, of correct tokens, 0 to 1.
         losses: Mean cross-entropy of each sample's targets, float64 `[samples]`.
         correct: Whether each sample is correct, bool `[samples]`. None if accuracy counts tokens.
+        unended: Number of samples of which all tokens are correct but the end token.
     """
 
     accuracy: float
     losses: Tensor
     correct: Tensor | None
+    unended: int = 0
 
     @property
     def loss(self) -> float:
@@ -46,12 +48,14 @@ class Tests:
             -100 for none.
         by_token: Whether accuracy counts tokens, not samples.
         order: Number of each sample in the batches, if they are not in order.
+        ends: End tokens of targets.
     """
 
     batches: Callable[[nn.Module], Iterable[TensorBatch]]
     targets: Callable[[Any, TensorBatch], tuple[Tensor, Tensor]]
     by_token: bool = False
     order: Sequence[int] | None = None
+    ends: Sequence[int] = ()
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> Score:
@@ -65,16 +69,21 @@ class Tests:
             logits, targets = self.targets(model, moved)
             is_target = targets != NO_TARGET
             right = (logits.argmax(dim=-1) == targets) & is_target
-            rows.append((row_losses(logits, targets), right.sum(dim=1), is_target.sum(dim=1)))
+            ends = torch.isin(targets, torch.tensor(self.ends, dtype=torch.long, device=device))
+            but_end = (right | ~is_target | ends).all(dim=1)
+            counts = right.sum(dim=1), is_target.sum(dim=1)
+            rows.append((row_losses(logits, targets), *counts, but_end))
         columns = [torch.cat(column).cpu() for column in zip(*rows, strict=True)]
         if self.order is not None:
             back = torch.tensor(self.order).argsort()
             columns = [column[back] for column in columns]
-        losses, right, count = columns
-        if self.by_token:
-            return Score(right.sum().item() / max(count.sum().item(), 1), losses.double(), None)
+        losses, right, count, but_end = columns
         correct = right == count
-        return Score(correct.double().mean().item(), losses.double(), correct)
+        unended = int((but_end & ~correct).sum())
+        if self.by_token:
+            accuracy = right.sum().item() / max(count.sum().item(), 1)
+            return Score(accuracy, losses.double(), None, unended)
+        return Score(correct.double().mean().item(), losses.double(), correct, unended)
 
 
 def own_logits(model: Any, batch: TensorBatch) -> Tensor:

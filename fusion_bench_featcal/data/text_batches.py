@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from logging import getLogger
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +13,11 @@ from fusion_bench_featcal.data.generation import greedy_answers, padded_left
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_token_ids
+
+_warn_once = cache(getLogger(__name__).warning)  # a run opens its datasets several times
 
 
 @dataclass(eq=False)
@@ -57,15 +61,45 @@ class TextBatches:
         results = {number: make(values[number]) for number in order}
         return [results[number] for number in range(self.samples)]
 
-    def columns(self, which: str) -> list[str]:
-        """List the columns of all samples that are read (`columns`) or not (`unread`)."""
-        return list(dict.fromkeys(name for text in self.texts for name in getattr(text, which)))
+    @property
+    def columns(self) -> list[str]:
+        """Columns of all samples that are read."""
+        return list(dict.fromkeys(name for text in self.texts for name in text.columns))
+
+    @property
+    def unread(self) -> list[str]:
+        """Other columns with a value, and keys of chats' turns that no template shows."""
+        rows = [*self.texts, *self.inputs]
+        return list(dict.fromkeys(name for row in rows for name in row.unread))
+
+    @property
+    def inputs(self) -> list[Sample]:
+        """What models read: the prompts if the expert writes the targets, else the samples."""
+        return self.prompts if self.are_generated else self.encoded
+
+    @property
+    def remark_on_length(self) -> str:
+        """A sentence on samples that are cut, or no text."""
+        return self._remark_on_length(self.inputs)
+
+    def _remark_on_length(self, inputs: Sequence[Sample]) -> str:
+        cut, texts = sum(sample.is_cut for sample in inputs), counted(self.samples, "text")
+        limit = self.encoder.max_length
+        return f"{cut} of {texts} are longer than max_length = {limit}, and cut" if cut else ""
+
+    def _noted(self, inputs: list[Sample]) -> list[Sample]:
+        """Warn once of what is left out of samples. `featcal calibrate` has notes instead."""
+        unread = dict.fromkeys(key for sample in inputs for key in sample.unread)
+        for remark in filter(None, (*unread, self._remark_on_length(inputs))):
+            _warn_once("%s: %s", self.rows.name, remark)
+        return inputs
 
     @cached_property
-    def prompts(self) -> list[list[int]]:
-        """Token ids of the prompts that the expert answers."""
+    def prompts(self) -> list[Sample]:
+        """The prompts that the expert answers."""
         most = self.settings.generated_tokens
-        return self._in_order(partial(self.encoder.prompt, reserved=most), self.texts)
+        prompt = partial(self.encoder.prompt, reserved=most)
+        return self._noted(self._in_order(prompt, self.texts))
 
     @cached_property
     def encoded(self) -> list[Sample]:
@@ -75,7 +109,7 @@ class TextBatches:
             CalibrationError: If a row is not a usable text, or has no target and needs one.
         """
         if not self.are_generated:
-            return self._in_order(self.encoder.sample, self.texts)
+            return self._noted(self._in_order(self.encoder.sample, self.texts))
         names = [text.name for text in self.texts]
         return list(map(self.encoder.answered, self.prompts, self._answers(), names))
 
@@ -83,10 +117,14 @@ class TextBatches:
         """Return the samples by their length, which pads batches little, and their numbers here."""
         lengths = self.lengths()
         order = sorted(range(self.samples), key=lengths.__getitem__)
-        batches = replace(self, indices=[self.indices[number] for number in order])
-        batches.texts = [self.texts[number] for number in order]
-        batches.encoded = [self.encoded[number] for number in order]
-        return batches, order
+        return self.some(order), order
+
+    def some(self, numbers: Sequence[int]) -> "TextBatches":
+        """Return some of the samples, in the given order, with what was read of them."""
+        batches = replace(self, indices=[self.indices[number] for number in numbers])
+        for name in {"texts", "prompts", "encoded"} & vars(self).keys():
+            vars(batches)[name] = [vars(self)[name][number] for number in numbers]
+        return batches
 
     def lengths(self) -> list[int]:
         """Return the number of tokens of each text, with the longest possible answer of the expert.
@@ -94,9 +132,8 @@ class TextBatches:
         Raises:
             CalibrationError: If a row is not a usable text.
         """
-        if self.are_generated:
-            return [len(prompt) + self.settings.generated_tokens for prompt in self.prompts]
-        return [len(sample.ids) for sample in self.encoded]
+        more = self.settings.generated_tokens if self.are_generated else 0
+        return [len(sample.ids) + more for sample in self.inputs]
 
     @cached_property
     def batch_size(self) -> int:
@@ -130,7 +167,7 @@ class TextBatches:
         expert = expert if self.device is None else expert.to(self.device)
         answers: list[list[int]] = []
         for start in range(0, self.samples, self.batch_size):
-            prompts = self.prompts[start : start + self.batch_size]
+            prompts = [p.ids for p in self.prompts[start : start + self.batch_size]]
             self._check({"input_ids": padded_left(prompts, self.encoder.pad_id)[0]}, expert, start)
             answers += greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
         return answers

@@ -1,7 +1,8 @@
 """Common formats of rows with texts: prompts with answers, chats, plain texts, token ids."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal
 
 from fusion_bench_featcal.data.chats import Turn, answered_turns, is_chat, parsed, read_turns
@@ -17,7 +18,13 @@ FLAGGED = ("weight", "label", *PROMPTS, *TARGETS)
 """Columns that `is_left_out` reads."""
 _CONTEXTS = ("input", "context")
 _SYSTEMS = ("system", "system_prompt")
-_NEEDED = (*_SYSTEMS, "tools", "history", "context", "choices", "text_pair")
+_OF_TEMPLATES = ("tools", "documents")
+_OF_CHATS = (*_SYSTEMS, *_OF_TEMPLATES, "functions", "history")
+_CHOICES = ("choices", "options")
+_NEEDED = (
+    *_OF_CHATS, *_CHOICES, "A", "B", "context", "text_pair", "article", "document", "passage",
+    "paragraph", "story", "image", "images", "audio", "video", "videos",
+)  # fmt: skip
 """Columns that change the model's input. A row is refused if one has a value that is not used."""
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -32,6 +39,7 @@ class Text:
         prompt: A text, the turns before the answer, or columns of token ids.
         target: The answer: a text or a turn. None if there is none.
         pair: Second text of a classifier's pair.
+        values: Other values of a chat's template: `tools`, `documents`.
         columns: Names of the columns that are read.
         unread: Names of the other columns with a value.
     """
@@ -41,6 +49,7 @@ class Text:
     prompt: Any
     target: Any = None
     pair: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
@@ -127,7 +136,9 @@ class _Reader:
         if turns and turns[0]["role"] != "system" and (system := self.take(*_SYSTEMS)):
             turns = [{"role": "system", "content": self.as_text(system, "system")}, *turns]
         question, answer = answered_turns(turns, self.name)
-        return Text(self.name, "chat", question, answer)
+        values = {n: parsed(self.take(n), f"{self.name}: {n}") for n in _OF_TEMPLATES}
+        values = {name: value for name, value in values.items() if value}
+        return Text(self.name, "chat", question, answer, values=values)
 
     def with_answer(self, turns: list[Turn], answer: Any) -> list[Turn]:
         """Return turns with their answer, which may repeat them."""
@@ -154,16 +165,25 @@ class _Reader:
         of_target = self.read[-1]
         if context := self.take(*_CONTEXTS):
             prompt = f"{prompt}\n\n{self.as_text(context, self.read[-1])}"
-        if choices := parsed(self.take("choices"), f"{self.name}: choices"):
+        if choices := self.choices():
             prompt, target = self.with_choices(prompt, choices, target)
         target = None if target is None else self.as_text(target, of_target)
         return Text(self.name, "prompt", prompt, target, pair)
 
+    def choices(self) -> Any:
+        """Return the choices of a question: one column, or a column for each letter."""
+        if any(name in self.values for name in _CHOICES):
+            return parsed(self.take(*_CHOICES), f"{self.name}: {self.read[-1]}")
+        letters = [*takewhile(self.values.__contains__, _LETTERS)]
+        return {letter: self.take(letter) for letter in letters} if len(letters) > 1 else None
+
     def with_choices(self, prompt: str, choices: Any, target: Any) -> tuple[str, Any]:
         """Return a prompt with a line for each choice, and a number as its letter."""
         texts, letters = choices, list(_LETTERS[: len(choices)])
-        if isinstance(choices, Mapping):  # ARC
-            texts, letters = choices.get("text", ()), choices.get("label", ())
+        if isinstance(choices, Mapping):
+            texts, letters = list(choices.values()), list(choices)
+            if "text" in choices:  # ARC
+                texts, letters = choices["text"], choices.get("label", ())
         if len(texts) != len(letters):
             raise CalibrationError(
                 f"{self.name}: {len(texts)} choices, but {len(letters)} letters for them"
@@ -209,9 +229,11 @@ class _Reader:
         columns = tuple(dict.fromkeys(self.names[name] for name in filled))
         needed = [n for n in _NEEDED if n not in self.read and _has_value(self.values.get(n))]
         if needed and text.form != "tokens":
+            as_chat = needed[0] in _OF_CHATS and text.form != "chat"
             raise CalibrationError(
-                f"{self.name}: column {self.names[needed[0]]} has no place in a {text.form}. Write "
-                "it into the text, write the row as messages, or leave the column out"
+                f"{self.name}: column {self.names[needed[0]]} has no place in a {text.form}. "
+                f"{'Write the row as messages' if as_chat else 'Write it into the text'}, or leave "
+                "the column out"
             )
         unread = tuple(str(n) for n, v in self.row.items() if _has_value(v) and n not in columns)
         return replace(text, columns=columns, unread=unread)

@@ -1,5 +1,6 @@
 """The longest text that a tokenizer and a model's positions allow."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -37,6 +38,19 @@ def tokens_allowed(tokenizer: Any) -> int:
             "not a number of tokens. Correct the file"
         )
     return int(limit)
+
+
+def end_tokens(*configs: Any) -> frozenset[int]:
+    """Return the end tokens that configs of models declare: one each, several, or none.
+
+    Args:
+        configs: Configs and generation configs, as objects of transformers or mappings, or None.
+    """
+    contents = [c if isinstance(c, Mapping) else c.to_dict() for c in configs if c is not None]
+    contents += [c["text_config"] for c in contents if isinstance(c.get("text_config"), Mapping)]
+    values = [content.get("eos_token_id") for content in contents]
+    several = (value if isinstance(value, list) else [value] for value in values)
+    return frozenset(token for tokens in several for token in tokens if type(token) is int)
 
 
 def positions_of(model: Any) -> int:

@@ -1,42 +1,68 @@
 """Texts as token ids for a language model, one by one and as padded batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from numbers import Integral
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.data.chats import bounded_templates
+from fusion_bench_featcal.data.templates import (
+    end_of_answers,
+    head_length,
+    rendered_chat,
+    special_ids,
+)
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.families.base import NO_TARGET
 
 TextKind = Literal["seq2seq", "causal", "classification"]
-_DATE = "26 Jul 2024"  # by default Llama's chat template inserts the current date
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text in token ids, without padding."""
+    """One text in token ids, without padding.
 
-    ids: list[int]  # the model's input: the prompt and, for a decoder-only model, the target
-    # The target, or None. For a decoder-only model it is aligned with `ids`, -100 on the prompt.
+    Attributes:
+        ids: The model's input: the prompt and, for a decoder-only model, the target.
+        labels: The target, or None. For a decoder-only model it is aligned with `ids`, -100 on the
+            prompt.
+        types: 0 and 1 for the first and second text of a pair.
+        is_cut: Whether it is only a part of a longer text.
+        unread: Keys of a chat's turns that are not shown to the model.
+    """
+
+    ids: list[int]
     labels: list[int] | None = None
-    types: list[int] | None = None  # 0 and 1 for the first and second text of a pair
+    types: list[int] | None = None
+    is_cut: bool = False
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Ids:
-    """A row in token ids before truncation. `scored` is the target, -100 for uncounted tokens."""
+    """A row in token ids before truncation.
+
+    Attributes:
+        prompt: The prompt.
+        target: The target, or None.
+        scored: The target, -100 for tokens that do not count.
+        head: Number of the prompt's first tokens that stay if it is cut.
+        is_cut: Whether the tokenizer cut it.
+        unread: As in `Sample`.
+    """
 
     prompt: list[int]
     target: list[int] | None = None
     scored: list[int] | None = None
+    head: int = 0
+    is_cut: bool = False
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,17 +70,28 @@ class TextEncoder:
     """Converts texts of `read_row` to token ids.
 
     For a decoder-only model prompt and target are tokenised as one text, as in its training. Chats
-    are rendered by the tokenizer's chat template, and the last answer is the target. Texts longer
-    than `max_length` are truncated: a prompt at its end, so that the target keeps at least half.
-    Without `max_length` a text beyond the limit of the tokenizer, or of the model's `positions`, is
-    an error. For a classifier a row is one text or pair, and a chat includes its last turn. Targets
-    are not read.
+    are rendered by the tokenizer's chat template, and the last answer is the target. A target ends
+    at its first end token. For a classifier a row is one text or pair, and a chat includes its last
+    turn. Targets are not read.
+
+    Texts longer than `max_length` are cut. A decoder's prompt, or a chat, loses its oldest part,
+    behind what a template writes in front of all, so that the target keeps at least half. Other
+    texts are cut as the tokenizer cuts them.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        kind: The kind of model.
+        max_length: Maximum number of tokens. If it is None, a text beyond the limit of the
+            tokenizer, or of the model's positions, is an error.
+        positions: Positions of the model, as of `positions_of`.
+        model_ends: End tokens of the models, as of `end_tokens`.
     """
 
     tokenizer: Any
     kind: TextKind
     max_length: int | None = None
     positions: int = NO_LIMIT
+    model_ends: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         most, limit = longest_text(self.tokenizer, self.positions)
@@ -85,15 +122,23 @@ class TextEncoder:
             )
         return self._cut(ids, name)
 
-    def prompt(self, text: Text, reserved: int) -> list[int]:
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer.
+
+        They are those of the tokenizer and of the models, and the first one that the chat template
+        writes behind an answer.
+        """
+        ends = {self.tokenizer.eos_token_id, *self.model_ends, *end_of_answers(self.tokenizer)}
+        return frozenset(ends - {None})
+
+    def prompt(self, text: Text, reserved: int) -> Sample:
         """Return a text's prompt. For a decoder-only model it leaves room for `reserved` tokens.
 
         Raises:
             CalibrationError: If there is no text, or it is too long.
         """
-        prompt, limit = self._ids(text).prompt, self._limit
-        room = limit if self.kind == "seq2seq" else max(limit - reserved, limit // 2)
-        return self._within(prompt, room, text.name, len(prompt))
+        return self._cut_prompt(self._ids(text), reserved, text.name)
 
     def answer_length(self, most: int) -> int:
         """Return how many tokens a model can write behind a prompt of `prompt`, at most `most`."""
@@ -101,9 +146,10 @@ class TextEncoder:
             return min(most, self.positions)
         return min(most, self.positions - self.positions // 2)
 
-    def answered(self, prompt: list[int], answer: list[int], name: str) -> Sample:
+    def answered(self, prompt: Sample, answer: list[int], name: str) -> Sample:
         """Return a prompt with a model's answer as its target."""
-        return self._cut(_Ids(prompt, answer), name)
+        ids = _Ids(prompt.ids, answer, is_cut=prompt.is_cut, unread=prompt.unread)
+        return self._cut(ids, name)
 
     @property
     def pad_id(self) -> int:
@@ -126,18 +172,17 @@ class TextEncoder:
 
     def _classified(self, text: Text) -> Sample:
         """Return the text of a classifier, or a pair of texts."""
+        types = None
         if text.form == "tokens":
-            ids, types = _tokenised(text, "causal", labels=None).prompt, None
+            ids = _tokenised(text, "causal", labels=None)
         elif text.form == "chat":
-            prompt, target = self._rendered(text)
-            ids, types = self._tokens(prompt + (target or ""), special=False), None
+            ids = self._chat(text)
         else:
-            cut = {"truncation": True, "max_length": self.max_length} if self.max_length else {}
-            encoded = self.tokenizer(text.prompt, text.pair, verbose=False, **cut)
-            ids = list(encoded["input_ids"])
+            encoded, is_cut = self._encoded(text.prompt, text.pair)
+            ids = _Ids(list(encoded["input_ids"]), is_cut=is_cut)
             types = encoded.get("token_type_ids") if text.pair is not None else None
-        self._refuse_empty(ids, text.name)
-        return Sample(self._within(ids, self._limit, text.name, len(ids)), types=types)
+        self._refuse_empty(ids.prompt, text.name)
+        return replace(self._cut_prompt(ids, 0, text.name), types=types)
 
     def _ids(self, text: Text) -> _Ids:
         """Return prompt and target of a text in token ids, before truncation."""
@@ -146,14 +191,34 @@ class TextEncoder:
         if text.form == "tokens":
             ids = _tokenised(text, self.kind, text.prompt.get("labels"))
         elif text.form == "chat":
-            prompt, target = self._rendered(text)
-            ids = _Ids(self._tokens(prompt, special=False))
-            if target is not None:
-                ids = _Ids(*self._pair(prompt, target, special=False))
+            ids = self._chat(text)
         else:
             ids = self._plain(text.prompt, text.target)
         self._refuse_empty(ids.prompt, text.name)
         return ids
+
+    def _chat(self, text: Text) -> _Ids:
+        if self.kind == "seq2seq" or not getattr(self.tokenizer, "chat_template", None):
+            raise CalibrationError(
+                f"{text.name}: messages need a decoder-only model or classifier and a tokenizer "
+                "with a chat template; give rows with prompt and target, or "
+                "a tokenizer that has one"
+            )
+        chat = rendered_chat(self.tokenizer, text)
+        read = chat.answer if self.kind == "classification" else None
+        ids, target = self._tokens(chat.prompt + (read or ""), special=False), None
+        if chat.answer is not None and read is None:
+            ids, target = self._pair(chat.prompt, chat.answer, special=False)
+            target = self.until_end(target)
+        is_long = len(ids) > self._limit // 2
+        head = head_length(self.tokenizer, text, ids) if is_long else 0
+        unread = tuple(f"{key} of turns, which the template does not show" for key in chat.unread)
+        return _Ids(ids, target, head=head, unread=unread)
+
+    def until_end(self, answer: list[int]) -> list[int]:
+        """Return an answer up to and including its first end token."""
+        stops = (n + 1 for n, token in enumerate(answer) if token in self.ends)
+        return answer[: next(stops, len(answer))]
 
     def _refuse_empty(self, ids: list[int], name: str) -> None:
         if not self._has_words(ids):
@@ -163,15 +228,26 @@ class TextEncoder:
         if not prompt.strip():
             return _Ids([])
         if self.kind == "seq2seq":
-            ids = self._tokens(prompt)
-            if target is None:
-                return _Ids(ids)
-            return _Ids(ids, list(self.tokenizer(text_target=target, verbose=False)["input_ids"]))
-        if target is None:
-            return _Ids(self._alone(prompt))
-        before, after = self._pair(prompt, target, special=True)
-        end = self.tokenizer.eos_token_id
-        return _Ids(before, [*after, *([] if end is None else [end])])
+            encoded, is_cut = self._encoded(prompt)
+            labels = None
+            if target is not None:
+                labels = list(self.tokenizer(text_target=target, verbose=False)["input_ids"])
+            return _Ids(list(encoded["input_ids"]), labels, is_cut=is_cut)
+        before, after = self._alone(prompt), None
+        if target is not None:
+            before, after = self._pair(prompt, target, special=True)
+            end = self.tokenizer.eos_token_id
+            after = self.until_end([*after, *([] if end is None else [end])])
+        special = special_ids(self.tokenizer)
+        return _Ids(before, after, head=len([*takewhile(special.__contains__, before)]))
+
+    def _encoded(self, *texts: str | None) -> tuple[Any, bool]:
+        """Tokenise a text or pair, cut by the tokenizer. Return also whether it was cut."""
+        encoded = self.tokenizer(*texts, verbose=False)
+        if self.max_length is None or len(encoded["input_ids"]) <= self.max_length:
+            return encoded, False
+        cut: Any = {"truncation": True, "max_length": self.max_length}
+        return self.tokenizer(*texts, verbose=False, **cut), True
 
     def _pair(self, prompt: str, target: str, *, special: bool) -> tuple[list[int], list[int]]:
         """Tokenise prompt and target as one text, and split it.
@@ -197,53 +273,36 @@ class TextEncoder:
     def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _rendered(self, text: Text) -> tuple[str, str | None]:
-        """Return a chat as texts: what comes before the answer, and the answer."""
-        if self.kind == "seq2seq" or not getattr(self.tokenizer, "chat_template", None):
-            raise CalibrationError(
-                f"{text.name}: messages need a decoder-only model or classifier and a tokenizer "
-                "with a chat template; give rows with prompt and target, or "
-                "a tokenizer that has one"
-            )
-        prompt = self._render(text.name, text.prompt, add_generation_prompt=True)
-        if text.target is None:
-            return prompt, None
-        if not text.target["content"].strip():
-            return prompt, ""
-        turns = [*text.prompt, text.target]
-        whole = self._render(text.name, turns, add_generation_prompt=False)
-        if not whole.startswith(prompt):
-            raise CalibrationError(
-                f"{text.name}: the tokenizer's chat template renders the prompt differently once "
-                "there is an answer; give rows with prompt and target"
-            )
-        return prompt, whole[len(prompt) :]
-
-    def _render(self, name: str, turns: list[Any], **options: Any) -> str:
-        try:
-            with bounded_templates():
-                return self.tokenizer.apply_chat_template(
-                    turns, tokenize=False, date_string=_DATE, **options
-                )
-        except Exception as error:  # a template may raise any error
-            raise CalibrationError(
-                f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
-                "Correct the row, or give a tokenizer with another template"
-            ) from error
-
-    def _cut(self, text: _Ids, name: str) -> Sample:
+    def _cut(self, ids: _Ids, name: str) -> Sample:
         """Return prompt and target as model inputs, within the limits."""
-        limit, prompt, target = self._limit, text.prompt, text.target
+        limit, target = self._limit, ids.target
         if target is None:
-            return Sample(self._within(prompt, limit, name, len(prompt)))
+            return self._cut_prompt(ids, 0, name)
         if self.kind == "seq2seq":
-            labels = self._within(target, limit, f"{name}, target", len(target))
-            return Sample(self._within(prompt, limit, name, len(prompt)), labels)
-        length, prompt = len(prompt) + len(target), prompt[: max(limit - len(target), limit // 2)]
-        labels = [NO_TARGET] * len(prompt) + (text.scored or target)
-        return Sample(self._within(prompt + target, limit, name, length), labels[:limit])
+            self._refuse_long(len(target), limit, f"{name}, target")
+            return replace(self._cut_prompt(ids, 0, name), labels=target[:limit])
+        self._refuse_long(len(ids.prompt) + len(target), limit, name)
+        sample = self._cut_prompt(ids, len(target), name)
+        labels = [NO_TARGET] * len(sample.ids) + (ids.scored or target)
+        whole = [*sample.ids, *target]
+        return replace(
+            sample,
+            ids=whole[:limit],
+            labels=labels[:limit],
+            is_cut=sample.is_cut or len(whole) > limit,
+        )
 
-    def _within(self, ids: list[int], limit: int, name: str, length: int) -> list[int]:
+    def _cut_prompt(self, ids: _Ids, reserved: int, name: str) -> Sample:
+        """Return a prompt that leaves room for `reserved` tokens, without its oldest part."""
+        limit, prompt = self._limit, ids.prompt
+        room = limit if self.kind == "seq2seq" else max(limit - reserved, limit // 2)
+        self._refuse_long(len(prompt), room, name)
+        if is_long := len(prompt) > room:
+            head = min(ids.head, room // 2)
+            prompt = prompt[:head] + prompt[len(prompt) - room + head :]
+        return Sample(prompt, is_cut=is_long or ids.is_cut, unread=ids.unread)
+
+    def _refuse_long(self, length: int, limit: int, name: str) -> None:
         if self.max_length is None and length > limit and limit < NO_LIMIT:
             of_answer = self._limit - limit
             raise CalibrationError(
@@ -251,7 +310,6 @@ class TextEncoder:
                 f"is {self._limit}{f', with {of_answer} for the answer' if of_answer else ''}. Set "
                 "max_length to cut long texts"
             )
-        return ids[:limit]
 
 
 def _tokenised(text: Text, kind: TextKind, labels: Any) -> _Ids:

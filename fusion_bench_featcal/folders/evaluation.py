@@ -27,6 +27,10 @@ _HARDLY = (
     "fewer than a tenth of their own rows are right for the experts of {}: check --tokenizer, "
     "labels or targets, and for language models --chat-template and how prompts end"
 )
+_UNENDED = (
+    "{} of {} of the expert of {} are right but for the end token, which it does not write: train "
+    "it with the end token of --tokenizer, or name the tokenizer of its training"
+)
 
 
 class Evaluation:
@@ -60,6 +64,7 @@ class Evaluation:
         self.heads: dict[str, Any] = {}
         self._opened = opened
         self._tests = {name: task.tests for name, task in tasks.items() if task.tests}
+        self._repeating = [name for name, task in tasks.items() if task.has_repeats]
         self._scores: dict[str, Mapping[str, Score]] = {}
         self._doubts = [*doubts]
 
@@ -78,6 +83,11 @@ class Evaluation:
         if scores:
             self._add_row(EXPERTS, scores, Facts())
         self.add(self.report.merger, merged)
+        unended = {t: s for t, s in scores.items() if 2 * s.unended > len(s.losses)}
+        for task, score in unended.items():
+            answers = counted(len(score.losses), "answer")
+            self._doubts.append(_UNENDED.format(score.unended, answers, task))
+        scores = {task: score for task, score in scores.items() if task not in unended}
         if weak := experts_below_merged(scores, self._scores[self.report.merger]):
             self._doubts.append(_NOT_EXPERTS.format(", ".join(weak)))
         if failing := [task for task, score in scores.items() if score.accuracy < RARELY]:
@@ -128,6 +138,7 @@ class Evaluation:
             self._scores[name],
             advice,
             held_back=self._tests.keys() - self._opened.request.eval.keys(),
+            repeating=self._repeating,
             unscored=[task for task in self._opened.experts if task not in self._tests],
             doubts=[*self._doubts, *warnings],
         )

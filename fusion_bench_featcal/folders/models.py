@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.pictures import check_channels
+from fusion_bench_featcal.data.text_limits import end_tokens
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.model_config import check_same_function
@@ -242,6 +243,12 @@ class Models:
         if is_large and self.like.kind in LANGUAGE_MODELS:
             return offloaded(LazyModel("the model", body, self.empty_body, device=device), device)
         return load().to(device)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """End tokens that any of the models declares."""
+        models = filter(None, (self.like, self.base, *self.experts.values()))
+        return end_tokens(*(c for m in models for c in (m.config, m.generation_config)))
 
     @property
     def notes(self) -> list[str]:

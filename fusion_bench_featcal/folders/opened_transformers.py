@@ -139,7 +139,7 @@ class OpenedTransformers:
         models, processor, request = self.models, self.processor, self.request
         kind, length = models.like.kind, self.settings.max_length
         if kind in LANGUAGE_MODELS:
-            encoder = TextEncoder(processor, kind, length, self._positions)  # type: ignore[arg-type]
+            encoder = TextEncoder(processor, kind, length, self._positions, models.ends)  # type: ignore[arg-type]
             tasks = {
                 task: open_language_task(task, request, encoder, partial(models.load_expert, task))
                 for task in request.expert

@@ -103,6 +103,7 @@ def quiet() -> Iterator[None]:
     levels = {
         "run.progress": INFO,
         "streams.samples": ERROR,
+        "data.text_batches": ERROR,
         "run.trust": ERROR,
         "sentence_transformers": ERROR,
     }

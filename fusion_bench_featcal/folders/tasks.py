@@ -39,6 +39,7 @@ class Task:
         tests: Test samples that score a model (`Tests`), or None.
         notes: Sentences on the samples.
         title: What the scores are, a share in percent and a loss.
+        has_repeats: Whether test samples repeat calibration samples.
     """
 
     batches: Any
@@ -46,6 +47,7 @@ class Task:
     tests: Any
     notes: Sequence[str] = ()
     title: str = "accuracy % (loss)"
+    has_repeats: bool = False
 
 
 def open_parts(
@@ -85,6 +87,37 @@ def open_parts(
             f"{len(tests.indices)}: give more by --eval {task}=PATH"
         )
     return calibration, tests
+
+
+class Distinct(NamedTuple):
+    """Test rows that are scored, as far as they repeat calibration samples.
+
+    Attributes:
+        numbers: Numbers of the rows, as many as there are or those that repeat no sample.
+        notes: A sentence if some repeat a sample.
+        has_repeats: Whether such rows are scored.
+    """
+
+    numbers: list[int]
+    notes: list[str]
+    has_repeats: bool
+
+    @classmethod
+    def of(cls, task: str, request: Request, repeated: Sequence[bool]) -> "Distinct":
+        """Leave out held-back rows that repeat a sample if enough others remain.
+
+        Args:
+            task: The task.
+            request: The request. Rows of its --eval are scored as they are.
+            repeated: Whether each test row repeats a calibration sample.
+        """
+        others = [number for number, repeats in enumerate(repeated) if not repeats]
+        if len(others) == len(repeated):
+            return cls(others, [], False)
+        note = f"{task}: {sum(repeated)} of {counted(len(repeated), 'test row')} repeat samples"
+        if task in request.eval or len(others) < FEW_ROWS:
+            return cls([*range(len(repeated))], [f"{note}, and are scored all the same"], True)
+        return cls(others, [f"{note}, and are left out"], False)
 
 
 def sentence(

@@ -22,6 +22,7 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
+    Distinct,
     Part,
     Task,
     head_numbers,
@@ -93,16 +94,20 @@ def open_language_task(
     open_rows = partial(
         open_texts, columns=request.columns_of(task), names=_OF_MODELS, usual=FORMATS
     )
-    parts = open_parts(task, request, open_rows)
-    calibration, test = (_language_batches(part, request, encoder, load_expert) for part in parts)
-    calibration.lengths()  # reads all texts
+    part, test_part = open_parts(task, request, open_rows)
+    calibration, test = (
+        _language_batches(p, request, encoder, load_expert) for p in (part, test_part)
+    )
+    rows = distinct_rows(task, request, calibration, test)
+    test = test.some(rows.numbers)
     tests, measure = None, ""
     if test.indices:
-        tests = Tests(test.checked, targets_of, _counts_tokens(test))
+        tests = Tests(test.checked, targets_of, _counts_tokens(test), ends=[*encoder.ends])
         measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
-    read = calibration.columns("columns")
-    notes = [sentence(task, request, *parts, read, measure)]
-    notes += _notes_of_rows(task, calibration)
+    read = calibration.columns
+    tested = test_part._replace(indices=test.indices)
+    notes = [sentence(task, request, part, tested, read, measure), *rows.notes]
+    notes += _notes_of_rows(task, calibration, test)
     are_plain = all(text.form == "prompt" for text in calibration.texts)
     if are_plain and getattr(encoder.tokenizer, "chat_template", None):
         notes.append(
@@ -110,11 +115,11 @@ def open_language_task(
             "the model is used in chats, give rows with messages"
         )
     if calibration.are_generated:
-        unread = calibration.columns("unread")
+        unread = calibration.unread
         names = f"{task}:prompt={read[-1]},target=COLUMN"
         advice = f". If {' or '.join(unread)} has them: --columns {names}" if unread else ""
         notes.append(f"{task}: no targets in --data, so its expert writes them{advice}")
-    return Task(calibration, calibration.samples, tests, notes)
+    return Task(calibration, calibration.samples, tests, notes, has_repeats=rows.has_repeats)
 
 
 def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:
@@ -134,7 +139,6 @@ def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: 
 
 def _counts_tokens(batches: TextBatches) -> bool:
     """Return whether targets are too long for an exact answer, or are free text."""
-    batches.lengths()  # reads all texts
     if batches.are_generated:
         return True
     labels = [sample.labels for sample in batches.encoded]
@@ -142,13 +146,27 @@ def _counts_tokens(batches: TextBatches) -> bool:
     return median(lengths) > LONG
 
 
-def _notes_of_rows(task: str, batches: TextBatches, used: Sequence[str] = ()) -> list[str]:
-    """Describe columns that are not read, and rows that do not count."""
-    unread = [column for column in batches.columns("unread") if column not in used]
-    notes = [f"{task}: columns that are not read: {', '.join(unread)}"] if unread else []
-    if left_out := batches.rows.left_out:
-        notes.append(f"{task}: {counted(left_out, 'row')} with weight 0 or label false left out")
-    return notes
+def _notes_of_rows(
+    task: str, calibration: TextBatches, test: TextBatches, used: Sequence[str] = ()
+) -> list[str]:
+    """Describe columns that are not read, rows that do not count, and texts that are cut."""
+    unread = [column for column in calibration.unread if column not in used]
+    notes = [f"columns that are not read: {', '.join(unread)}"] if unread else []
+    if left_out := calibration.rows.left_out:
+        notes.append(f"{counted(left_out, 'row')} with weight 0 or label false left out")
+    if cut := calibration.remark_on_length:
+        notes.append(f"of the samples, {cut}")
+    if test.indices and (cut := test.remark_on_length):
+        notes.append(f"of the rows to evaluate on, {cut}")
+    return [f"{task}: {note}" for note in notes]
+
+
+def distinct_rows(
+    task: str, request: Request, calibration: TextBatches, test: TextBatches
+) -> Distinct:
+    """Compare test rows with samples, as models read them."""
+    samples = {repr(sample) for sample in calibration.inputs}
+    return Distinct.of(task, request, [repr(sample) in samples for sample in test.inputs])
 
 
 def open_class_task(
@@ -171,7 +189,7 @@ def open_class_task(
     names = _OF_CLASSIFIERS
     columns = request.columns_of(task)
     open_rows = cache(partial(open_texts, columns=columns, names=names, usual=names))
-    parts = calibration_part, test_part = open_parts(task, request, open_rows)
+    calibration_part, test_part = open_parts(task, request, open_rows)
     column = calibration_part.rows.columns.get(LABEL, LABEL)
     reason = remark = ""
     if test_part.indices:
@@ -185,7 +203,7 @@ def open_class_task(
             reason = not_scored(values, classes)
     if reason:
         request = replace(request, no_eval=True)
-        parts = calibration_part, test_part = open_parts(task, request, open_rows)
+        calibration_part, test_part = open_parts(task, request, open_rows)
 
     def batches(part: Part, settings: Any) -> TextBatches:
         rows, device = (part.rows, part.indices), request.device
@@ -193,22 +211,23 @@ def open_class_task(
 
     settings, labels = request.settings, [column]
     calibration, tests = batches(calibration_part, settings), None
-    calibration.lengths()  # reads all texts
+    inputs = batches(test_part, settings if pads else settings.replace(batch_size=1))
+    distinct = distinct_rows(task, request, calibration, inputs)
+    inputs = inputs.some(distinct.numbers)
+    test_part = test_part._replace(indices=inputs.indices)
     if test_part.indices:
-        one_by_one = settings if pads else settings.replace(batch_size=1)
-        inputs = batches(test_part, one_by_one)
         more_labels = (
             _labels_of(calibration_part) if test_part.rows is calibration_part.rows else []
         )
         numbers, remark = head_labels(test_part, classes, more_labels)
         tests = class_tests(inputs.checked, inputs.batch_size, numbers)
-    read = [*calibration.columns("columns"), *(labels if tests else [])]
-    notes = [sentence(task, request, *parts, read)]
-    notes += _notes_of_rows(task, calibration, labels)
+    read = [*calibration.columns, *(labels if tests else [])]
+    notes = [sentence(task, request, calibration_part, test_part, read), *distinct.notes]
+    notes += _notes_of_rows(task, calibration, inputs, labels)
     if reason:
         notes.append(f"{task}: not scored, as {reason}")
     notes += [f"{task}: {remark}"] if remark else []
-    return Task(calibration, calibration.samples, tests, notes)
+    return Task(calibration, calibration.samples, tests, notes, has_repeats=distinct.has_repeats)
 
 
 def _labels_of(part: Part) -> list[Any]:

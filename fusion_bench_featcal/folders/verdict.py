@@ -101,6 +101,7 @@ def compare(
     calibrated: Mapping[str, Score],
     advice: str,
     held_back: Collection[str] = (),
+    repeating: Sequence[str] = (),
     unscored: Collection[str] = (),
     doubts: Sequence[str] = (),
 ) -> Verdict:
@@ -116,6 +117,7 @@ def compare(
         advice: Sentence on what to try if a task is worse.
         held_back: Tasks whose rows are of the same source as their samples. These rows cannot show
             that the samples are unlike the data in use.
+        repeating: Tasks whose rows repeat their samples.
         unscored: Tasks without scores.
         doubts: Reasons why models or data may be other ones than meant.
     """
@@ -130,14 +132,15 @@ def compare(
         count = f"{len(by_kind['better'])} of {counted(len(merged), 'task')}"
         source = _source([task for task in merged if task in held_back], len(merged))
         parts = [f"better than the merged model on {count} by Student's 95 % interval{source}"]
+        parts += [f"test rows repeat samples: {', '.join(repeating)}"] if repeating else []
         parts += [f"not scored: {', '.join(unscored)}"] if unscored else []
     parts += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
     counts = ", ".join(f"{task} ({rows[task]})" for task in few)
     parts += [f"too few rows to compare (below {FEW_ROWS}): {counts}"] if few else []
     figures = ", ".join(f"{task} ({change.text})" for task, change in worse.items())
     parts += [f"worse: {figures}. {advice}".rstrip()] if worse else []
-    conclusion = f"verdict: {'; '.join(parts)}"
-    conclusion += f". In doubt: {'; '.join(doubts)}" if doubts else ""
+    doubted = f"in doubt: {'; '.join(doubts)}. Scores: " if doubts else ""
+    conclusion = f"verdict: {doubted}{'; '.join(parts)}"
     gains = {t: f"gain of {t} on {rows[t]}: {change.text}" for t, change in changes.items()}
     return Verdict(gains, conclusion, bool(merged) and not worse and not doubts)
 

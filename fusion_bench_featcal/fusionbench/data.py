@@ -39,6 +39,7 @@ def calibration_batches(
     *,
     device: Any = None,
     positions: int = NO_LIMIT,
+    ends: frozenset[int] = frozenset(),
 ) -> dict[str, Any]:
     """Draw every task's calibration samples from a model pool.
 
@@ -53,6 +54,7 @@ def calibration_batches(
             callable from an RGB picture to a tensor `[channels, height, width]`.
         device: Device on which experts generate targets, by default the one they are loaded on.
         positions: Positions of text models, as of `positions_of`.
+        ends: End tokens of text models, as of `end_tokens`.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
@@ -75,7 +77,7 @@ def calibration_batches(
         if isinstance(rows, ImageItems):
             batches[task] = ImageBatches(rows, indices, size, processor)
         else:
-            encoder = TextEncoder(processor, kind, settings.max_length, positions)  # type: ignore[arg-type]
+            encoder = TextEncoder(processor, kind, settings.max_length, positions, ends)  # type: ignore[arg-type]
             load_expert = partial(load_pool_model, modelpool, task)
             batches[task] = TextBatches(rows, indices, settings, encoder, load_expert, device)
     return batches

@@ -113,6 +113,7 @@ class MethodInputs:
             self.processor,
             device=self.fabric.device,
             positions=positions,
+            ends=self.models.ends if text_kind(pool) else frozenset(),
         )
 
     def require_base(self, purpose: str, instead: str = "") -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from torch import nn
 
-from fusion_bench_featcal.data.text_limits import NO_LIMIT, positions_of
+from fusion_bench_featcal.data.text_limits import NO_LIMIT, end_tokens, positions_of
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts import ExpertSource
@@ -170,6 +171,17 @@ class PoolModels(dict[str, PoolModel]):
             return positions_of(model.folders[0].empty) if model.folders else NO_LIMIT
         except CalibrationError:  # the pool may load it all the same
             return NO_LIMIT
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """End tokens of text models, as far as their files declare them."""
+        configs = list[Any]()
+        with suppress(CalibrationError, ValueError):  # the pool may load such models all the same
+            for model in self.values():
+                sources = model.folders if model.module is None else [model.module]
+                for source in sources:
+                    configs += [getattr(source, n, None) for n in ("config", "generation_config")]
+        return end_tokens(*configs)
 
     def fetch(self) -> None:
         """Download at once all files that the hub's cache lacks. Raises as `fetch_all`."""

@@ -15,6 +15,7 @@ from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
+from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.errors import (
     loading_cause,
     stubs_text,
@@ -68,6 +69,12 @@ class ModelFiles:
     def config(self) -> dict[str, Any] | None:
         """Content of its config.json. None without one, as for an adapter or a single file."""
         return None if self.folder.is_file() else self._labelled(open_config)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any] | None:
+        """Content of its generation_config.json, or None without one."""
+        file = self.folder / "generation_config.json"
+        return read_json(file) if file.is_file() else None
 
     @cached_property
     def weights(self) -> SafetensorsExpert | None:

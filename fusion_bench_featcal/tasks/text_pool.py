@@ -25,7 +25,7 @@ from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
-from fusion_bench_featcal.data.text_limits import positions_of
+from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, TextKind
 from fusion_bench_featcal.errors import CalibrationError
@@ -136,7 +136,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     def _score(self, model: Any, task: str) -> Score:
         kind: TextKind = "seq2seq" if model.config.is_encoder_decoder else "causal"
         if (task, kind) not in self._batches:
-            self._batches[task, kind] = self._opened(task, kind, positions_of(model))
+            self._batches[task, kind] = self._opened(task, kind, model)
         batches, order = self._batches[task, kind]
         with self.fabric.autocast(), surgery_task(model, task):
             score = Tests(batches.checked, targets_of, order=order).score(model)
@@ -144,10 +144,11 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
                 return Score(self._correlation(model, batches), score.losses, None)
         return score
 
-    def _opened(self, task: str, kind: TextKind, positions: int) -> tuple[TextBatches, list[int]]:
+    def _opened(self, task: str, kind: TextKind, model: Any) -> tuple[TextBatches, list[int]]:
         """Tokenise a task's rows for a kind of model. Return also their order."""
         rows = self.test_dataloaders[task]
-        encoder = TextEncoder(self.tokenizer, kind, self.max_length, positions)
+        limits = positions_of(model), end_tokens(model.config, model.generation_config)
+        encoder = TextEncoder(self.tokenizer, kind, self.max_length, *limits)
         settings = FeatCalSettings(batch_size=self.batch_size)
         batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)
         for text, sample in zip(batches.texts, batches.encoded, strict=True):
@@ -161,7 +162,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         # An answer longer than every target cannot be right.
         longest = max(len(_target_ids(sample)) for sample in batches.encoded)
         most = self.max_new_tokens or longest
-        prompts = [encoder.prompt(text, most) for text in batches.texts]
+        prompts = [encoder.prompt(text, most).ids for text in batches.texts]
         answers = answer_texts(model, encoder, prompts, batch_size=self.batch_size, most=most)
         return spearman(answers, targets)
 

@@ -33,6 +33,9 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "choices": ["x", "y"], "answer": 1}, "q||A. x|B. y > B"),  # MMLU
     ({"question": "q", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
      "q||1. x|2. y > 2"),  # ARC
+    ({"question": "q", "options": {"A": "x", "B": "y"}, "answer": "B"}, "q||A. x|B. y > B"),
+    ({"question": "q", "options": ["x", "y"], "answer": "A"}, "q||A. x|B. y > A"),
+    ({"question": "q", "A": "x", "B": "y", "C": "z", "answer": "C"}, "q||A. x|B. y|C. z > C"),
     ({"prompt": "q", "completion": "a", "label": True}, "q > a"),  # KTO
     ({"text": "t", "label": 1}, "t > None - label"),
 ]  # fmt: skip
@@ -64,7 +67,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": "q"}, "messages must be a list, or its JSON text, got 'q'"),
     ({"messages": [SAY]}, "the chat has no turn before the answer"),
     ({"messages": [ASK, SAY | {"tool_calls": [1]}]}, "turn 1: tool_calls are not read"),
-    ({"messages": [ASK, SAY], "tools": [{}]}, "column tools has no place in a chat"),
+    ({"messages": [ASK, SAY], "functions": [{}]},
+     "column functions has no place in a chat. Write it into the text, or"),
+    ({"prompt": "q", "tools": [{}]}, "column tools has no place in a prompt. Write the row as mes"),
+    ({"question": "q", "article": "x", "answer": "y"}, "column article has no place in a prompt"),
+    ({"question": "q", "images": ["x"], "answer": "y"}, "column images has no place in a prompt"),
+    ({"messages": [ASK, SAY], "options": ["x", "y"]}, "column options has no place in a chat"),
     ({"prompt": "q", "system": "s"}, "column system has no place in a prompt"),
     ({"question": "q", "choices": ["x", "y"], "answer": 2}, "answer 2, but there are 2 choices"),
     ({"question": "q", "choices": ["x"] * 27}, "27 choices, but 26 letters"),

@@ -1,5 +1,6 @@
 """Texts as token ids: prompts, targets, chats, padding, and rows that are refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -43,9 +44,13 @@ SAMPLES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("causal", {"prompt": "a b"}, "a b", {}),
     ("causal", {"input_ids": [A, B, C, D], "labels": [-100, B, -100, D]}, "a b c d > _ b _ d", {}),
     ("causal", {"messages": TURNS}, "? b c a d > _ _ _ _ d", IN_CHAT),
-    ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, "a b c d d d > _ _ _ d d d",
+    ("causal", {"prompt": "a b c d", "target": "d d d d d d"}, "b c d d d d > _ _ _ d d d",
      {"max_length": 6}),  # at least half of it for the target
-    ("seq2seq", {"prompt": "a b c d", "target": "d d d d"}, "a b c > d d d", {"max_length": 3}),
+    ("causal", {"messages": [{"role": "user", "content": "b c d e"}, TURNS[1]]},
+     "? c d e a d > _ _ _ _ _ d", IN_CHAT | {"max_length": 6}),  # the oldest part goes
+    ("classification", {"messages": [{"role": "user", "content": "b c d e"}]}, "? d e a",
+     IN_CHAT | {"max_length": 4}),
+    ("seq2seq", {"prompt": "a b c d", "target": "d d d d"}, "a b . > d d d", {"max_length": 3}),
     ("classification", {"text": "a b", "text_pair": "c", "label": 1}, "a b c", {}),
     ("classification", PADDED | {"labels": 2}, "a b .", {}),
 ]  # fmt: skip
@@ -138,6 +143,51 @@ def test_prompt_and_target_are_tokenised_as_one_text(kind: str):
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
     assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert "blue" in tokenizer.decode(targets) and "river" not in tokenizer.decode(targets)
+
+
+# Ends of four public formats. [INST] and [/INST] are special tokens without a role.
+@pytest.mark.parametrize("end", ["[/INST]\n", "[/INST]\n</s>", " [/INST]", "</s>\n"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_ends_where_the_template_ends_it(kind: str, end: str):
+    tokenizer = copy.deepcopy(trained_tokenizer(kind))
+    tokenizer.chat_template = (
+        "{% for m in messages %}[INST]{{ m.role }} {{ m.content }}" + end + "{% endfor %}"
+        "{% if add_generation_prompt %}[INST]assistant {% endif %}"
+    )
+    encoder, mark = TextEncoder(tokenizer, "causal"), end.strip().partition("\n")[0]
+    chat = [{"role": "user", "content": "river"}, {"role": "assistant", "content": "blue lamp"}]
+    targets = [t for t in encoder.sample(read_row({"messages": chat}, "")).labels or () if t >= 0]
+    assert tokenizer.decode(targets).replace(" ", "") == f"bluelamp{mark}"
+    stop = tokenizer.convert_tokens_to_ids(mark)
+    assert encoder.ends == {stop, tokenizer.eos_token_id}
+    assert encoder.until_end([7, stop, 8]) == [7, stop]
+    # A prompt and target that were written by hand end there, too.
+    row = {"prompt": "[INST]user river[/INST]", "target": f"blue{end}"}
+    assert (encoder.sample(read_row(row, "")).labels or [])[-1] == stop
+
+
+IN_TOOLS = {"chat_template": "{% for t in tools or [] %}{{ t.name }} {% endfor %}" + CHAT}
+DATED = {"chat_template": "{{ strftime_now('%d').replace('26', 'e') }} " + CHAT}
+NOTED = {"chat_template": CHAT.replace("{{ m.content }}", "{{ m.content }} {{ m.mark }}")}
+
+
+def test_a_template_shows_tools_and_keys_or_they_are_named():
+    assert sample({"messages": TURNS, "tools": [{"name": "e"}]}, **IN_TOOLS) == (
+        "e ? b c a d > _ _ _ _ _ d"
+    )
+    with pytest.raises(CalibrationError, match=r"item 0: .*template does not show tools\. Leave"):
+        sample({"messages": TURNS, "tools": [{"name": "e"}]}, **IN_CHAT)
+    turns = [{**turn, "mark": "e"} for turn in TURNS]
+    text = read_row({"messages": turns}, "")
+    shown, hidden = (
+        TextEncoder(word_tokenizer(**o), "causal").sample(text) for o in (NOTED, IN_CHAT)
+    )
+    assert not shown.unread and "e" in words(shown.ids)
+    assert hidden.unread == ("mark of turns, which the template does not show",)
+
+
+def test_the_clock_stands_still_in_templates():
+    assert sample({"messages": TURNS}, **DATED) == "e ? b c a d > _ _ _ _ _ d"
 
 
 def test_of_the_drawn_rows_the_first_wrong_one_is_named() -> None:

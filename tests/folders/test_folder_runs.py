@@ -87,8 +87,9 @@ def test_report_and_screen(finished):
     assert {*reads["experts"]} == {*TASKS} and reads["upstream"] is reads["budget"] is None
     notes = [note.text for note in run.report.notes]
     assert f"one.jsonl (prompt=q, target=a); evaluated on {HELD_OUT} rows" in notes[0]
-    assert notes[1] == "one: columns that are not read: prompt"
-    assert "saved:fit (prompt=ask, target=a); evaluated on" in notes[2]
+    assert notes[1] == "one: 4 of 6 test rows repeat samples, and are scored all the same"
+    assert notes[2] == "one: columns that are not read: prompt"
+    assert "saved:fit (prompt=ask, target=a); evaluated on" in notes[3]
     text = " ".join(run.screen.split())  # the last notes are wrapped
     assert "plan: " in text and [text.count(note) for note in notes] == [1] * len(notes)
     assert not (run.folder / "out.blocks").exists()
@@ -315,7 +316,7 @@ def test_strict_saves_only_where_no_task_is_worse(copied, folder, capsys):
     assert (
         "; worse: " in line and "Try more samples (--set samples_per_task=N), --preset plus" in line
     )
-    assert ". In doubt: experts no better than the merged model on their own rows: one (" in line
+    assert "in doubt: experts no better than the merged model on their own rows: one (" in line
     assert "--strict: nothing was saved" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
 
@@ -335,7 +336,7 @@ def test_strict_saves_nothing_where_the_verdict_is_in_doubt(folder, capsys):
     ridge = ("--set", "ridge_lambda=1e12")
     assert main(words(folder, *PAPER, *ridge, "--strict")) == 1
     screen = capsys.readouterr()
-    assert "; worse: " not in screen.out and ". In doubt: " in screen.out
+    assert "; worse: " not in screen.out and "verdict: in doubt: " in screen.out
     assert "a doubt, and the merged model is as it was" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
 
@@ -371,7 +372,7 @@ def test_what_casts_doubt_stands_in_the_verdict(copied):
     (folder / "link.jsonl").symlink_to("one.jsonl")
     done = featcal(*words(folder, *PAPER, data=("one.jsonl", "link.jsonl")))
     assert done.code == 0, done.err
-    doubt = "In doubt: --data one and --data two are the same data"
-    assert f"verdict: none, as nothing was scored. {doubt}\n" in done.out
+    doubt = "in doubt: --data one and --data two are the same data"
+    assert f"verdict: {doubt}. Scores: none, as nothing was scored\n" in done.out
     assert "two: not scored, as its rows have no label" in done.out
     assert "too few rows" not in done.out and "evaluated on" not in done.out

@@ -18,7 +18,7 @@ from transformers import (
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.data.generation import greedy_answers
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, positions_of
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import Sample, TextEncoder
 
 OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 MOST = 12
@@ -103,9 +103,21 @@ def test_answers_end_at_the_last_position(kind, length):
     encoder = TextEncoder(word_tokenizer(), text, most, positions_of(model))
     room = most if text == "seq2seq" else max(most - length, most // 2)
     answer = greedy_answers(model, [[5] * room], encoder, length)[0]
+    prompt = Sample([5] * room)
     assert 0 < len(answer) <= length
     assert len(answer) + room * (text == "causal") <= most
-    assert run(model, len(encoder.answered([5] * room, answer, "x").ids)).isfinite().all()
+    assert run(model, len(encoder.answered(prompt, answer, "x").ids)).isfinite().all()
+
+
+def test_answers_stop_at_every_end_token():
+    """The model's own config names none of them."""
+    maker, shape, most = KINDS["gpt2"]
+    model = made("gpt2", maker, shape)
+    model.generation_config.eos_token_id = None
+    long = greedy_answers(model, [[5]], TextEncoder(word_tokenizer(), "causal", most), 5)[0]
+    ends = frozenset(long[:1])
+    encoder = TextEncoder(word_tokenizer(), "causal", most, model_ends=ends)
+    assert len(long) > 1 and greedy_answers(model, [[5]], encoder, 5) == [long[:1]]
 
 
 LONG = " ".join("abcdefgh" * 5)
@@ -126,6 +138,7 @@ def test_classifiers_in_folders_are_cut_at_their_positions(tmp_path):
         assert f"--set max_length = {length} is more than 10 tokens, the model's positions" in line
     done = featcal(*words(tmp_path, "--set", "max_length=9"))
     assert done.code == 0 and "texts are cut" not in done.out, done.err
+    assert "7 of 12 texts are longer than max_length = 9, and cut" in done.out
 
 
 def test_experts_in_folders_write_answers_within_their_positions(tmp_path):

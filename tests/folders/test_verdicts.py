@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from made_folders import words, write_models, write_rows
+from reports import featcal
+from tiny_models import NO_TARGET
+from tiny_texts import TASKS, WORDS, word_tokenizer
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from fusion_bench_featcal.data import scoring
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.folders.verdict import compare, experts_below_merged
 
@@ -84,11 +91,47 @@ def test_doubts_and_tasks_without_scores_stand_in_the_verdict():
     merged, calibrated = {"a": noisy(1.0)}, {"a": noisy(0.75)}
     doubts = ["--data a and --data b are the same data", "b: exchanged?"]
     verdict = compare(merged, calibrated, "", unscored=["b"], doubts=doubts)
-    assert verdict.sentence.endswith(f"; not scored: b. In doubt: {'; '.join(doubts)}")
+    assert verdict.sentence.startswith(f"verdict: in doubt: {'; '.join(doubts)}. Scores: better")
+    assert verdict.sentence.endswith("; not scored: b")
     assert not verdict.is_good and compare(merged, calibrated, "", unscored=["b"]).is_good
     assert not compare({}, {}, "", unscored=["b"]).is_good
     nothing = compare({}, {}, "", unscored=["b"], doubts=doubts[:1])
-    assert nothing.sentence == f"verdict: none, as nothing was scored. In doubt: {doubts[0]}"
+    assert (
+        nothing.sentence == f"verdict: in doubt: {doubts[0]}. Scores: none, as nothing was scored"
+    )
+
+
+def test_rows_that_repeat_samples_stand_in_the_verdict():
+    scores = {"a": noisy(1.0)}, {"a": noisy(0.75)}
+    sentence = compare(*scores, "", held_back=["a"], repeating=["a"]).sentence
+    assert sentence.endswith("held-back rows of the same source; test rows repeat samples: a")
+
+
+def test_answers_that_lack_the_end_token_alone_are_counted():
+    logits = torch.eye(5)[torch.tensor([[2, 3, 1], [2, 3, 4], [2, 4, 4], [4, 1, 4]])]
+    targets = torch.tensor([[2, 3, 1]] * 3 + [[4, 1, NO_TARGET]])
+    batch = {"x": logits}
+    tests = scoring.Tests(lambda _: [batch], lambda *_: (logits, targets), ends=[1])
+    score = tests.score(nn.Linear(1, 1))
+    assert score.unended == 1 and score.correct is not None
+    assert score.correct.tolist() == [True, False, False, True]
+
+
+def test_an_expert_that_never_ends_its_answers_is_named_once(tmp_path):
+    """It writes "c" whatever the prompt is."""
+    config = GPT2Config(vocab_size=len(WORDS), n_embd=8, n_layer=2, n_head=2, n_positions=32)
+    base = GPT2LMHeadModel(config)
+    nn.init.zeros_(base.transformer.ln_f.weight)
+    base.transformer.ln_f.bias.data = 100 * base.transformer.wte.weight.data[WORDS.index("c")]
+    experts = dict.fromkeys(TASKS, base)
+    write_models(tmp_path, base, word_tokenizer(), experts, base)
+    for task in TASKS:
+        rows = [{"prompt": f"{a} {b}", "target": "c"} for a in "abcdef" for b in "abcdef"]
+        write_rows(tmp_path / f"{task}.jsonl", rows)
+    done = featcal(*words(tmp_path))
+    sentence = "7 of 7 answers of the expert of one are right but for the end token, which it does"
+    assert done.code == 0, done.err
+    assert done.out.count(sentence) == 1 and "a tenth of their own rows" not in done.out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""Chats as the chat template of a tokenizer writes them."""
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime, tzinfo
+from itertools import takewhile
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from transformers.utils import chat_template_utils
+
+from fusion_bench_featcal.data.chats import Turn, bounded_templates
+from fusion_bench_featcal.data.text_formats import Text
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
+
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+class _OneDay(datetime):
+    """A clock that stands still, as many templates write the current date."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "_OneDay":
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
+class Chat(NamedTuple):
+    """A rendered chat.
+
+    Attributes:
+        prompt: What the model reads, up to the answer.
+        answer: The answer with what the template writes behind it, or None without one.
+        unread: Keys of turns that the template does not show.
+    """
+
+    prompt: str
+    answer: str | None
+    unread: tuple[str, ...]
+
+
+def render(tokenizer: Any, turns: list[Turn], name: str, **values: Any) -> str:
+    """Return a chat as the template writes it, on one day whatever the date is.
+
+    Args:
+        tokenizer: A tokenizer with a chat template.
+        turns: The turns.
+        name: The row's name in messages.
+        values: Other values of the template, such as `tools`.
+
+    Raises:
+        CalibrationError: If the template raises an error, or writes without end.
+    """
+    try:
+        # transformers gives templates a function `strftime_now`, and takes no other for it.
+        with bounded_templates(), patch.object(chat_template_utils, "datetime", _OneDay):
+            date = f"{_OneDay.now():%d %b %Y}"
+            return tokenizer.apply_chat_template(turns, tokenize=False, date_string=date, **values)
+    except Exception as error:  # a template may raise any error
+        raise CalibrationError(
+            f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
+            "Correct the row, or give a tokenizer with another template"
+        ) from error
+
+
+def rendered_chat(tokenizer: Any, text: Text) -> Chat:
+    """Render a chat, split into what comes before the answer, and the answer.
+
+    Raises:
+        CalibrationError: As `render`, or if the template does not show the row's tools or
+            documents, or writes the prompt differently once there is an answer.
+    """
+    turns = text.prompt if text.target is None else [*text.prompt, text.target]
+    options = {"add_generation_prompt": text.target is None}
+
+    def written(turns: list[Turn], values: Mapping[str, Any] = text.values) -> str:
+        return render(tokenizer, turns, text.name, **options, **values)
+
+    whole = written(turns)
+    for key in text.values:
+        if written(turns, {k: v for k, v in text.values.items() if k != key}) == whole:
+            raise CalibrationError(
+                f"{text.name}: the tokenizer's chat template does not show {key}. Leave the column "
+                "out, or give a tokenizer whose template shows them"
+            )
+    keys = dict.fromkeys(key for turn in turns for key in turn if key not in ("role", "content"))
+    without = {key: [{k: turn[k] for k in turn if k != key} for turn in turns] for key in keys}
+    unread = tuple(key for key in keys if written(without[key]) == whole)
+    if text.target is None:
+        return Chat(whole, None, unread)
+    options = {"add_generation_prompt": True}
+    prompt = written(text.prompt)
+    if not text.target["content"].strip():
+        return Chat(prompt, "", unread)
+    if not whole.startswith(prompt):
+        raise CalibrationError(
+            f"{text.name}: the tokenizer's chat template renders the prompt differently once "
+            "there is an answer; give rows with prompt and target"
+        )
+    return Chat(prompt, whole[len(prompt) :], unread)
+
+
+def head_length(tokenizer: Any, text: Text, prompt: list[int]) -> int:
+    """Return how many tokens of a prompt the template writes in front of the first content."""
+    others = [{**turn, "content": "."} for turn in text.prompt]
+    other = render(tokenizer, others, text.name, add_generation_prompt=True, **text.values)
+    ids = tokenizer(other, add_special_tokens=False, verbose=False)["input_ids"]
+    pairs = zip(prompt, ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of all special tokens, those of the vocabulary without a role included."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    without_role = {number for number, token in added.items() if token.special}
+    return frozenset(without_role | {*tokenizer.all_special_ids})
+
+
+def end_of_answers(tokenizer: Any) -> Iterator[int]:
+    """Yield the first special token that the template writes behind an answer, if there is one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    try:
+        text = render(tokenizer, _PROBE, "a chat")
+    except CalibrationError:  # the data's chats are rendered later
+        return
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    special = special_ids(tokenizer)
+
+    def follows(token: int) -> bool:
+        return token in special or not tokenizer.decode([token]).strip()
+
+    behind = [token for token in takewhile(follows, reversed(ids)) if token in special]
+    yield from behind[-1:]
