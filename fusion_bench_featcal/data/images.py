@@ -127,9 +127,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             return image, self._labels[index]
         if label is None or not self.has_labels:
             return image, None
-        (number,) = class_numbers(
-            [label], self.classnames, lambda _: self.at(index), more_labels=None
-        )
+        (number,) = class_numbers([label], self.classnames, lambda _: self.at(index), are_own=True)
         return image, number
 
     def check(self, indices: Iterable[int]) -> None:

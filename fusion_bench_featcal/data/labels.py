@@ -3,6 +3,7 @@
 import logging
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -36,15 +37,15 @@ def class_numbers(
     item: Callable[[int], str],
     owner: str = "",
     advice: str = ". Check classnames and label_column",
-    more_labels: Sequence[Any] | None = (),
+    *,
+    are_own: bool = False,
 ) -> list[int]:
     """Return the number of each label's class.
 
     A text is the name of a class or, if no name equals it, of the only one that does in Unicode's
-    form NFC without regard to case. So are true and false. A number counts classes from 0 but, if
-    all names are numbers, is a name. If names differ by a number alone (`1 star`, `2 stars`), it
-    counts classes or is that number, whichever all labels fit. Texts of whole numbers are numbers
-    too.
+    form NFC without regard to case. So are true and false. A whole number, also as a text, counts
+    classes from 0 but, if all names are numbers, is a name. If other names have numbers inside,
+    such as `3 stars`, labels have to be names.
 
     Args:
         values: Texts, numbers, or tensors of one number.
@@ -52,28 +53,22 @@ def class_numbers(
         item: Returns the name of an item in messages, by its position.
         owner: Of what they are the classes, for the message.
         advice: End of the message.
-        more_labels: Further labels of the same data, which tell how numbers are meant. None if the
-            names are those of the data: then numbers count, unless all names are numbers.
+        are_own: Whether the names are those of the data, which numbers count in any case.
 
     Raises:
-        CalibrationError: If a label is no class, or may be two.
+        CalibrationError: If a label is no class.
     """
     names = _names(tuple(classes or ()))
-    readings = names.readings(None if more_labels is None else [*values, *more_labels])
-    numbers, *more = ([names.number(value, how) for value in values] for how in readings)
-    for position, pair in enumerate(zip(numbers, *more, strict=True)):
-        if len({*pair}) > 1:
-            inside, counted = (str(classes[number]) for number in pair)  # type: ignore[index]
-            raise CalibrationError(
-                f"{item(position)}: label {values[position]!r:.60} may be {inside!r} or, counted "
-                f"from 0, {counted!r}{owner}. Write the names of the classes in place of numbers"
-            )
+    find = names.number if are_own or not names.have_numbers_inside else names.named
+    numbers = [find(value) for value in values]
     if None not in numbers:
         return numbers  # type: ignore[return-value]
     position = numbers.index(None)
     value = values[position]
     hint = nearest_hint(value, classes or ()) if isinstance(value, str) else ""
     reason = "is no class number"
+    if names.have_numbers_inside:
+        advice = f". Write labels as names of classes, which have numbers inside{advice}"
     if classes:
         reason = f"is none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
     raise CalibrationError(f"{item(position)}: label {value!r:.60} {reason}{advice}")
@@ -86,48 +81,29 @@ class _Names:
         self._exact = {name: number for number, name in reversed([*enumerate(names)])}
         self._folded = _unique({n: _folded(name) for n, name in enumerate(names)})
         values = {n: _whole(name) for n, name in enumerate(names)}
-        self._counted = {number: number for number in range(len(names))} if names else None
-        self._by_value = _unique(values) if names and None not in values.values() else None
-        self._inside = _numbers_inside(names)
+        are_numbers = None not in values.values()
+        self._numbers = _unique(values) if are_numbers else {n: n for n in values}
+        has_digits = not (are_numbers or are_unnamed(names)) and any(map(_NUMBER.search, names))
+        self.have_numbers_inside = has_digits
 
-    def readings(self, values: Iterable[Any] | None) -> list[Mapping[int, int] | None]:
-        """Return what numbers among labels may mean: number -> class, or None if all are classes.
-
-        There are two if names have other numbers inside, and all labels fit both. Without labels
-        numbers count from 0.
-        """
-        if self._by_value is not None:
-            return [self._by_value]
-        if self._inside is None or values is None:
-            return [self._counted]
-        numbers = {_whole(_plain(value)) for value in values if self._named(_plain(value)) is None}
-        both = [self._inside, self._counted or {}]
-        return [how for how in both if numbers - {None} <= how.keys()] or [self._counted]
-
-    def number(self, value: Any, reading: Mapping[int, int] | None) -> int | None:
-        """Return the class of a label, or None if there is none."""
-        value = _plain(value)
-        if (number := self._named(value)) is not None:
-            return number
-        if (whole := _whole(value)) is None:
-            return None
-        if reading is not None:
-            return reading.get(whole)
-        return whole if whole >= 0 else None
-
-    def _named(self, value: Any) -> int | None:
+    def named(self, value: Any) -> int | None:
+        """Return the class that a text names, or None."""
         if not isinstance(value, str | bool):
             return None
         return self._exact.get(str(value), self._folded.get(_folded(str(value))))
 
+    def number(self, value: Any) -> int | None:
+        """Return the class of a label, or None if there is none."""
+        value = value.item() if getattr(value, "ndim", None) == 0 else value
+        if (number := self.named(value)) is not None:
+            return number
+        if (whole := _whole(value)) is None or self._exact:
+            return None if whole is None else self._numbers.get(whole)
+        return whole if whole >= 0 else None
+
 
 # Datasets are read item by item, and a head may have a thousand classes.
 _names = lru_cache(maxsize=16)(_Names)
-
-
-def _plain(value: Any) -> Any:
-    """Return the number of a tensor or array of one number, and other values as they are."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _folded(text: str) -> str:
@@ -144,22 +120,10 @@ def _whole(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) and value % 1 == 0 else None
 
 
-def _numbers_inside(names: Sequence[str]) -> dict[int, int] | None:
-    """Return number -> class if names differ by one number alone, up to a plural's s."""
-    numbers = [_NUMBER.findall(name) for name in names]
-    rests = {_NUMBER.sub("", _folded(name)).strip().removesuffix("s") for name in names}
-    if len(rests) != 1 or any(len(inside) != 1 for inside in numbers):
-        return None
-    classes = {int(inside[0]): number for number, inside in enumerate(numbers)}
-    return classes if len(classes) == len(names) else None
-
-
 def _unique(values: Mapping[int, Any]) -> dict[Any, int]:
     """Return value -> number, of values that a single number has."""
-    counts = dict[Any, list[int]]()
-    for number, value in values.items():
-        counts.setdefault(value, []).append(number)
-    return {value: numbers[0] for value, numbers in counts.items() if len(numbers) == 1}
+    counts = Counter(values.values())
+    return {value: number for number, value in values.items() if counts[value] == 1}
 
 
 def encode_labels(
@@ -191,7 +155,7 @@ def encode_labels(
             values = [names[v] if _is_position(v, names) else v for v in values]
         else:
             _warn_of_other_numbers(names, chosen, data)
-    numbers = class_numbers(values, chosen or None, lambda n: f"{data}, item {n}", more_labels=None)
+    numbers = class_numbers(values, chosen or None, lambda n: f"{data}, item {n}", are_own=True)
     return numbers, chosen or None
 
 

@@ -170,7 +170,7 @@ def head_numbers(
         note = f"its expert's head has no names of classes, so they are {order:.200} in this order"
         classes = names
     owner = " of the expert's head"
-    numbers = class_numbers(values, classes, at, owner=owner, advice="", more_labels=more_labels)
+    numbers = class_numbers(values, classes, at, owner=owner, advice="")
     if not note and _count_from_one(values, numbers, classes, more_labels):
         first = min(numbers)
         note = f"no label is 0, and labels count from 0: {first} is {classes[first]!r}"

@@ -123,7 +123,7 @@ def test_an_expert_that_never_ends_its_answers_is_named_once(tmp_path):
     base = GPT2LMHeadModel(config)
     nn.init.zeros_(base.transformer.ln_f.weight)
     base.transformer.ln_f.bias.data = 100 * base.transformer.wte.weight.data[WORDS.index("c")]
-    experts = dict.fromkeys(TASKS, base)
+    experts: Any = dict.fromkeys(TASKS, base)
     write_models(tmp_path, base, word_tokenizer(), experts, base)
     for task in TASKS:
         rows = [{"prompt": f"{a} {b}", "target": "c"} for a in "abcdef" for b in "abcdef"]
