@@ -11,7 +11,7 @@ from PIL import Image
 
 from fusion_bench_featcal.data.image_folders import check_column, read_folder, with_files
 from fusion_bench_featcal.data.labels import class_numbers, encode_labels
-from fusion_bench_featcal.data.pictures import check_header, to_rgb
+from fusion_bench_featcal.data.pictures import check_header, digest_of, to_rgb
 from fusion_bench_featcal.data.tables import (
     from_hub,
     read_table,
@@ -138,6 +138,10 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         """
         for index in indices:
             check_header(self.read(index)[0], self.at(index))
+
+    def digest(self, index: int) -> bytes:
+        """Return a digest of a stored image, which tells repeated ones."""
+        return digest_of(self.read(index)[0])
 
     def picture(self, stored: Any, index: int) -> Image.Image:
         """Return the RGB picture of a stored image.

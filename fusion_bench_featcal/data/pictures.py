@@ -1,5 +1,6 @@
 """Images of datasets as upright RGB pictures, and as the tensors that a vision model takes."""
 
+import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,10 +41,24 @@ def check_header(value: Any, item: str) -> None:
     _used(value, item, _refuse_depth)
 
 
+def digest_of(value: Any) -> bytes:
+    """Return the SHA-256 of a dataset's image: of its file, or of the pixels of a PIL image."""
+    value = _stored(value)
+    if isinstance(value, str | Path):
+        value = Path(value).expanduser().read_bytes()
+    return hashlib.sha256(value.tobytes() if isinstance(value, Image.Image) else value).digest()
+
+
+def _stored(value: Any) -> Any:
+    """Return the image of a mapping, as `datasets` stores images, or another value as it is."""
+    if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
+        return value.get("bytes") or value.get("path")
+    return value
+
+
 def _used(value: Any, item: str, use: Callable[[Image.Image], Any]) -> Any:
     """Return what a function makes of an opened image. Arguments and errors are `to_rgb`'s."""
-    if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
-        value = value.get("bytes") or value.get("path")
+    value = _stored(value)
     if not isinstance(value, str | Path | bytes | Image.Image):
         raise CalibrationError(
             f"{item}: not an image but {type(value).__name__}. Check image_column, or store PIL "

@@ -21,6 +21,7 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
+    Distinct,
     Part,
     Task,
     head_numbers,
@@ -79,6 +80,10 @@ def open_image_task(
     part, test_part = open_parts(task, request, partial(_items, columns=read_columns))
     for one in (part, test_part):
         one.rows.check(one.indices)
+    digests = {part.rows.digest(index) for index in part.indices} if test_part.indices else {}
+    repeated = [test_part.rows.digest(index) in digests for index in test_part.indices]
+    distinct = Distinct.of(task, request, repeated)
+    test_part = test_part._replace(indices=[test_part.indices[n] for n in distinct.numbers])
     size, tests = batch_size_of(request.settings.batch_size, request.device), None
     if test_part.indices and heads:
         labels, logits, remark = _labels(test_part, heads, request.prompt_of(task))
@@ -87,10 +92,11 @@ def open_image_task(
     read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
     is_folder = Path(split_of(request.data[task])[0]).expanduser().is_dir()
     notes = [sentence(task, request, part, test_part, () if is_folder else read)]
+    notes += distinct.notes
     notes += [f"{task}: not scored, as {reason}"] if reason else []
     notes += [f"{task}: {remark}"] if remark else []
     batches = ImageBatches(part.rows, part.indices, size, processor)
-    return Task(batches, batches.samples, tests, notes)
+    return Task(batches, batches.samples, tests, notes, has_repeats=distinct.has_repeats)
 
 
 def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[list[int], Any, str]:
