@@ -245,6 +245,12 @@ def test_a_lock_of_a_killed_process_is_taken_over_and_its_files_are_removed(
     assert [*tmp_path.iterdir()] == [other]
 
 
+def test_blocks_go_where_a_link_leads(tmp_path: Path):
+    (tmp_path / "link").symlink_to("missing/blocks")
+    run(small_clip(), tmp_path / "link")
+    assert [*(tmp_path / "missing" / "blocks").glob("block-*.safetensors")]
+
+
 def test_only_unfinished_blocks_are_removed_from_a_folder(tmp_path: Path):
     """Another run may write its model there."""
     names = {".block-0000.safetensors.0123abcd.part", ".model.0123abcd.part"}

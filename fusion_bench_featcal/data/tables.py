@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
+import pyarrow
+import torch
 from datasets.config import HF_HUB_OFFLINE
 from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files import TABLES, can_be_hub_id
+from fusion_bench_featcal.files.memory import free_bytes
 from fusion_bench_featcal.files.untrusted import parse_sample
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
@@ -164,7 +168,7 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
         raise ValueError(f"data {str(file)!r} is empty.")
     try:
         if ending == ".parquet":
-            return datasets.Dataset(parquet.read_table(file))  # type: ignore[arg-type]
+            return datasets.Dataset(_unpacked(file))  # type: ignore[arg-type]
         text = _decoded(file)
         return FileRows(_csv_rows(text) if ending == ".csv" else _json_rows(text))
     except PermissionError:
@@ -173,6 +177,28 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
         raise CalibrationError(
             f"data {str(file)!r} is not readable as {ending[1:]}: {first_line(error)}"
         ) from error
+
+
+def _unpacked(file: Path) -> pyarrow.Table:
+    """Read a parquet file, unless it unpacks to more than half of the free memory.
+
+    Its footer has the size without compression, but a value that many rows share is stored once.
+    """
+    opened, room = parquet.ParquetFile(file), (free_bytes(torch.device("cpu")) or 0) // 2
+    sizes = [opened.metadata.row_group(n).total_byte_size for n in range(opened.num_row_groups)]
+
+    def check(size: int) -> None:
+        if size > room:
+            free = f"{bytes_text(room)}, half of the free memory"
+            raise ValueError(f"it unpacks to more than {free}: give fewer rows")
+
+    check(sum(sizes))
+    rows = max(1, min(1024, room // max([1, *sizes])))  # as no value is larger than its group
+    pieces, size = list[pyarrow.RecordBatch](), 0
+    for piece in opened.iter_batches(rows):
+        pieces.append(piece)
+        check(size := size + piece.nbytes)
+    return pyarrow.Table.from_batches(pieces, opened.schema_arrow)
 
 
 def _decoded(file: Path) -> str:

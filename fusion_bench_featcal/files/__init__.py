@@ -25,13 +25,28 @@ PATH_STARTS = ("/", "./", "../", "~")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 
+def destination(location: str | Path, setting: str) -> Path:
+    """Return the path that a setting names to write to, which is where a link there leads.
+
+    A folder cannot be moved to the place of a link.
+
+    Raises:
+        ReportError: If the link leads to itself.
+    """
+    path = Path(location).expanduser()
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if path.is_symlink():
+        raise ReportError(f"{setting} {location} is a link to itself: name another path")
+    return path
+
+
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
     """Create a folder with its parents, check that files can be written, and return its path.
 
     Raises:
         ReportError: If it cannot be created or written. The message names it and `setting`.
     """
-    directory = Path(directory).absolute()
+    directory = destination(directory, setting).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -15,6 +15,7 @@ from fusion_bench_featcal.folders.kinds import models_of
 from fusion_bench_featcal.folders.model_folder import refuse_adapter
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.models.other_files import refuse_links
 
 
 class EncoderModels:
@@ -40,6 +41,8 @@ class EncoderModels:
         self.request = request
         self.files = {name: files for (name, *_), files in models_of(request).items()}
         self.home = self._find_home(class_name)
+        for files in (self.home, self.files.get("merged", self.home)):
+            refuse_links(files.folder, ())
         home = open_model(class_name, self.home.folder, self.home.label, request.device)
         if request.merged is None:
             self._merge(home)

@@ -16,7 +16,7 @@ from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.families import Family, stages_of
-from fusion_bench_featcal.folders.memory import free_bytes
+from fusion_bench_featcal.files.memory import free_bytes
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
     IMAGE_ENCODER,
@@ -33,6 +33,7 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.likeness import notes_on_experts
 from fusion_bench_featcal.models.merging import MergedOnRead
+from fusion_bench_featcal.models.other_files import refuse_links
 from fusion_bench_featcal.models.processors import (
     check_processors,
     check_tokenizers,
@@ -275,6 +276,7 @@ class Models:
 
     def _check(self) -> None:
         like, _ = self.like, self._modules
+        refuse_links(like.folder)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
         models = [like, *filter(None, [self.base]), *whole.values()]
         for model in models:

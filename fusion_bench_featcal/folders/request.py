@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.files import check_target, is_missing
+from fusion_bench_featcal.files import check_target, destination, is_missing
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.files.untrusted import read_yaml
 from fusion_bench_featcal.folders import options
@@ -133,15 +133,15 @@ class Request:
             raise ValueError(options.in_words_of_the_command(error)) from error
         return request
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """The folder for the model."""
-        return Path(self.out or "").expanduser()
+        return destination(self.out or "", "--out")
 
-    @property
+    @cached_property
     def checkpoints(self) -> Path:
         """The folder for finished blocks."""
-        return Path(f"{self.folder}.blocks")
+        return destination(f"{self.folder}.blocks", "--out")
 
     @property
     def has_blocks(self) -> bool:

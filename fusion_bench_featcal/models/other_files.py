@@ -1,7 +1,7 @@
 """Files beside a merged model that come along to the calibrated one, such as licences."""
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _WEIGHTS = {
@@ -27,9 +27,7 @@ def copy_other_files(
     has_code: bool = False,
     of_processor: bool | None = None,
 ) -> None:
-    """Copy the small files of a model's folder that another folder lacks.
-
-    Weights, states of a training, hidden files and files above 50 MB are not copied.
+    """Copy the small files of a model's folder that another folder lacks (see `small_files`).
 
     Args:
         source: The folder to copy from.
@@ -38,18 +36,52 @@ def copy_other_files(
         has_code: Whether code is copied.
         of_processor: Whether only files of tokenizers and image processors are copied, or all but
             these. None: all.
+
+    Raises:
+        ValueError: If a file is a link out of the folder.
     """
-    for file in sorted(source.iterdir() if skipped_folders is None else source.rglob("*")):
+    for file in small_files(source, skipped_folders):
         name = file.relative_to(source)
-        inner = len(name.parts) > 1 and name.parts[0] in {*_FOLDERS, *(skipped_folders or ())}
-        is_hidden = any(part.startswith(".") for part in name.parts)
-        if inner or is_hidden or (target / name).exists() or not file.is_file():
-            continue
-        is_unused = bool(_WEIGHTS & {*map(str.lower, file.suffixes)}) or any(
-            map(file.match, _STATES)
-        )
-        is_unused |= file.suffix in _CODE and not has_code
+        is_unused = file.suffix in _CODE and not has_code
         is_unused |= of_processor not in (None, any(map(file.match, _PROCESSORS)))
-        if not is_unused and file.stat().st_size <= _LARGEST:
+        if not is_unused and not (target / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target / name)
+
+
+def refuse_links(folder: Path, skipped_folders: Collection[str] | None = None) -> None:
+    """Refuse a model's folder with links out of it, before anything runs (see `small_files`)."""
+    for _ in small_files(folder, skipped_folders) if folder.is_dir() else ():
+        pass
+
+
+def small_files(folder: Path, skipped_folders: Collection[str] | None = None) -> Iterator[Path]:
+    """Yield the files of a model's folder whose content may come along to a saved model.
+
+    These are all but weights, states of a training, hidden files and files above 50 MB.
+
+    Args:
+        folder: The folder.
+        skipped_folders: If there are any, files of subfolders are yielded too, but for these.
+
+    Raises:
+        ValueError: If a file is a link out of the folder, because a saved model is meant to be
+            uploaded, and the link may have come with a download.
+    """
+    root = folder.resolve()
+    if root.parent.name == "snapshots":  # of the hub's cache, where files are links to ../../blobs
+        root = root.parents[1]
+    for file in sorted(folder.iterdir() if skipped_folders is None else folder.rglob("*")):
+        name = file.relative_to(folder)
+        inner = len(name.parts) > 1 and name.parts[0] in {*_FOLDERS, *(skipped_folders or ())}
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        is_weights = bool(_WEIGHTS & {*map(str.lower, file.suffixes)})
+        if inner or is_hidden or is_weights or any(map(file.match, _STATES)) or not file.is_file():
+            continue
+        if root not in file.resolve().parents:
+            raise ValueError(
+                f"{file} is a link out of its folder, to {file.resolve()}, and would become part "
+                "of the saved model: put a copy in its place, or remove it"
+            )
+        if file.stat().st_size <= _LARGEST:
+            yield file

@@ -10,6 +10,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, RELEASE, read_config
 from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.models.other_files import refuse_links
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _IMAGE_CONFIGS = ("preprocessor_config.json", "processor_config.json")
@@ -34,7 +35,9 @@ def read_processor(folder: Path, kind: Any, option: str) -> Any:
 
     Raises:
         CalibrationError: If there is none or it cannot be loaded, naming the folder.
+        ValueError: If a file of the folder is a link out of it.
     """
+    refuse_links(folder)
     read_config(folder)  # raises for code that transformers 4 would run
     name = "tokenizer" if "Tokenizer" in kind.__name__ else "image processor"
     try:

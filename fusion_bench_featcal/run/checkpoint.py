@@ -16,6 +16,7 @@ from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
+from fusion_bench_featcal.files import destination
 from fusion_bench_featcal.files.locks import locked_folder
 from fusion_bench_featcal.files.tensors import INDEX, write_index
 from fusion_bench_featcal.run.finished import FinishedBlocks, naming_room
@@ -227,7 +228,7 @@ def open_checkpoint(options: Any, processes: Processes) -> Iterator[Checkpoint]:
     if options.checkpoint_dir is None:
         yield Checkpoint()
         return
-    folder, refusal = Path(options.checkpoint_dir), None
+    folder, refusal = destination(options.checkpoint_dir, "checkpoint_dir"), None
     with ExitStack() as stack:
         if processes.rank == 0:
             try:

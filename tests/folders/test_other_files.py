@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from made_folders import words
-from reports import featcal
+from reports import error_of, featcal
 from tiny_texts import WORDS, word_tokenizer
 
 from fusion_bench_featcal.experts.config_files import IS_RELEASE_4
@@ -82,3 +82,45 @@ def test_subfolders_code_and_large_files(tmp_path, monkeypatch, has_code):
     code = {"modeling_x.py"} if has_code else set()
     assert names_in(target) == KEPT | {"docs/use.md"} | code
     assert (target / "LICENSE").read_text() == "its own"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "chat_template.jinja", "config.json"])
+def test_links_out_of_a_model_are_refused_before_anything_runs(folder, name):
+    """Their content would become part of a model that is uploaded."""
+    private, merged = folder / "private", folder / "merged"
+    private.write_text((merged / name).read_text() if (merged / name).exists() else "a secret")
+    (merged / name).unlink(missing_ok=True)
+    (merged / name).symlink_to("../private")
+    message = error_of(*words(folder, "--no-eval"))
+    assert f"merged/{name} is a link out of its folder, to {private}" in message
+    assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
+
+
+def test_links_in_a_model_and_in_the_hubs_cache_are_followed(tmp_path):
+    cached, target = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "target"
+    write(tmp_path / "models--a--b" / "blobs", {"aa11"}, "of the hub")
+    write(cached, {"notes.txt"}, "its own")
+    (cached / "LICENSE").symlink_to("../../blobs/aa11")
+    (cached / "linked.md").symlink_to("notes.txt")
+    (cached / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    copy_other_files(cached, target)
+    assert {name: (target / name).read_text() for name in names_in(target)} == {
+        "LICENSE": "of the hub", "linked.md": "its own", "notes.txt": "its own",
+    }  # fmt: skip
+    write(tmp_path, {"private"})
+    (cached / "docs").mkdir()
+    (cached / "docs" / "use.md").symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match=r"docs/use\.md is a link out of its folder"):
+        copy_other_files(cached, target, skipped_folders=())
+
+
+def test_a_model_and_its_blocks_go_where_links_lead(folder):
+    for name in ("out", "out.blocks"):
+        (folder / name).symlink_to(f"elsewhere/new-{name}")
+    done = featcal(*words(folder, "--no-eval"))
+    assert done.code == 0, done.err
+    assert (folder / "elsewhere" / "new-out" / "model.safetensors").is_file()
+    assert [path.name for path in (folder / "elsewhere").iterdir()] == ["new-out"]
+    (folder / "loop").symlink_to("loop")
+    message = error_of(*words(folder, "--out", str(folder / "loop")))
+    assert message == f"--out {folder}/loop is a link to itself: name another path"
