@@ -1,0 +1,43 @@
+"""Chat templates that do not end, or need more than a machine has."""
+
+import resource
+import signal
+
+import pytest
+from tiny_texts import word_tokenizer
+
+from fusion_bench_featcal.data import chats
+
+MANY = "{% for i in range(99999) %}"
+END = "{% endfor %}"
+ENDLESS = {
+    "{{ 'a' * 10**13 }}": "memory",
+    "{{ [0] * 10**13 }}": "memory",
+    "{{ 'a'|center(10**13) }}": "memory",
+    "{{ '%9999999999999d' % 1 }}": "memory",
+    f"{{% set n = namespace(s='a') %}}{MANY}{{% set n.s = n.s ~ n.s %}}{END}": "memory",
+    f"{MANY}{MANY}{MANY}{END}{END}{END}": "more than 3 seconds",
+    f"{{% set x %}}{MANY}{MANY}{END}{END}{{% endset %}}": "more than 3 seconds",
+    f"{MANY}{MANY}{{{{ messages }}}}{END}{END}": "writes more than 10,000,000 characters",
+    "{{ messages[0].role * 10**7 }}": "writes more than 10,000,000 characters",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_templates_without_end_are_stopped(template: str, monkeypatch: pytest.MonkeyPatch):
+    if "seconds" in ENDLESS[template]:
+        monkeypatch.setattr(chats, "_MOST_SECONDS", 3)
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    turns = [{"role": "user", "content": "a b"}]
+    tokenizer = word_tokenizer()
+    for chat_template, message in ((template, ENDLESS[template]), ("{{ 'a' * 10**6 }}", "")):
+        try:
+            with chats.bounded_templates():
+                text = tokenizer.apply_chat_template(
+                    turns, chat_template=chat_template, tokenize=False
+                )
+        except ValueError as error:
+            assert message and message in str(error)
+        else:
+            assert not message and len(text) == 10**6
+    assert limits == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM))
