@@ -12,6 +12,9 @@ def report(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.results.page import write_page
     from fusion_bench_featcal.results.show import markdown, show, show_against, write_report
 
+    forms = [form for form in ("out", "html", "figures", "markdown") if getattr(options, form)]
+    if options.against and forms:
+        raise ValueError(f"--against prints differences alone: leave out --{' and --'.join(forms)}")
     results, metric = join_folders(options.runs), options.metric
     if options.against:
         show_against(results, options.against, metric)

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.files.untrusted import read_json
 
 from .joining import Results, join
-from .lines import REPORT_FILE, RUN_FILE, SCHEMA, read_run
+from .lines import RUN_FILE, read_run
 
 
 def load(*folders: str | Path) -> Any:
@@ -38,7 +37,7 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
     """Return the folders of runs at or below paths, each once.
 
     Raises:
-        ReportError: If a path does not exist or has no run, or only one of an earlier layout.
+        ReportError: If a path does not exist or has no run.
     """
     folders: dict[Path, Path] = {}
     for path in map(Path, paths):
@@ -47,8 +46,10 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
         folder = path if path.is_dir() else path.parent
         below = [file.parent for file in sorted(folder.rglob(RUN_FILE)) if _is_run(file, folder)]
         if not below:
-            _refuse_earlier(folder)
-            raise ReportError(f"no run in or below {path}: a run's log directory has {RUN_FILE}")
+            raise ReportError(
+                f"no run in or below {path}: a run's log directory has {RUN_FILE}, unless an "
+                "earlier version wrote it: then run again"
+            )
         folders |= {run.resolve(): run for run in below}
     return list(folders.values())
 
@@ -56,16 +57,6 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 def _is_run(file: Path, start: Path) -> bool:
     hidden = any(part.startswith(".") for part in file.relative_to(start).parts)
     return file.is_file() and not hidden
-
-
-def _refuse_earlier(folder: Path) -> None:
-    for file in sorted(folder.rglob(REPORT_FILE)):
-        content = read_json(file)
-        if "schema" in content:
-            raise ReportError(
-                f"{file} has schema {content['schema']} and no {RUN_FILE}, and this version reads "
-                f"{SCHEMA}: run again"
-            )
 
 
 def _changed(folder: Path) -> tuple[int, Path]:

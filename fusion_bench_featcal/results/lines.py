@@ -13,19 +13,18 @@ from typing import Any
 import numpy as np
 
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.errors.masking import masked_values
+from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.files import (
     LOG_DIR_SETTING,
     prepare_directory,
     write_atomic,
 )
-from fusion_bench_featcal.files.json_files import json_text, plain
+from fusion_bench_featcal.files.json_files import json_text, plain, typed
 from fusion_bench_featcal.files.untrusted import read_bytes, read_json
 
 from .columns import AVERAGE, COST, DIMENSIONS, VALUE
 from .frame import frame_of
 from .joining import join
-from .notes import Note
 from .run import ACCURACY, Line, Row, Run, check_row
 
 LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
@@ -34,7 +33,6 @@ LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
 SCHEMA = 3
 """Number of this layout of files. Earlier ones are refused."""
 _OF_ROWS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
-_MASKED = ("settings", "conditions")
 _OF_RUNS = ("suite", "merger", "versions", "device")
 _MOST_BYTES = 2**31  # of all flags, unpacked
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
@@ -45,8 +43,6 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
 
     `run.json` completes what is read again. `report.json`, which is made from it, comes last.
 
-    Secrets in settings and conditions are masked.
-
     Args:
         folder: The folder, which is created.
         run: The run.
@@ -56,15 +52,11 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
         ReportError: If a value has no JSON form, or a file cannot be written.
     """
     content = {key: getattr(run, key) for key in _OF_RUNS}
-    content["rows"] = [
-        {key: getattr(row, key) for key in (*_OF_ROWS, "facts")}
-        | {key: masked_values(getattr(row, key)) for key in _MASKED}
-        for row in run.rows
-    ]
+    content["rows"] = [{key: getattr(row, key) for key in (*_OF_ROWS, "facts")} for row in run.rows]
     content["notes"] = [asdict(note) for note in run.notes]
     texts = {
         LINES_FILE: csv_text(run.all_lines()),
-        RUN_FILE: json_text({"schema": SCHEMA, **plain(content, "run")}),
+        RUN_FILE: masked(json_text({"schema": SCHEMA, **plain(content, "run")})),
     }
     folder = prepare_directory(folder, setting)
     (folder / RUN_FILE).unlink(missing_ok=True)  # an earlier run's files are no part of this one
@@ -100,14 +92,10 @@ def read_run(folder: str | Path) -> Run:
             f"{folder / RUN_FILE} has schema {schema!r}, and this version reads {SCHEMA}: run again"
         )
     try:
-        rows = [
-            Row(**{key: row[key] for key in _OF_ROWS}, facts=row.get("facts", {}))
-            for row in content["rows"]
-        ]
-        notes = [Note(**note) for note in content["notes"]]
-        run = Run(rows=rows, notes=notes, **{key: content[key] for key in _OF_RUNS})
-    except (KeyError, TypeError) as error:
-        raise ReportError(f"{folder / RUN_FILE} is damaged: {error!r}") from error
+        run = typed({key: content[key] for key in (*_OF_RUNS, "rows", "notes")}, Run, "run")
+    except (KeyError, TypeError, ValueError) as error:
+        cause = error if isinstance(error, ValueError) else repr(error)
+        raise ReportError(f"{folder / RUN_FILE} is damaged: {cause}") from error
     _fill(run, read_lines_csv(folder / LINES_FILE))
     if (folder / ITEMS_FILE).exists():
         _unpack(folder / ITEMS_FILE, run.rows)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,13 @@ Scores = Mapping[str, Mapping[str, float]]
 _ROUNDING = 1e-5  # accuracies are rounded to float32 on their way into a report
 
 
+class Used(TypedDict):
+    """Samples of a task that a method used."""
+
+    samples: int
+    split: str
+
+
 @dataclass(kw_only=True)
 class Row:
     """One model's results.
@@ -72,7 +79,7 @@ class Row:
     conditions: dict[str, Any] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
-    samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[str, Used] = field(default_factory=dict)
     point: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, Any] = field(default_factory=dict)
 
@@ -158,7 +165,7 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    device: dict[str, Any] = field(default_factory=dict)
+    device: dict[str, str | int] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 
     @property
@@ -232,7 +239,7 @@ class Run:
         )
 
     def note(self, *notes: Note) -> None:
-        """Add notes with the run's merger. Secrets in their texts are masked."""
+        """Add notes with the run's merger."""
         self.notes += [
             replace(note, text=masked(note.text), merger=note.merger or self.merger)
             for note in notes

@@ -90,6 +90,40 @@ def test_damaged_files_are_refused_by_name(name: str, content: str, message: str
     assert str(folder / name) in text and re.search(message, text), text
 
 
+NESTED: Any = json.loads("[" * 400 + "]" * 400)
+WRONG_TYPES: list[tuple[str, Any, str]] = [
+    ("rows", {}, "run.rows must be list, got {}"),
+    ("rows.3", "featcal", r"run.rows\[3\] must be dict, got featcal"),
+    ("rows.3.name", ["featcal"], r"run.rows\[3\].name must be str, got \['featcal'\]"),
+    ("rows.3.seed", "42", r"run.rows\[3\].seed must be int \\| None, got 42"),
+    ("rows.3.settings", None, r"run.rows\[3\].settings must be dict, got None"),
+    ("rows.3.settings.seed", NESTED, r"run.rows\[3\].settings.seed.* is nested too deeply"),
+    ("rows.3.facts", {"n": "8"}, r"run.rows\[3\].facts.n must be int \\| float, got 8"),
+    ("rows.3.samples.cars", {"samples": 8}, r"run.rows\[3\].samples.cars has no split"),
+    ("rows.3.correct", None, "run.json is damaged: "),
+    ("notes", [{"kind": "note", "text": 5}], r"run.notes\[0\].text must be str, got 5"),
+    ("versions", {"torch": 2.5}, "run.versions.torch must be str, got 2.5"),
+    ("device", {"cpu": ["x"]}, "run.device.cpu must be str \\| int"),
+    ("merger", "\ud800", "surrogates not allowed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"), WRONG_TYPES, ids=lambda value: str(value)[:30]
+)
+def test_values_of_wrong_types_are_named(key: str, value: Any, message: str, tmp_path: Path):
+    file = leave_run(tmp_path / "run") / "run.json"
+    content: Any = json.loads(file.read_text())
+    *parents, last = (int(part) if part.isdecimal() else part for part in key.split("."))
+    part = content
+    for parent in parents:
+        part = part[parent]
+    part[last] = value
+    file.write_text(json.dumps(content))
+    text = error_of("report", file.parent)
+    assert text.startswith(f"{file} is damaged: ") and re.search(message, text), text
+
+
 def test_items_of_another_run_and_earlier_layouts_are_refused(tmp_path: Path) -> None:
     run, other = leave_run(tmp_path / "run"), LEVELS | {"featcal": 0.7}
     (leave_run(tmp_path / "other", other) / "items.npz").replace(run / "items.npz")
@@ -97,7 +131,7 @@ def test_items_of_another_run_and_earlier_layouts_are_refused(tmp_path: Path) ->
         read_run(run)
     (run / "run.json").unlink()
     (run / "report.json").write_text(json.dumps({"kind": "run", "schema": 2}))
-    assert "has schema 2 and no run.json" in error_of("report", run)
+    assert "no run in or below" in error_of("report", run)
 
 
 FORMULAS = ("=1+1", "+x", "@SUM(A1)", "-x", "\tx", "'=1", "-1.5", "it's", "'quoted'")
