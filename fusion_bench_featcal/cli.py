@@ -97,7 +97,7 @@ def plan_command(options: argparse.Namespace) -> None:
     except (CalibrationError, ValueError) as error:
         raise type(error)(with_prefix(str(error), "method.")) from error
     if options.json:
-        print(json.dumps(plan.as_dict(), indent=1))
+        print(masked(json.dumps(plan.as_dict(), indent=1)))
     else:
         show_plan(plan)
 

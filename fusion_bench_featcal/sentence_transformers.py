@@ -21,10 +21,12 @@ from fusion_bench_featcal.encoders.models import left_as_merged, text_on_merged,
 from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, encoder_family
 from fusion_bench_featcal.encoders.texts import TextRow, read_texts, record_batches
-from fusion_bench_featcal.files import check_target
+from fusion_bench_featcal.files import check_target, destination
+from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.other_files import copy_other_files
+from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.result import CalibrationResult
@@ -163,20 +165,21 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
             not repaired.
 
     Raises:
-        ValueError: If the folder has files, among which weights of another model would stay.
+        ValueError: If the folder has files, among which weights of another model would stay, or
+            `merged` has a link to a file elsewhere.
+        CalibrationError: If the model cannot be written. Nothing of it stays.
     """
-    write_encoder(model, Path(folder))
-    skipped = module_folders(Path(merged))
-    copy_other_files(Path(merged), Path(folder), skipped_folders=skipped, has_code=True)
+    target, source = destination(folder, "folder"), Path(merged)
+    check_target(target, "folder")
+    size = stored_bytes(model.state_dict().values())
+    advice = "Make room, or name another folder"
+    with writing_model(target, size, option=f"folder {folder}", advice=advice) as new:
+        write_encoder(model, new)
+        copy_other_files(source, new, skipped_folders=module_folders(source), has_code=True)
 
 
 def write_encoder(model: Any, folder: Path) -> None:
-    """Save a model by `save_pretrained`, which loses the lower-casing of its transformer.
-
-    Raises:
-        ValueError: If the folder has files.
-    """
-    check_target(folder, "folder")
+    """Save a model by `save_pretrained`, which loses the lower-casing of its transformer."""
     model.save_pretrained(str(folder))
     if transformer_of("the model", model).do_lower_case:
         path = next(m["path"] for m in read_local(str(folder), "modules.json") if m["idx"] == 0)

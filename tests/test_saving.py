@@ -136,6 +136,34 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space"), Exception("No space left (os error 28)")]
+)
+def test_a_disk_that_fills_ends_in_one_line(error: Exception, tmp_path: Path) -> None:
+    """Tokenizers in Rust raise a plain Exception."""
+
+    def fail(folder: Path) -> None:
+        (Path(folder) / "tokenizer.json").write_text("half")
+        raise error
+
+    processor = SimpleNamespace(save_pretrained=fail)
+    with pytest.raises(CalibrationError, match=r"cannot be saved to merged_model_save_path=.*No"):
+        save_model(POOL, Tiny(2), tmp_path / "saved", processor)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("leads_to", ["empty", "missing/deep"])
+def test_a_model_is_saved_where_a_link_leads(leads_to: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(leads_to)
+    program = program_saving_to(tmp_path / "link")
+    check_save_target(program)
+    save_model(POOL, Tiny(2), program.merged_model_save_path)
+    assert (tmp_path / leads_to / "config.json").is_file() and (tmp_path / "link").is_symlink()
+    with pytest.raises(ValueError, match=f"{leads_to} exists and is not empty"):
+        check_save_target(program)
+
+
 def test_a_folder_that_another_run_filled_meanwhile_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with (
@@ -153,6 +181,7 @@ def test_a_folder_that_another_run_filled_meanwhile_is_kept(tmp_path: Path) -> N
     [
         ("folder", {}, "merged_model_save_path .* exists and is not empty: name a new folder"),
         ("folder/file", {}, "merged_model_save_path .*file exists"),
+        ("loop", {}, "merged_model_save_path .*loop is a link to itself"),
         ("new", {"push_to_hub": True}, "merged_model_save_kwargs has no effect: .* Leave it out"),
     ],
 )
@@ -161,5 +190,6 @@ def test_unusable_targets_and_options_are_refused_first(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
     with pytest.raises((ValueError, ReportError), match=message):
         check_save_target(program_saving_to(tmp_path / path, options))

@@ -28,10 +28,7 @@ def first_line(error: BaseException) -> str:
 
 
 def error_block(error: BaseException, *, prefix: str = "error") -> str:
-    """Return an error as text: `prefix: message`, or `prefix: unexpected Type: message`.
-
-    Secrets in the message are masked.
-    """
+    """Return an error as text: `prefix: message`, or `prefix: unexpected Type: message`."""
     cause = _wrapped(error)
     message = str(cause).strip() or type(cause).__name__
     kind = f"unexpected {type(cause).__name__}: " if is_bug(error) else ""

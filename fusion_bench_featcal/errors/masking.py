@@ -1,78 +1,76 @@
-"""Passwords, tokens and signatures, masked in everything that is printed or written about a run."""
+"""What may be written of a run's texts: a list of names, and of addresses host and path."""
 
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MASK = "***"
-# Ends of the names of secret settings, options of storage, query parameters and headers.
-_ENDS = (
-    r"(?:(?:secret|private|account|access|api)[_-]?key(?:[_-]?id)?|secret|passw(?:or)?d|passphrase"
-    r"|credentials?|signature|authorization|cookie|storage_options|(?<![a-z])(?:sig|pwd|auth)"
-    r"|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!boi_)"
-    r"(?<!eoi_)(?<!video_)(?<!audio_)(?<!newline_)(?<!per_)(?<!first_)(?<!last_)(?<!next_)"
-    r"(?<!start_)(?<!end_)(?<!stop_)token)"
-    r"(?:\.(?!(?:jsonl?|csv|parquet|ya?ml|txt|py)\b)[\w.-]+)?"  # such as storage_options.key
+_BY_TASK = {
+    "models", "tasks", "heads", "metrics", "train_datasets", "val_datasets", "test_datasets",
+}  # fmt: skip
+"""Mappings from tasks, whose texts are locations and names."""
+_WRITTEN = _BY_TASK | {
+    "_target_", "_args_", "name", "type", "task", "path", "split", "revision", "subfolder",
+    "data", "data_dir", "data_files", "file", "dataset_name", "pretrained_model_name_or_path",
+    "base_model", "base_model_path", "peft_model_path", "clip_model", "tokenizer", "processor",
+    "vocabulary", "device", "device_map", "dtype", "torch_dtype", "accelerator", "devices",
+    "precision", "strategy", "style", "rule", "corruption", "pooling", "template", "templates",
+    "prompt", "answer", "classnames", "class_names", "image_column", "label_column", "batch_size",
+}  # fmt: skip
+"""Names in a config of models and data whose texts may be written."""
+_LONG = re.compile(r"(?![a-z _-]*$).{6,}", re.DOTALL)
+"""Texts that are found again in messages: no words that messages have anyway."""
+_ADDRESS = re.compile(
+    r"(?<=\w:)(?P<slashes>/+)"
+    # Up to the last @ before a slash. A key of S3 may have slashes, but after a colon no port.
+    r"(?P<user>[^\s/\"]+@|[^\s/:@\"]+:(?!\d+/)[^\s\"]+@)?"
+    r"(?P<path>[^\s\"'?#]*)(?P<query>[?#][^\s\"']*)?"
 )
-_OF_TASKS = (
-    "expert", "data", "eval", "prompt", "columns", "task_weights", "models", "tasks",
-    "train_datasets", "val_datasets", "test_datasets", "calibration_data", "samples",
-)  # fmt: skip
-"""Mappings by task."""
-_NAME = re.compile(rf"{_ENDS}$", re.IGNORECASE)
-_SETTING = re.compile(r"[\w.+@~/-]+")
-_PAIR = re.compile(
-    rf"({_ENDS}(?:\\*[\"'])?[ \t]*(?:=[ \t]*"
-    # Behind a colon prose may follow, as in "no token: log in".
-    r"|:[ \t]*(?=\S{6}|\\*[\"']|[{\[][^}\]]|(?:bearer|basic|digest|token)\s)))"
-    r"(?:(\\*[\"'])(?:(?!\2)(?:[^\\]|\\.))*\2"  # in quotes, which may be escaped
-    r"|\{[^{}]*\}|\[[^][]*\]|(?:(?:bearer|basic|digest|token)\s+)?[^\s,;&\"'<>(){}[\]\\]+)",
-    re.IGNORECASE,
-)
-# Up to the last @ before a slash. A key of S3 may have slashes, but after a colon no port.
-_USER = re.compile(r"(?<=\w:)(/+)(?:[^\s/\"]+|[^\s/:@\"]+:(?!\d+/)[^\s\"]+)@")
-_TOKEN = re.compile(
-    r"(?<![A-Za-z0-9])(?:(?:hf_|api_org_|gh[opsru]_|sk-(?:\w+-)*)[A-Za-z0-9]{16,}"
-    r"|(?:github_pat_|glpat-)[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
-)
-"""Tokens of the hub and of other services, by their first letters."""
+_private: set[str] = set()
+
+
+def public(value: Any, name: str = "", of_private: Callable[[str], Any] = lambda _: MASK) -> Any:
+    """Return a config of models or data of which only texts with known names are left.
+
+    Numbers stay, as do the defaults of a pool's runs (`featcal`), which are declared settings.
+
+    Args:
+        value: The config, or a value in it.
+        name: The value's name.
+        of_private: Returns what stands in place of another text.
+    """
+    if isinstance(value, Mapping) and name != "featcal":
+        names: dict[Any, str] = {key: str(key) for key in value}
+        if name in _BY_TASK:  # a task may have any name
+            names = {k: "" if isinstance(v, Mapping) else name for k, v in value.items()}
+        return {key: public(entry, names[key], of_private) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(entry, name, of_private) for entry in value]
+    if not isinstance(value, str) or name in _WRITTEN:
+        return value
+    return of_private(value)
+
+
+def hide(config: Any) -> None:
+    """Mask the texts of a config that `public` leaves out wherever `masked` finds them.
+
+    Short texts, plain words and what the config has elsewhere, such as a task's name, stay.
+    """
+    private = set[str]()
+    public(config, of_private=private.add)
+    written = str(public(config))
+    _private.clear()
+    _private.update(text for text in private if _LONG.fullmatch(text) and text not in written)
 
 
 def masked(text: str) -> str:
-    """Return a text without secrets.
-
-    These are values of names such as `token`, `api_key` and `X-Amz-Signature`, the user in
-    `https://user:password@host`, and tokens that are recognised by their first letters.
-    """
-    text = _USER.sub(rf"\1{MASK}@", text)
-    return _TOKEN.sub(MASK, _PAIR.sub(rf"\1{MASK}", text))
+    """Return a text without users and queries of addresses, and without hidden texts."""
+    text = _ADDRESS.sub(_address, text)
+    for hidden in sorted(_private, key=len, reverse=True):
+        text = text.replace(hidden, MASK)
+    return text
 
 
-def masked_values(value: Any, name: str = "") -> Any:
-    """Return a nested value, such as settings or the words of a command, without secrets.
-
-    Args:
-        value: The value. Keys and texts are masked as by `masked`, and texts such as
-            `+a.token=VALUE` up to their end.
-        name: Its name. Values with the name of a secret are masked whole.
-    """
-    is_secret = _NAME.search(name) is not None
-    if isinstance(value, Mapping):
-        names = dict.fromkeys(value, name) if is_secret else {key: str(key) for key in value}
-        if name in _OF_TASKS:  # a task may be called signature
-            names = dict.fromkeys(value, "")
-        return {masked_values(key): masked_values(item, names[key]) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [masked_values(item, name) for item in value]
-    if is_secret and value is not None and not isinstance(value, bool):
-        return MASK
-    return _masked_word(value) if isinstance(value, str) else value
-
-
-def _masked_word(word: str) -> str:
-    name, _, value = word.partition("=")
-    if not (value and _SETTING.fullmatch(name) and _NAME.search(name)):
-        return masked(word)
-    # The name may be that of a task, and the value its model or data.
-    return word if os.path.exists(value) else f"{name}={MASK}"
+def _address(match: re.Match[str]) -> str:
+    slashes, user, path, query = match.groups()
+    return f"{slashes}{MASK + '@' if user else ''}{path}{query[0] + MASK if query else ''}"

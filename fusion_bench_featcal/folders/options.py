@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import yaml
 
-from fusion_bench_featcal.errors.masking import masked_values
+from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.files.untrusted import parse_yaml
 from fusion_bench_featcal.settings import with_prefix
 from fusion_bench_featcal.settings.fields import setting, settings_of
@@ -141,14 +141,14 @@ def recipe_text(owner: Any, folder: Path) -> str:
     """Return the recipe of a dataclass's options that differ from their defaults.
 
     Paths of files that exist are relative to the recipe's folder (see `with_full_paths`), because
-    a full path has names of users and machines. Secrets are masked.
+    a full path has names of users and machines.
     """
     defaults, recorded = type(owner)(), {}
     for field in settings_of(type(owner)):
         value, keys = getattr(owner, field.name), field.metadata
         if keys.get("is_recorded", True) and value != getattr(defaults, field.name):
             recorded[field.name] = _relative(value, folder) if keys.get("is_location") else value
-    return yaml.safe_dump(masked_values(recorded), sort_keys=False, allow_unicode=True)
+    return masked(yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True))
 
 
 def with_full_paths(recipe: Mapping[str, Any], owner: type, folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from hydra.core.utils import JobReturn
 from hydra.errors import HydraException, MissingConfigException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import error_block
-from fusion_bench_featcal.errors.masking import masked, masked_values
+from fusion_bench_featcal.errors.masking import hide, masked
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.signals import Interruption, exit_code, raise_interruptions
-from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.settings import with_prefix
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -107,8 +107,8 @@ class FeatCalJob(Callback):
         ]
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Mask secrets in Hydra's files, and adapt FusionBench before it makes the pools."""
-        mask_hydra_files(config.hydra)
+        """Hide private texts, and adapt FusionBench before it makes the pools."""
+        hide_private_texts(config)
         import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
         from fusion_bench.utils.instantiate_utils import set_print_function_call_permeanent
         from transformers.utils.logging import disable_progress_bar
@@ -153,27 +153,29 @@ class ScreenFilter(logging.Filter):
 
 
 class MaskingFormatter(logging.Formatter):
-    """A formatter of lines and tracebacks without secrets."""
+    """A formatter of lines and tracebacks without private texts."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as text."""
         return masked(super().format(record))
 
 
-def mask_hydra_files(hydra: Any) -> None:
-    """Mask secrets in the configs that Hydra has written for this job and for its sweep.
+def hide_private_texts(config: Any) -> None:
+    """Hide texts of the pools in messages, and remove Hydra's copies of a job's config.
 
-    Args:
-        hydra: Hydra's part of the job's config.
+    `config_resolved.yaml` has the config without them.
     """
+    from fusion_bench_featcal.fusionbench.options import POOLS, plain_config
+
+    with suppress(OmegaConfBaseException):  # an interpolation, which fails later
+        hide([plain_config(config.get(name)) for name in POOLS])
+    hydra = config.hydra
     files = [Path(hydra.sweep.dir, "multirun.yaml")] * (hydra.mode == RunMode.MULTIRUN)
     if hydra.output_subdir is not None:
         names = ("config.yaml", "hydra.yaml", "overrides.yaml")
         files += [Path(hydra.runtime.output_dir, hydra.output_subdir, name) for name in names]
-    for file in filter(Path.exists, files):
-        content = OmegaConf.to_container(OmegaConf.load(file))
-        if (new := masked_values(content)) != content:
-            write_atomic(file, OmegaConf.to_yaml(OmegaConf.create(new)))
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:

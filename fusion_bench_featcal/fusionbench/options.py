@@ -17,6 +17,8 @@ from fusion_bench_featcal.settings.fields import Settings, check_values, is_text
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys in FusionBench's configs that are not settings of the method."""
 
+POOLS = ("modelpool", "taskpool", "fabric")
+"""Parts of a run's config with arguments of any loader."""
 COMPARED_ROWS = (BASE, EXPERTS, MERGED)
 _OF_SUITES = ("presets", "compare_with", "compare")
 

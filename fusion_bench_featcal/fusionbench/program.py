@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.masking import masked_values
+from fusion_bench_featcal.errors.masking import masked, public
 from fusion_bench_featcal.experts.copies import bind_own_functions, copied_module
-from fusion_bench_featcal.fusionbench.options import method_name
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.fusionbench.options import POOLS, method_name
 from fusion_bench_featcal.fusionbench.pool_models import local_pool
 from fusion_bench_featcal.fusionbench.program_processes import fabric_alone
 from fusion_bench_featcal.fusionbench.saving import check_save_target
@@ -59,7 +60,7 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
 
     Args:
         program: The running program. Without one, nothing is done.
-        log_dir: Its log directory, which receives the resolved config, with secrets masked. None
+        log_dir: Its log directory, which receives the resolved config without private texts. None
             writes nothing.
 
     Raises:
@@ -82,8 +83,10 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
         program.taskpool._fabric_instance = fabric_alone(fabric, first=False)
     if log_dir is not None:
         folder = prepare_directory(log_dir)
-        config = masked_values(OmegaConf.to_container(program.config, resolve=True))
-        OmegaConf.save(OmegaConf.create(config), folder / "config_resolved.yaml")
+        parts: Any = OmegaConf.to_container(program.config, resolve=True)
+        config = {name: public(of) if name in POOLS else of for name, of in parts.items()}
+        text = masked(OmegaConf.to_yaml(OmegaConf.create(config)))
+        write_atomic(folder / "config_resolved.yaml", text)
     check_save_target(program)
 
 

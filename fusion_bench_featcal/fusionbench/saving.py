@@ -12,7 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from torch import nn
 
-from fusion_bench_featcal.files import check_target, write_atomic
+from fusion_bench_featcal.errors.masking import public
+from fusion_bench_featcal.files import check_target, destination, write_atomic
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.options import plain_config
@@ -51,7 +52,7 @@ def path_option(program: Any, name: str) -> Path | None:
     if path is None:
         return None
     log_dir = folder_of_job(getattr(program, "log_dir", None))
-    return Path(str(path).replace("{log_dir}", str(log_dir))).expanduser().absolute()
+    return destination(str(path).replace("{log_dir}", str(log_dir)), name).absolute()
 
 
 def check_save_target(program: Any) -> None:
@@ -103,7 +104,7 @@ def save_model(
     Raises:
         CalibrationError: If it cannot be written.
     """
-    target = Path(path).expanduser().absolute()
+    target = destination(os.fspath(path), SAVE_PATH).absolute()
     needed = stored_bytes(model.state_dict().values())
     with (
         locked_target(target, SAVE_PATH),
@@ -173,4 +174,4 @@ def _location(model: PoolModel) -> str:
     """Return the folder, hub id or config of a pool's model."""
     if model.module is not None:
         return f"a {type(model.module).__name__} in memory"
-    return model.location or str(plain_config(model.entry))
+    return model.location or str(public(plain_config(model.entry)))

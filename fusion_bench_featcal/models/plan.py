@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.masking import masked, masked_values
+from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.models.hub import hub_error, hub_models, patiently
@@ -60,7 +60,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return masked_values({**asdict(self), "free": self.free})
+        return {**asdict(self), "free": self.free}
 
 
 def model_downloads(locations: Mapping[str, str]) -> tuple[list[Download], dict[str, int | None]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.masking import masked_values
+from fusion_bench_featcal.errors.masking import MASK, masked
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files import can_be_hub_id, free_space, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
@@ -36,8 +36,12 @@ from fusion_bench_featcal.settings.rules import BY_NAME, completed
 CARD = "README.md"
 TRANSFORMERS = {"library_name": "transformers"}
 PAPER = "https://arxiv.org/abs/2605.13030"
+_OF_FILES = (OSError, SafetensorError, RuntimeError)
 _ABOVE = re.compile(r"(?<![^\s=,(\[{\"'])~?/(?:[^/,=\"'{}\[\]]+/)+(?=[^/\s])")
 """Folders in a full path before its last part, which have names of users and machines."""
+_WRITTEN = re.compile(r"method\b|(modelpool|taskpool)(\.tasks)?=|-")
+"""Beginnings of words of a command that are written."""
+_VALUE = re.compile(r"(?<==).+|^[^=]+$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,10 @@ def writing_model(target: Path, needed: int, *, option: str, advice: str) -> Ite
             yield new
     except CalibrationError:  # a damaged block, which names its file
         raise
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except Exception as error:
+        # Libraries in Rust, such as tokenizers, raise no other class for a full disk.
+        if not isinstance(error, _OF_FILES) and type(error) is not Exception:
+            raise
         if target.is_dir() and any(target.iterdir()):
             message = f"{option} is another run's by now: name a new folder"
             raise CalibrationError(message) from error
@@ -157,7 +164,7 @@ def card_text(
     library: Mapping[str, str] = TRANSFORMERS,
     tags: Iterable[str] = (),
 ) -> str:
-    """Return the text of a model card, with secrets masked and full paths cut to the last part.
+    """Return the text of a model card, with full paths cut to the last part.
 
     Args:
         facts: The model's origin.
@@ -181,7 +188,9 @@ def card_text(
         "How it was made": f"{_command()}\n\n{_listed(versions() | commits())}",
     }
     texts = [f"## {title}\n\n{text}" for title, text in sections.items() if text]
-    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{page(_about(facts), *texts)}"
+    return masked(
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{page(_about(facts), *texts)}"
+    )
 
 
 def card_tags(folder: Path) -> list[str]:
@@ -225,7 +234,7 @@ def _changed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _listed(values: Mapping[str, Any]) -> str:
     lines = []
-    for name, value in masked_values(values).items():
+    for name, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         lines.append(f"- {name}: `{' '.join(_ABOVE.sub('', text).split())}`")
     return "\n".join(lines) or "none"
@@ -253,11 +262,18 @@ def _verdict(report: Run | None) -> str:
 
 
 def _command() -> str:
-    """Return the command line in Markdown, or a sentence for a run from Python."""
+    """Return the command line in Markdown, or a sentence for a run from Python.
+
+    The options of `featcal calibrate` are in the recipe beside the card. Of FusionBench's words
+    only those that name pools and settings are written.
+    """
     program = Path(sys.argv[0]).name
     if program in ("cli.py", "__main__.py", "-m"):
         program = "featcal" if sys.argv[1:2] == ["calibrate"] else "fusion_bench"
     if program not in ("featcal", "fusion_bench"):
         return "By calls from Python."
-    words = (_ABOVE.sub("", word) for word in masked_values(sys.argv[1:]))
+    words = ["calibrate", "--config", "recipe.yaml", "--out", "DIR"]
+    if program == "fusion_bench":
+        words = [_ABOVE.sub("", word) if _WRITTEN.match(word) else _VALUE.sub(MASK, word)
+                 for word in sys.argv[1:]]  # fmt: skip
     return f"```bash\n{shlex.join([program, *words])}\n```"

@@ -261,6 +261,14 @@ def test_a_folder_with_files_of_another_model_is_refused(encoders: Any, tmp_path
     assert [file.name for file in (tmp_path / "old").iterdir()] == ["pytorch_model.bin"]
 
 
+def test_a_save_that_fails_leaves_nothing(encoders: Any, tmp_path: Path) -> None:
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "LICENSE").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match="merged/LICENSE is a link out of its folder"):
+        save(encoders[2], tmp_path / "out", tmp_path / "merged")
+    assert [file.name for file in tmp_path.iterdir()] == ["merged"]
+
+
 def test_a_head_of_other_classes_stays_and_is_named(plain: str, caplog: Any) -> None:
     base, other = (st.CrossEncoder(plain, num_labels=n, device="cpu") for n in (1, 3))
     experts = {"math": tuned(base, 1), "code": tuned(other, 2)}
