@@ -1,15 +1,9 @@
-"""Turns of chats: their speakers and contents, and the length of a rendered chat."""
+"""Turns of chats: their speakers and contents."""
 
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import psutil
-
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.files.untrusted import parse_sample
 
 Turn = dict[str, Any]
@@ -21,7 +15,6 @@ _SPEAKERS = {
     "tool": "tool function observation ipython tool_response function_response",
 }
 _ROLES = {name: role for role, names in _SPEAKERS.items() for name in names.split()}
-_LONGEST, _MOST_BYTES, _MOST_SECONDS = 10**7, 2**30, 60  # of a rendered chat
 _KEYS = ("role", "from", "content", "value")
 
 
@@ -123,42 +116,3 @@ def _content(content: Any, name: str, keys: list[str]) -> str:
             )
         texts.append(text)
     return "".join(texts)
-
-
-@contextmanager
-def bounded_templates() -> Iterator[None]:
-    """Context in which a chat template has limited text, memory and time (in the main thread).
-
-    A few loops or products have no end, and the process's limits end whatever a template calls.
-    """
-    import resource  # absent on Windows
-
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def joined(parts: Iterable[str]) -> str:
-        texts, length = [], 0
-        for part in parts:
-            texts.append(part)
-            if (length := length + len(part)) > _LONGEST:
-                raise ValueError(f"it writes more than {_LONGEST:,} characters")
-        return "".join(texts)
-
-    def stop(*_: Any) -> None:
-        raise ValueError(f"it takes more than {_MOST_SECONDS} seconds")
-
-    kind: Any = ImmutableSandboxedEnvironment
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = psutil.Process().memory_info().vms + _MOST_BYTES
-    with ExitStack() as before:
-        kind.concat = staticmethod(joined)
-        before.callback(delattr, kind, "concat")  # that of the class above stays
-        resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
-        before.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
-        if threading.current_thread() is threading.main_thread():  # only it handles signals
-            before.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, stop))
-            timer = signal.setitimer(signal.ITIMER_REAL, _MOST_SECONDS)
-            before.callback(signal.setitimer, signal.ITIMER_REAL, *timer)
-        try:
-            yield
-        except MemoryError as error:
-            raise ValueError(f"it takes more than {bytes_text(_MOST_BYTES)} of memory") from error

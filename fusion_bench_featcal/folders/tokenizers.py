@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-from fusion_bench_featcal.data.chats import bounded_templates
+from fusion_bench_featcal.data.templates import render
+from fusion_bench_featcal.errors import CalibrationError
 
 _PROBES = ("Der Café in São Paulo: 3,50 €!", " two  blanks\n\tand 2026", "iPhone or IPHONE?")
 _PROBED = 64
@@ -63,7 +64,6 @@ def _rendered(tokenizer: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         return ""
     try:
-        with bounded_templates():
-            return tokenizer.apply_chat_template(_CHAT, tokenize=False)
-    except Exception:  # a template may raise any error; the data's chats are rendered later
+        return render(tokenizer, _CHAT, "a chat")
+    except CalibrationError:  # the data's chats are rendered later
         return ""

@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn
 from hydra.errors import HydraException, MissingConfigException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -26,6 +26,7 @@ from fusion_bench_featcal.errors.block import error_block
 from fusion_bench_featcal.errors.masking import hide, masked
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.signals import Interruption, exit_code, raise_interruptions
+from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.settings import with_prefix
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -161,21 +162,23 @@ class MaskingFormatter(logging.Formatter):
 
 
 def hide_private_texts(config: Any) -> None:
-    """Hide texts of the pools in messages, and remove Hydra's copies of a job's config.
-
-    `config_resolved.yaml` has the config without them.
-    """
+    """Hide texts of the pools in messages, and in the files that Hydra has written for a job."""
     from fusion_bench_featcal.fusionbench.options import POOLS, plain_config
 
+    parts = [config[name] for name in POOLS if config.get(name) is not None]
+    written = [OmegaConf.to_container(part) for part in parts]  # as in Hydra's files
     with suppress(OmegaConfBaseException):  # an interpolation, which fails later
-        hide([plain_config(config.get(name)) for name in POOLS])
+        written += [plain_config(part) for part in parts]
+    hide(written)
     hydra = config.hydra
     files = [Path(hydra.sweep.dir, "multirun.yaml")] * (hydra.mode == RunMode.MULTIRUN)
     if hydra.output_subdir is not None:
         names = ("config.yaml", "hydra.yaml", "overrides.yaml")
         files += [Path(hydra.runtime.output_dir, hydra.output_subdir, name) for name in names]
-    for file in files:
-        file.unlink(missing_ok=True)
+    for file in filter(Path.exists, files):
+        text = file.read_text("utf-8")
+        if (new := masked(text)) != text:
+            write_atomic(file, new)
 
 
 def is_helper(environment: Mapping[str, str]) -> bool:

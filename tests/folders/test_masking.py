@@ -138,16 +138,17 @@ def test_a_calibration_leaves_no_secret_in_its_folder(folder, monkeypatch, capsy
     assert KEY not in error.replace(f"/{KEY}.jsonl", "")
 
 
-def test_files_of_hydra_are_removed(tmp_path: Path) -> None:
+def test_files_of_hydra_are_masked(tmp_path: Path) -> None:
     hydra: Any = {
         "sweep": {"dir": str(tmp_path)}, "mode": RunMode.MULTIRUN, "output_subdir": "",
         "runtime": {"output_dir": str(tmp_path)},
     }  # fmt: skip
     for name in ("config", "hydra", "multirun", "overrides"):
-        (tmp_path / f"{name}.yaml").write_text(f"token: {KEY}")
+        (tmp_path / f"{name}.yaml").write_text(f"token: ${{name}}-{KEY}")
     pool = {"models": {"a": {"key": f"${{name}}-{KEY}"}}}
     hide_private_texts(OmegaConf.create({"hydra": hydra, "modelpool": pool, "name": "PRE"}))
-    assert [*tmp_path.iterdir()] == []
+    texts = {file.read_text() for file in tmp_path.iterdir()}
+    assert texts == {"token: ***"} and len([*tmp_path.iterdir()]) == 4
     assert masked(f"no PRE-{KEY}") == "no ***"
 
 
