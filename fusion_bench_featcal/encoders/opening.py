@@ -13,10 +13,9 @@ from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.source import InMemoryExpert
+from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.models.lora import LoraExpert, OtherAdapterError
 from fusion_bench_featcal.models.model_files import ModelFiles
-from fusion_bench_featcal.models.peft_adapters import merged_by_peft
 from fusion_bench_featcal.models.processors import check_tokenizers, load_tokenizers
 from fusion_bench_featcal.modules.models import tail_of
 
@@ -101,10 +100,7 @@ def with_adapter(base: Any, label: str, folder: Path) -> Any:
         CalibrationError: If the adapter is damaged or does not fit.
     """
     transformer = copy.deepcopy(transformer_of(label, base).model)
-    try:
-        adapter = LoraExpert(InMemoryExpert(transformer), folder)
-    except OtherAdapterError:
-        return _replaced(base, merged_by_peft(transformer, folder))
+    adapter = AdapterExpert(InMemoryExpert(transformer), transformer, folder)
     transformer.load_state_dict({name: adapter.tensor(name) for name in adapter.names()})
     return _replaced(base, transformer)
 

@@ -20,10 +20,10 @@ from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.source import total_bytes
+from fusion_bench_featcal.models.adapters import checked_adapters
 from fusion_bench_featcal.models.errors import loading_cause
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.model_files import ModelFiles
-from fusion_bench_featcal.models.peft_adapters import checked_adapters
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.run.problem import BASE_MODEL
 
@@ -117,7 +117,7 @@ class PoolModel:
             return None
         *bases, model = self.folders
         is_tower = bases and str(self.entry.get("_target_")).endswith(".load_lora_vision_model_hf")
-        source = model.streamed(*bases, part="vision_model." if is_tower else "")
+        source = model.streamed(*bases, part="vision_model" if is_tower else "")
         rows = getattr(self.pool, "vocabulary_rows", None)
         return source if rows is None or source is None else VocabularyRows(source, rows)
 

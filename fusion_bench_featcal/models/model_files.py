@@ -16,6 +16,7 @@ from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
 from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.models.adapters import WEIGHTS, AdapterExpert, check_adapter
 from fusion_bench_featcal.models.errors import (
     loading_cause,
     stubs_text,
@@ -23,12 +24,6 @@ from fusion_bench_featcal.models.errors import (
     wrapper_text,
 )
 from fusion_bench_featcal.models.hub import MODULES
-from fusion_bench_featcal.models.lora import (
-    LoraExpert,
-    OtherAdapterError,
-    check_adapter,
-)
-from fusion_bench_featcal.models.peft_adapters import PeftExpert
 from fusion_bench_featcal.models.structure import untie, without_weights
 from fusion_bench_featcal.settings.fields import is_text_list
 
@@ -257,16 +252,17 @@ class ModelFiles:
 
         Args:
             base: The model that an adapter changes.
-            part: Prefix of the base's tensors that the adapter was trained for.
+            part: The base's module that the adapter was trained for, by default all of it.
         """
         if not self.is_adapter:
             return self.weights
-        if base is None or (weights := base.weights) is None:
+        if base is None or base.weights is None or not (self.folder / WEIGHTS).is_file():
             return None
-        try:
-            return self._labelled(lambda folder: LoraExpert(weights, folder, part))
-        except (FileNotFoundError, OtherAdapterError):
-            return None
+        return (
+            self._adapted(base.weights, base, part)
+            if self._fits(base.weights, base.whole)
+            else None
+        )
 
     def source(
         self, base: "ModelFiles | None" = None, structure: nn.Module | None = None
@@ -274,24 +270,34 @@ class ModelFiles:
         """Return its weights for the class to calibrate, read tensor by tensor if possible.
 
         Args:
-            base: The model that an adapter changes. PEFT merges other adapters than plain LoRA.
+            base: The model that an adapter changes.
             structure: The model without weights that will run them, by default its own. Its own
                 is not built if the names of its files fit this one.
         """
-        stored = self.streamed(base)
         if self.is_adapter:
             if base is None:
                 raise self._error("it is an adapter, whose base is not named")
-            if stored is not None:
-                return stored
-            model = base.load(base.architecture)
-            return self._labelled(lambda folder: PeftExpert(model, folder))
-        if stored is not None:
-            if structure is not None and self._fits(stored, structure):
-                return stored
-            if self._fits(stored, self.empty):
-                return stored
+            return self._adapted(base.weights_of_whole, base)
+        if self.weights is not None:
+            if structure is not None and self._fits(self.weights, structure):
+                return self.weights
+            if self._fits(self.weights, self.empty):
+                return self.weights
         return InMemoryExpert(self.load())  # transformers uses other tensor names than the files
+
+    def _adapted(self, weights: ExpertSource, base: "ModelFiles", part: str = "") -> AdapterExpert:
+        structure = getattr(base.whole, part, base.whole)
+        return self._labelled(lambda folder: AdapterExpert(weights, structure, folder))
+
+    @cached_property
+    def weights_of_whole(self) -> ExpertSource:
+        """The weights of `whole`, which adapters change, read tensor by tensor if possible.
+
+        Models whose tensors transformers joins on loading, such as mixtures, are in memory.
+        """
+        if self.weights is not None and self._fits(self.weights, self.whole):
+            return self.weights
+        return InMemoryExpert(self.load(self.architecture))
 
     def _fits(self, stored: ExpertSource, structure: nn.Module) -> bool:
         """Return whether files have names and shapes of all tensors of a structure."""

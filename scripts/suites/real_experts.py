@@ -30,7 +30,7 @@ from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samp
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.fusionbench.task_lists import filled
-from fusion_bench_featcal.models.lora import LoraExpert
+from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.suites import image, text
 from fusion_bench_featcal.tasks import EncoderTaskPool, TextTaskPool
 
@@ -298,7 +298,7 @@ def measure(suite: Encoder, folder: Path) -> dict[str, Any]:
     """
     model, pool = suite.model(), suite.task_pool(folder)
     base = InMemoryExpert(suite.model())
-    experts = {task: LoraExpert(base, folder / task) for task in suite.TASKS}
+    experts = {task: AdapterExpert(base, suite.model(), folder / task) for task in suite.TASKS}
     kinds: dict[str, dict[str, dict[str, float]]] = {"accuracies": {}, "losses": {}}
     pool.setup()
     data = dict(pool.test_dataloaders)

@@ -145,7 +145,9 @@ def write_adapter(folder: Path, base: nn.Module, seed: int, **changes: Any) -> P
             up = torch.randn(module.out_features, 2, generator=generator)
             tensors |= {f"{start}A.weight": down, f"{start}B.weight": 0.1 * up}
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | changes))
+    targets = {end for end in ADAPTED if any(f".{end}.lora_A" in name for name in tensors)}
+    config = PLAIN | {"target_modules": sorted(targets)} | changes
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -1,0 +1,329 @@
+"""Experts stored as adapters of PEFT, which PEFT itself merges, one module at a time."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.experts.pairing import pair_names
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView
+from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.models.errors import stubs_text
+
+_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_START = "base_model.model."
+# What other methods than these learn is a change of the weights.
+_BESIDE_THE_WEIGHTS = {
+    **dict.fromkeys(
+        ("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING",
+         "PREFIX_TUNING", "PROMPT_TUNING"), "a prompt"),
+    "POLY": "a choice of modules per task", "SHADOW": "a second model", "XLORA": "a router",
+}  # fmt: skip
+# Methods and starts that PEFT loads without the base's values. Others, as PiSSA, divide a matrix.
+_WITHOUT_BASE = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "VERA")
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of an adapter's config, of a method that changes weights.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        CalibrationError: If it is damaged, or what the method learns is not in the weights.
+    """
+    file = folder / _CONFIG
+    try:
+        config = read_json(file)
+        kind = config["peft_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CalibrationError(f"{file} is no adapter's config: {error!r}") from error
+    if not isinstance(kind, str):
+        raise CalibrationError(f"{file}: peft_type is {kind!r:.60}, not the name of a method")
+    if beside := _BESIDE_THE_WEIGHTS.get(kind):
+        raise CalibrationError(
+            f"{file}: {kind} learns {beside}, which is not in the weights, so there is nothing to "
+            "merge. Name an adapter of another method, such as LoRA, or a whole model"
+        )
+    if kind == "LORA" and not isinstance(config.get("lora_alpha"), int | float):
+        raise CalibrationError(f"{file} has no number lora_alpha")
+    return config
+
+
+def check_adapter(folder: Path) -> None:
+    """Check an adapter's config and header.
+
+    Raises:
+        CalibrationError: As `adapter_config`, or if its tensors have no values.
+    """
+    adapter_config(folder)
+    file = folder / WEIGHTS
+    if file.is_file() and (problem := stubs_text(SafetensorsExpert(file))):
+        raise CalibrationError(problem)
+
+
+class AdapterExpert(SourceView):
+    """Weights of a base with an adapter, merged in float32 and rounded to the base's dtypes."""
+
+    def __init__(self, base: ExpertSource, structure: nn.Module, folder: Path) -> None:
+        """Let PEFT load an adapter into a copy of the base whose matrices take no memory.
+
+        Args:
+            base: The base model's weights.
+            structure: The module that the adapter was trained for, with or without weights. It is
+                not changed.
+            folder: The adapter's folder.
+
+        Raises:
+            CalibrationError: As `loaded_by_peft`, or if the adapter changes two modules that share
+                a tensor.
+        """
+        super().__init__(base)
+        self._folder, self._merged = folder, lru_cache(maxsize=1)(self._merge)
+        self._keys = pair_names(f"the base of {folder}", base, structure)
+        self._weights = _opened(folder)
+        names = {n.removeprefix(_START).replace(".base_layer.", ".") for n in self._weights.names()}
+        trained = names & self._keys.keys()  # PEFT writes into these, such as trained biases
+        filled = trained if _reads_no_matrix(folder) else {*self._keys}
+        with _merging(folder):
+            self._model = _loaded_by_peft(self._copied(structure, filled), folder)
+        self._places = self._changes(trained)
+        self._sizes = dict.fromkeys(self._places, 0)
+        for name in self._weights.names():
+            self._sizes[self._changed_by(name)] += self._weights.nbytes(name)
+
+    def _copied(self, structure: nn.Module, filled: set[str]) -> nn.Module:
+        """Return the base with its vectors and some matrices. Others are NaN, without memory."""
+        names = {id(t): name for name, t in structure.state_dict(keep_vars=True).items()}
+        tensors = [t for t in (*structure.parameters(), *structure.buffers()) if id(t) in names]
+
+        def make(tensor: Tensor) -> Tensor:
+            name = names[id(tensor)]
+            if tensor.ndim < 2 or name in filled:
+                return self._source.tensor(self._keys[name]).clone()
+            return torch.tensor(math.nan, dtype=tensor.dtype).expand(tensor.shape)
+
+        return copied_module(structure, tensors, make)
+
+    def _changes(self, trained: set[str]) -> dict[str, tuple[str, str]]:
+        """Return the base's tensors that the adapter changes -> module, and name in the module."""
+        names = [name.rpartition(".") for name in sorted(trained)]
+        places = {self._keys[".".join((path, name))]: (path, name) for path, _, name in names}
+        modules = dict[str, str]()
+        for path, layer in self._model.named_modules():
+            is_inside = path.startswith(tuple(f"{module}." for module in modules.values()))
+            for name in () if is_inside else _inner_names(layer):
+                if (key := self._keys.get(f"{path}.{name}")) is None:
+                    continue
+                if modules.setdefault(key, path) != path:
+                    raise CalibrationError(
+                        f"adapter {self._folder} changes {modules[key]} and {path}, which are one "
+                        f"tensor in the base ({key}): merge it in PEFT (merge_and_unload), save "
+                        "the model, and name its folder"
+                    )
+                places[key] = path, name
+        return places
+
+    def _changed_by(self, name: str) -> str:
+        """Return the base's tensor for which an adapter's tensor is read, the first of several."""
+        path = name.removeprefix(_START)
+        while path:
+            for tensor in (path, f"{path}.weight"):
+                if (key := self._keys.get(tensor)) in self._places:
+                    return key
+            path = path.rpartition(".")[0]
+        return min(self._places)
+
+    def nbytes(self, name: str) -> int:
+        """Return the adapter's bytes to read for one tensor. The base's count as the base's."""
+        return self._sizes.get(name, 0)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor in the base's dtype, including the adapter's change."""
+        if name not in self._places:
+            return self._source.tensor(name)
+        path, inner = self._places[name]
+        return self._merged(path)[inner]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of one tensor."""
+        changed = name in self._places
+        return super().rows(name, start, stop) if changed else self._source.rows(name, start, stop)
+
+    @torch.no_grad()
+    def _merge(self, path: str) -> dict[str, Tensor]:
+        """Return the tensors of a module, filled with the base's matrices and merged by PEFT."""
+        module = self._model.get_submodule(path)
+        keys = {
+            id(tensor): self._keys.get(f"{path}.{_plain(name)}")
+            for name, tensor in module.state_dict(keep_vars=True).items()
+        }
+        empty = [t for t in (*module.parameters(), *module.buffers()) if _is_empty(t)]
+        layer: Any = copied_module(
+            module, empty, lambda t: self._source.tensor(keys[id(t)]).clone()
+        )
+        dtypes = {_plain(name): tensor.dtype for name, tensor in layer.state_dict().items()}
+        with _merging(self._folder):
+            layer = _unloaded(layer.float())
+        return {name: tensor.to(dtypes[name]) for name, tensor in layer.state_dict().items()}
+
+
+def _plain(name: str) -> str:
+    """Return a tensor's name without the parts that PEFT inserts."""
+    for inserted in ("token_adapter.", "base_layer.", "original_module."):
+        name = name.replace(inserted, "")
+    return name
+
+
+def _inner_names(layer: Any) -> list[str]:
+    """Return the names of the tensors inside a module that PEFT wraps, none for other modules."""
+    if hasattr(layer, "original_module"):
+        return list(layer.original_module.state_dict())
+    return [*map(_plain, layer.get_base_layer().state_dict())] if _is_tuned(layer) else []
+
+
+def _unloaded(layer: Any) -> nn.Module:
+    """Let PEFT merge one module."""
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        return layer.unload_and_optionally_merge_module(True, False, None)
+    if _is_tuned(layer):
+        layer.merge()
+        return layer.get_base_layer()
+    return layer
+
+
+def _is_tuned(layer: Any) -> bool:
+    return hasattr(layer, "base_layer")
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Return whether a matrix takes no memory, so that its values are still those of the base."""
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
+
+
+def _reads_no_matrix(folder: Path) -> bool:
+    """Return whether PEFT loads an adapter without the values of the base's matrices."""
+    config = adapter_config(folder)
+    is_plain = config["peft_type"] in _WITHOUT_BASE
+    is_plain = is_plain and config.get("init_lora_weights") in _PLAIN_STARTS
+    return is_plain and not any(config[key] for key in config if key.endswith("_config"))
+
+
+def _opened(folder: Path) -> SafetensorsExpert:
+    """Return the tensors of an adapter that the installed PEFT loads from a safetensors file.
+
+    Raises:
+        CalibrationError: If there is no such file, PEFT lacks the method, or modules differ.
+    """
+    from peft import PeftType  # slow to import
+
+    # PEFT would read a pickle instead, and import the module that `megatron_core` names.
+    if not (file := folder / WEIGHTS).is_file():
+        raise CalibrationError(
+            f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
+        )
+    config = adapter_config(folder)
+    if (kind := config["peft_type"]) not in [*PeftType]:
+        raise CalibrationError(
+            f"adapter {folder}: peft_type is {kind!r:.60}, which PEFT {version('peft')} does not "
+            "have. Merge it by the release that made it, and name the folder"
+        )
+    if config.get("megatron_config"):
+        raise CalibrationError(f"adapter {folder} is for Megatron, whose modules are not loaded")
+    if config.get("layer_replication"):
+        raise CalibrationError(
+            f"adapter {folder} repeats layers of its base (layer_replication): models must have "
+            "equally many blocks"
+        )
+    return SafetensorsExpert(file)
+
+
+@contextmanager
+def _merging(folder: Path) -> Iterator[None]:
+    """Context in which errors of PEFT name the adapter, and in which it does not warn."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # among them that of missing tensors
+            yield
+    except CalibrationError:
+        raise
+    except Exception as error:  # a kind of adapter may raise anything
+        absent, text = "there is no " * isinstance(error, KeyError), " ".join(str(error).split())
+        raise CalibrationError(
+            f"adapter {folder} cannot be merged by PEFT: {absent}{text:.500}"
+        ) from error
+
+
+def _loaded_by_peft(model: nn.Module, folder: Path) -> nn.Module:
+    """Return a model some of whose modules PEFT has wrapped. Raises as `refuse_unpaired`."""
+    from peft import PeftModel  # slow to import
+
+    wrapped: Any = PeftModel.from_pretrained(model, str(folder))  # type: ignore[arg-type]
+    refuse_unpaired(wrapped, folder)
+    wrapped.base_model._check_merge_allowed()
+    return wrapped.base_model.model
+
+
+@contextmanager
+def checked_adapters() -> Iterator[None]:
+    """Context in which PEFT refuses adapters as `refuse_unpaired`, whoever lets it load them.
+
+    PEFT itself only warns, and the base is left in place of the model.
+    """
+    from peft import PeftModel  # slow to import
+
+    load: Any = vars(PeftModel)["from_pretrained"]
+
+    def checked(kind: Any, model: Any, adapter: Any, *args: Any, **options: Any) -> Any:
+        wrapped = load.__func__(kind, model, adapter, *args, **options)
+        if (Path(adapter) / WEIGHTS).is_file():
+            refuse_unpaired(wrapped, Path(adapter))
+        return wrapped
+
+    setattr(PeftModel, "from_pretrained", classmethod(checked))  # noqa: B010 (of another type)
+    try:
+        yield
+    finally:
+        setattr(PeftModel, "from_pretrained", load)  # noqa: B010
+
+
+def refuse_unpaired(wrapped: Any, adapter: Path) -> None:
+    """Refuse a loaded adapter whose file has other names of tensors than PEFT loads.
+
+    Args:
+        wrapped: The model of PEFT.
+        adapter: The adapter's folder.
+
+    Raises:
+        CalibrationError: If tensors are missing or belong to no module.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    names = getattr(wrapped.get_base_model(), "_checkpoint_conversion_mapping", None)
+    weights = load_peft_weights(str(adapter), device="cpu", key_mapping=names)
+    result, tensors = set_peft_model_state_dict(wrapped, weights), wrapped.state_dict()
+    learned = get_peft_model_state_dict(wrapped, save_embedding_layers=False).values()
+    # Tensors that modules share have several names, of which a file has one.
+    lacking = {t.data_ptr() for t in learned} - {
+        tensor.data_ptr() for name, tensor in tensors.items() if name not in result.missing_keys
+    }
+    missing = [name for name in result.missing_keys if tensors[name].data_ptr() in lacking]
+    unused = result.unexpected_keys
+    texts = [f"lacks {counted(len(missing), 'tensor')}, such as {missing[0]}"] if missing else []
+    if unused:
+        texts += [f"has {counted(len(unused), 'tensor')} of no module, such as {unused[0]}"]
+    if texts:  # PEFT inserts the name of the adapter, `default`
+        raise CalibrationError(
+            f"{adapter / WEIGHTS} {' and '.join(texts).replace('.default', '')}. Check its base, "
+            f"and that its names are PEFT's, which start with {_START}"
+        )
