@@ -35,10 +35,10 @@ from straightforward import calibrate_plainly
 from torch import Tensor
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
+from fusion_bench_featcal.experts.empty import default_dtype
 from fusion_bench_featcal.lab.rivals.corrections import Lessons
 from fusion_bench_featcal.lab.rivals.features import final_features
 from fusion_bench_featcal.lab.rivals.surgery import ProbSurgery, Surgery
-from fusion_bench_featcal.models.structure import default_dtype
 from fusion_bench_featcal.results.cost import measure
 
 

@@ -43,6 +43,10 @@ BOOKKEEPING = {
     "vocab_size": 128, "id2label": {"0": "cat"}, "label2id": {"cat": 0},
     "architectures": ["LlamaModel"], "max_length": 512, "key_of_a_later_release": 3,
 }  # fmt: skip
+POSITIONS = {"max_position_embeddings": 4096}
+DYNAMIC: dict[str, Any] = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+MISTRAL = LLAMA | {"model_type": "mistral", "intermediate_size": 8, "num_hidden_layers": 1}
+GEMMA = MISTRAL | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 4}
 # Configs of an expert and of the merged model, and words of the message. Missing keys have the
 # defaults of their class.
 CONFIGS: list[tuple[Any, Any, str]] = [
@@ -51,6 +55,16 @@ CONFIGS: list[tuple[Any, Any, str]] = [
     (LLAMA | {"rope_theta": 5e5}, LLAMA, "rope_theta=500000.0"),
     (CLIPVisionConfig(), CLIPConfig(vision_config={"hidden_act": "gelu"}).to_dict(),
      "hidden_act='quick_gelu' (there 'gelu')"),
+    (LLAMA | POSITIONS | {"unsloth_version": "1"}, LLAMA | {"unsloth_version": "2"}, ""),
+    (LLAMA | {"sentence_transformers": {"version": "6.1"}, "model_max_length": 8},
+     LLAMA | {"sentence_transformers": {"version": "6.2"}, "model_max_length": 9}, ""),
+    (LLAMA | POSITIONS | DYNAMIC, LLAMA | DYNAMIC, "max_position_embeddings=4096"),
+    (LLAMA | POSITIONS | {"rms_norm_eps": 1e-3}, LLAMA, "has rms_norm_eps=0.001 (there 1e-06)."),
+    (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, LLAMA, "linear"),
+    (MISTRAL | {"sliding_window": 64}, MISTRAL, "sliding_window=64 (there 4096)"),
+    (MISTRAL | {"num_attention_heads": 4, "head_dim": 2}, MISTRAL, "num_attention_heads=4"),
+    (GEMMA | {"final_logit_softcapping": 20.0}, GEMMA, "final_logit_softcapping=20.0"),
+    (GEMMA | {"query_pre_attn_scalar": 64}, GEMMA, "query_pre_attn_scalar=64"),
     (Qwen2Config(), LlamaConfig(), "is a 'qwen2' model, the merged model a 'llama' one"),
 ]  # fmt: skip
 

@@ -5,19 +5,23 @@ from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-from fusion_bench_featcal.errors import CalibrationError
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-# Names, training, sizes (checked by tensor shapes) and keys that follow from others.
-_BOOKKEEPING = {
-    "attn_implementation", "auto_map", "d_ff", "d_model", "dtype", "gradient_checkpointing",
-    "hidden_size", "intermediate_size", "max_window_layers", "n_embd", "n_inner", "num_labels",
-    "pretraining_tp", "projection_dim", "quantization_config", "tie_word_embeddings",
-    "torch_dtype", "use_cache", "vocab_size",
-}  # fmt: skip
-_BOOKKEEPING_STARTS = ("_", "output_", "summary_")
-_BOOKKEEPING_ENDS = ("_token_id", "_token_ids", "_token_index")
-_BOOKKEEPING_WITHIN = ("drop", "init")  # dropout rates, initialisation
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.empty import sample_of, without_weights
+
+_TOKENS = 8  # of the text with which two models are compared
 _SHOWN = 4
+# Shapes of tensors are compared elsewhere. Numbers of tokens and further outputs may differ.
+_UNRELATED = {
+    "d_ff", "d_model", "hidden_size", "intermediate_size", "n_embd", "n_inner", "projection_dim",
+    "vocab_size",
+}  # fmt: skip
+_UNRELATED_STARTS = ("_", "output_")
+_UNRELATED_ENDS = ("_token_id", "_token_ids", "_token_index")
 
 
 def check_same_function(
@@ -29,8 +33,9 @@ def check_same_function(
 ) -> None:
     """Refuse a model whose config defines another function than the model that runs its weights.
 
-    Names, dtypes, token ids, vocabulary sizes and everything about training or generation may
-    differ. A key missing in one config has its class's default.
+    Keys may differ that change no operation of the model, such as names, dropout rates or a limit
+    of positions that no operation reads. So may dtypes, token ids and vocabulary sizes. A key
+    missing in one config has its class's default.
 
     Args:
         label: Name of the model in messages.
@@ -53,13 +58,21 @@ def check_same_function(
             f"{label} is a {kind!r} model, {other} a {expected!r} one: experts must share "
             "its architecture. Check its folder"
         )
-    if differing:
-        first = [f"{k}={value!r} (there {ref!r})" for k, (value, ref) in differing.items()][:_SHOWN]
+    if differing and not _is_same_function(*parts):
+        alone = {k: v for k, v in differing.items() if not _is_same_function(*_with(k, *parts))}
+        pairs = [*(alone or differing).items()][:_SHOWN]
+        first = [f"{key}={value!r} (there {ref!r})" for key, (value, ref) in pairs]
         raise CalibrationError(
             f"{label} is another function than {other}, in whose modules its weights run: "
             f"its config has {', '.join(first)}. Check its folder. To calibrate all "
             "the same, write the other values into its config.json"
         )
+
+
+def _with(name: str, config: Any, reference: Any) -> tuple[dict[str, Any], Any]:
+    """Return a reference with one value of a config, and the reference."""
+    key = name.split(".")[0]
+    return {**reference, key: config[key]}, reference
 
 
 def complete_config(config: Any) -> dict[str, Any] | None:
@@ -100,6 +113,69 @@ def _differences(
             yield f"{prefix}{key}", (value, other)
 
 
+def _is_same_function(config: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
+    """Return whether two models run the same operations. False if one of them cannot be run."""
+    changed = {**reference}
+    for key in filter(_counts, config.keys() & reference.keys()):
+        value, other = config[key], reference[key]
+        if not (isinstance(value, Mapping) and isinstance(other, Mapping) and _kind(value)):
+            changed[key] = value
+        elif not _is_same_function(value, other):
+            return False
+    texts = [json.dumps(values, sort_keys=True, default=str) for values in (changed, reference)]
+    try:
+        return texts[0] == texts[1] or _operations(texts[0]) == _operations(texts[1])
+    except Exception:  # a model may refuse its config's values, or read those of its input
+        return False
+
+
+@lru_cache
+@torch.no_grad()
+def _operations(text: str) -> tuple[list[Any], dict[str, bytes]]:
+    """Return the operations of a model on a sample with all their numbers, and its buffers.
+
+    Args:
+        text: The content of its config.json.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    values = json.loads(text)
+    config = transformers.CONFIG_MAPPING[_kind(values)].from_dict(values)
+    config._attn_implementation = "eager"  # others hide their operations
+    config._experts_implementation = "batched_mm"  # others depend on values
+    name = next(iter(values.get("architectures") or ()), MODEL_MAPPING_NAMES[_kind(values)])
+    model: Any = without_weights(getattr(transformers, name), config, torch.float32, None)
+    buffers = {name: bytes(buffer.numpy().data) for name, buffer in model.named_buffers()}
+    sample = {n: tensor.to("meta") for n, tensor in sample_of(model, _TOKENS).items()}
+    for module in model.to("meta").modules():
+        module.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the text
+    model(**sample)  # the first run may keep tensors
+    with _Recorder() as recorder:
+        model(**sample)
+    return recorder.operations, buffers
+
+
+class _Recorder(TorchDispatchMode):
+    """Context that records operations, their numbers and the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The third argument of an embedding, its padding, has an effect on gradients alone.
+        read = args[:2] if func.name().startswith("aten::embedding") else args
+        leaves = tree_leaves((read, kwargs))
+        shown = [tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.operations.append((func.name(), shown))
+        return func(*args, **(kwargs or {}))
+
+
+def _kind(values: Mapping[str, Any]) -> str:
+    return values.get("model_type", "")
+
+
 def _part(config: Mapping[str, Any], model_type: Any) -> Mapping[str, Any]:
     """Return the part of a config with a model type (CLIP's vision tower), else all of it."""
     if config.get("model_type") == model_type:
@@ -109,14 +185,10 @@ def _part(config: Mapping[str, Any], model_type: Any) -> Mapping[str, Any]:
 
 
 def _counts(key: str) -> bool:
-    """Return whether a key changes the model's function."""
-    if key in _BOOKKEEPING or (key != "model_type" and key in _common()):
+    """Return whether a key may change the model's function."""
+    if key in _UNRELATED or (key != "model_type" and key in _common()):
         return False
-    return not (
-        key.startswith(_BOOKKEEPING_STARTS)
-        or key.endswith(_BOOKKEEPING_ENDS)
-        or any(part in key for part in _BOOKKEEPING_WITHIN)
-    )
+    return not key.startswith(_UNRELATED_STARTS) and not key.endswith(_UNRELATED_ENDS)
 
 
 @cache

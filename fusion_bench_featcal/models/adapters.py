@@ -165,7 +165,7 @@ class AdapterExpert(SourceView):
         """Return the tensors of a module, filled with the base's matrices and merged by PEFT."""
         module = self._model.get_submodule(path)
         keys = {
-            id(tensor): self._keys.get(f"{path}.{_plain(name)}")
+            id(tensor): self._keys.get(f"{path}.{_plain(name)}", "")
             for name, tensor in module.state_dict(keep_vars=True).items()
         }
         empty = [t for t in (*module.parameters(), *module.buffers()) if _is_empty(t)]

@@ -13,6 +13,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, open_config
+from fusion_bench_featcal.experts.empty import without_weights
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
 from fusion_bench_featcal.files.untrusted import read_json
@@ -24,7 +25,7 @@ from fusion_bench_featcal.models.errors import (
     wrapper_text,
 )
 from fusion_bench_featcal.models.hub import MODULES
-from fusion_bench_featcal.models.structure import untie, without_weights
+from fusion_bench_featcal.models.structure import untie
 from fusion_bench_featcal.settings.fields import is_text_list
 
 CLIP_CLASSES = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")

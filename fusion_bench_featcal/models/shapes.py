@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import bytes_text
+from fusion_bench_featcal.experts.empty import sample_of
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import stages_of
 from fusion_bench_featcal.models.model_files import ModelFiles
@@ -19,7 +20,6 @@ from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.sites import find_all_modules
 
 _SUMS = 4  # bytes of an entry of a sum, in float32
-_TARGETS = 8  # tokens that a decoder writes in an estimate
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
         # Not on the meta device, for which some models have no autocast.
         with FakeTensorMode(allow_non_fake_inputs=True), counter:
             model.to_empty(device="cpu")
-            recorded = record(model, names, lambda: model(**_sample(model, tokens)))
+            recorded = record(model, names, lambda: model(**sample_of(model, tokens)))
     except CalibrationError:
         raise
     except Exception as error:  # a model may read values, or take other inputs
@@ -173,20 +173,6 @@ def _shape(group: Group, x: Tensor) -> GroupShape:
     if group.convolves:
         raise CalibrationError(f"{group.name} is a convolution, which is not estimated")
     return GroupShape(x.numel() // group.inputs, group.inputs, sum(group.outputs))
-
-
-def _sample(model: Any, tokens: int) -> dict[str, Tensor]:
-    """Return one text of a number of tokens, or one image."""
-    config = model.config
-    if model.main_input_name == "pixel_values":
-        size, channels = config.image_size, getattr(config, "num_channels", 3)
-        sides = size if isinstance(size, list | tuple) else (size, size)
-        return {"pixel_values": torch.zeros(1, channels, *sides, dtype=model.dtype)}
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(config, "is_encoder_decoder", False):
-        sample["decoder_input_ids"] = ids[:, :_TARGETS]
-    return sample
 
 
 def show_shapes(shapes: Shapes, estimates: dict[str, Estimate], console: Any = None) -> None:
