@@ -1,6 +1,6 @@
 """Models of transformers for `featcal calibrate`: language models, classifiers, CLIP, images."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -50,23 +50,20 @@ class OpenedTransformers:
         self.own_head = self.models.like.name
         self.settings = self._settings()
         self.models.try_blocks(self._inputs())
-        self.doubts = self._doubts_on_tokens()
+        self.doubts = list[str]()
         self.notes = [*self.models.notes, *self._note_on_length()]
 
-    def _doubts_on_tokens(self) -> list[str]:
-        """Describe experts whose tokenizers read texts otherwise."""
-        if self.models.like.kind not in TEXT_MODELS:
-            return []
+    def _doubts_on_texts(self, tasks: Mapping[str, Task]) -> list[str]:
+        """Describe experts whose tokenizers, or templates of chats, read texts otherwise."""
         models = self.models
-        return doubts_on_tokens(self.processor, models.processor_option, models.expert_tokenizers)
-
-    def _doubts_on_chats(self, tasks: Iterable[Task]) -> list[str]:
-        """Describe experts whose chat templates differ, if there are chats and no chosen one."""
-        has_chats = any(text.form == "chat" for task in tasks for text in task.batches.texts)
-        if self.request.chat_template is not None or not has_chats:
-            return []
-        models = self.models
-        return doubts_on_chats(self.processor, models.processor_option, models.expert_tokenizers)
+        named = self.processor, models.processor_option, models.expert_tokenizers
+        rows = {models.experts[name].label: task.batches.texts for name, task in tasks.items()}
+        doubts = doubts_on_tokens(*named, rows)
+        if self.request.chat_template is None and any(
+            text.form == "chat" for texts in rows.values() for text in texts
+        ):
+            doubts += doubts_on_chats(*named)
+        return doubts
 
     def _inputs(self) -> list[dict[str, Tensor]]:
         """Return batches without data, for the calibrated part: gray images, or texts."""
@@ -144,7 +141,7 @@ class OpenedTransformers:
                 task: open_language_task(task, request, encoder, partial(models.load_expert, task))
                 for task in request.expert
             }
-            self.doubts += self._doubts_on_chats(tasks.values())
+            self.doubts += self._doubts_on_texts(tasks)
             return tasks
         if kind not in TEXT_MODELS:
             heads = {} if request.no_eval else _image_heads(models)
@@ -153,10 +150,12 @@ class OpenedTransformers:
         heads = {} if request.no_eval else _class_names(models)
         configs = [model.config for model in (models.like, *models.experts.values())]
         pads = all(config.get("pad_token_id") is not None for config in configs if config)
-        return {
+        tasks = {
             task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
             for task in request.expert
         }
+        self.doubts += self._doubts_on_texts(tasks)
+        return tasks
 
     def load(self, weights: Any) -> Any:
         """Return the merged model with the given weights of its body, on the device."""

@@ -1,32 +1,45 @@
 """Doubts about experts whose tokenizers or chat templates read the data in another way."""
 
-from collections.abc import Mapping
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, zip_longest
 from typing import Any
 
 from fusion_bench_featcal.data.templates import render
+from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.errors import CalibrationError
 
 _PROBES = ("Der Café in São Paulo: 3,50 €!", " two  blanks\n\tand 2026", "iPhone or IPHONE?")
 _PROBED = 64
-"""Number of tokens whose texts are split by all tokenizers."""
+"""Largest number of tokens whose texts are split by all tokenizers."""
 _CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def doubts_on_tokens(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> list[str]:
+def doubts_on_tokens(
+    tokenizer: Any,
+    option: str,
+    experts: Mapping[str, Any],
+    samples: Mapping[str, Iterable[Text]] | None = None,
+) -> list[str]:
     """Describe experts whose tokenizers split a text into other tokens of the same numbers.
+
+    The texts are an expert's samples, tokens that only its tokenizer has, and tokens of all.
 
     Args:
         tokenizer: The tokenizer of all inputs.
         option: The option that names it.
         experts: An expert in the words of messages -> its tokenizer.
+        samples: An expert -> rows of its task.
     """
-    vocabulary = {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}
-    tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // _PROBED)]
+    vocabulary = {*tokenizer.get_vocab()}
+    ordinary = sorted(vocabulary - {*tokenizer.all_special_tokens})
+    tokens = ordinary[:: max(1, len(ordinary) // _PROBED)]
     words = [tokenizer.convert_tokens_to_string([token]) for token in tokens]
-    texts = [*_PROBES, *words, *map(str.upper, words)]
     doubts = list[str]()
     for label, other in experts.items():
+        added = {*other.get_vocab()} - vocabulary - {*other.all_special_tokens}
+        rows = (samples or {}).get(label, ())
+        read = (text for row in rows for text in _texts([row.prompt, row.target, row.pair]))
+        texts = chain(_PROBES, sorted(added)[:_PROBED], words, map(str.upper, words), read)
         pairs = ((text, _tokens(tokenizer, text), _tokens(other, text)) for text in texts)
         if differing := next((pair for pair in pairs if pair[1] != pair[2]), None):
             text, *both = differing
@@ -50,6 +63,15 @@ def doubts_on_chats(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> 
         for label, there in rendered.items()
         if here and there and there != here
     ]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a row's value, such as those of a chat's turns."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
 
 
 def _tokens(tokenizer: Any, text: str) -> list[str]:
