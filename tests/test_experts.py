@@ -9,6 +9,7 @@ import torch
 from calibrations import gamma, run_fast
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tiny_models import clip_suite
 from tiny_texts import (
@@ -22,11 +23,21 @@ from tiny_texts import (
     write_adapter,
 )
 from torch import nn
-from transformers import CLIPConfig, CLIPVisionConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    CLIPConfig,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
-from fusion_bench_featcal.experts import InMemoryExpert
+from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.config_files import open_config
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.source import total_bytes
@@ -94,6 +105,30 @@ def test_experts_and_base_are_compared_with_the_merged_model(tmp_path: Path):
             run_fast(suite)
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+    "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 32, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def tied_llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+
+
+def mixture() -> Any:
+    counts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **counts, moe_intermediate_size=8))
+
+
+def vision_language_model() -> Any:
+    sizes = {key: SIZES[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size")}
+    vision = sizes | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    tokens = {"image_token_index": 29, "boi_token_index": 30, "eoi_token_index": 31}
+    config: Any = Gemma3Config(text_config=SIZES, vision_config=vision, **tokens)
+    return Gemma3ForConditionalGeneration(config)
+
+
 def mixed() -> nn.Module:
     """Kinds of modules that PEFT adapts, one with a weight `[inputs, outputs]`."""
     torch.manual_seed(0)
@@ -143,11 +178,37 @@ OTHERS: list[tuple[list[str], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("targets", "config"), OTHERS)
 def test_other_adapters_are_left_to_peft(targets: Any, config: Any, tmp_path: Path):
-    merged = adapted(tmp_path, targets, **config)
-    source = AdapterExpert(InMemoryExpert(mixed()), mixed(), tmp_path)
+    merged, base = adapted(tmp_path, targets, **config), mixed()
+    source = AdapterExpert(InMemoryExpert(base), base, tmp_path)
     assert source.names() == set(merged)
     for name, tensor in merged.items():
         torch.testing.assert_close(source.tensor(name).double(), tensor, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(t, mixed().state_dict()[name]) for name, t in base.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # of PEFT
+def test_an_adapter_of_two_modules_that_share_a_tensor_is_refused(tmp_path: Path):
+    base = tied_llama()
+    base.save_pretrained(tmp_path / "base")
+    names = ["embed_tokens", "lm_head"]
+    tuned(tmp_path / "a", base, LoraConfig(r=2, target_modules=names, task_type="CAUSAL_LM"))
+    adapter = ModelFiles(tmp_path / "a", "--expert")
+    with pytest.raises(CalibrationError, match=r"embed_tokens and lm_head, which are one tensor"):
+        adapter.source(ModelFiles(tmp_path / "base", "--base"))
+
+
+@pytest.mark.parametrize("make", [mixture, vision_language_model])
+def test_adapters_of_models_that_are_renamed_on_loading_are_merged_by_peft(make, tmp_path: Path):
+    """Files of mixtures have a matrix for each expert, which transformers 5 joins on loading."""
+    base = make()
+    base.save_pretrained(tmp_path / "base")
+    target = ".*(language_model|layers).*self_attn.(q_proj|v_proj)"
+    merged = tuned(tmp_path / "a", base, LoraConfig(r=2, target_modules=target))
+    files = ModelFiles(tmp_path / "base", "--base")
+    source = ModelFiles(tmp_path / "a", "--expert").source(files)
+    expert = LazyModel("expert", source, files.empty)
+    for name in files.empty.state_dict():
+        torch.testing.assert_close(expert.stored(name).double(), merged[name], rtol=1e-5, atol=1e-6)
 
 
 START = "base_model.model."

@@ -30,6 +30,10 @@ _BESIDE_THE_WEIGHTS = {
          "PREFIX_TUNING", "PROMPT_TUNING"), "a prompt"),
     "POLY": "a choice of modules per task", "SHADOW": "a second model", "XLORA": "a router",
 }  # fmt: skip
+_REFUSED = {  # PEFT would import the module that `megatron_core` names
+    "megatron_config": "is for Megatron, whose modules are not loaded",
+    "layer_replication": "repeats layers of its base. Models must have equally many blocks",
+}
 # Methods and starts that PEFT loads without the base's values. Others, as PiSSA, divide a matrix.
 _WITHOUT_BASE = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "VERA")
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
@@ -40,8 +44,11 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is no file.
-        CalibrationError: If it is damaged, or what the method learns is not in the weights.
+        CalibrationError: If it is damaged, PEFT lacks its method, or what it learns is not in the
+            weights.
     """
+    from peft import PeftType  # slow to import
+
     file = folder / _CONFIG
     try:
         config = read_json(file)
@@ -57,6 +64,13 @@ def adapter_config(folder: Path) -> dict[str, Any]:
         )
     if kind == "LORA" and not isinstance(config.get("lora_alpha"), int | float):
         raise CalibrationError(f"{file} has no number lora_alpha")
+    if kind not in [*PeftType]:
+        raise CalibrationError(
+            f"adapter {folder}: peft_type is {kind!r:.60}, which PEFT {version('peft')} does not "
+            "have. Merge it by the release that made it, and name the folder"
+        )
+    for key in filter(config.get, _REFUSED):
+        raise CalibrationError(f"adapter {folder} {_REFUSED[key]}")
     return config
 
 
@@ -85,22 +99,29 @@ class AdapterExpert(SourceView):
             folder: The adapter's folder.
 
         Raises:
-            CalibrationError: As `loaded_by_peft`, or if the adapter changes two modules that share
-                a tensor.
+            CalibrationError: If there is no safetensors file, PEFT cannot load or merge it, the
+                names of its tensors are not those that PEFT loads, or it changes two modules that
+                share a tensor.
         """
         super().__init__(base)
         self._folder, self._merged = folder, lru_cache(maxsize=1)(self._merge)
         self._keys = pair_names(f"the base of {folder}", base, structure)
-        self._weights = _opened(folder)
-        names = {n.removeprefix(_START).replace(".base_layer.", ".") for n in self._weights.names()}
+        if not (file := folder / WEIGHTS).is_file():  # PEFT would read a pickle
+            raise CalibrationError(
+                f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
+            )
+        weights, reads_all = SafetensorsExpert(file), _reads_matrices(adapter_config(folder))
+        names = {_plain(name.removeprefix(_START)) for name in weights.names()}
         trained = names & self._keys.keys()  # PEFT writes into these, such as trained biases
-        filled = trained if _reads_no_matrix(folder) else {*self._keys}
         with _merging(folder):
-            self._model = _loaded_by_peft(self._copied(structure, filled), folder)
-        self._places = self._changes(trained)
-        self._sizes = dict.fromkeys(self._places, 0)
-        for name in self._weights.names():
-            self._sizes[self._changed_by(name)] += self._weights.nbytes(name)
+            copied = self._copied(structure, {*self._keys} if reads_all else trained)
+            self._model = _loaded_by_peft(copied, folder)
+        self._modules = self._changed_modules(trained)
+        self._sizes = dict.fromkeys(self._modules, 0)
+        for name in weights.names():  # those that modules share count at the first one
+            starts = ((key, f"{_START}{path}.") for key, path in self._modules.items())
+            changed = (key for key, start in starts if name.startswith(start))
+            self._sizes[next(changed, min(self._modules))] += weights.nbytes(name)
 
     def _copied(self, structure: nn.Module, filled: set[str]) -> nn.Module:
         """Return the base with its vectors and some matrices. Others are NaN, without memory."""
@@ -115,34 +136,23 @@ class AdapterExpert(SourceView):
 
         return copied_module(structure, tensors, make)
 
-    def _changes(self, trained: set[str]) -> dict[str, tuple[str, str]]:
-        """Return the base's tensors that the adapter changes -> module, and name in the module."""
-        names = [name.rpartition(".") for name in sorted(trained)]
-        places = {self._keys[".".join((path, name))]: (path, name) for path, _, name in names}
+    def _changed_modules(self, trained: set[str]) -> dict[str, str]:
+        """Return the base's tensors that the adapter changes -> the module that PEFT merges."""
         modules = dict[str, str]()
         for path, layer in self._model.named_modules():
-            is_inside = path.startswith(tuple(f"{module}." for module in modules.values()))
-            for name in () if is_inside else _inner_names(layer):
-                if (key := self._keys.get(f"{path}.{name}")) is None:
-                    continue
-                if modules.setdefault(key, path) != path:
-                    raise CalibrationError(
-                        f"adapter {self._folder} changes {modules[key]} and {path}, which are one "
-                        f"tensor in the base ({key}): merge it in PEFT (merge_and_unload), save "
-                        "the model, and name its folder"
-                    )
-                places[key] = path, name
-        return places
+            if _is_wrapped(layer) and not path.startswith(tuple(f"{m}." for m in modules.values())):
+                for key in filter(None, map(self._keys.get, self._names(path))):
+                    if modules.setdefault(key, path) != path:
+                        raise CalibrationError(
+                            f"adapter {self._folder} changes {modules[key]} and {path}, which are "
+                            f"one tensor in the base ({key}): merge it in PEFT (merge_and_unload), "
+                            "save the model, and name its folder"
+                        )
+        return {self._keys[n]: n.rpartition(".")[0] for n in sorted(trained)} | modules
 
-    def _changed_by(self, name: str) -> str:
-        """Return the base's tensor for which an adapter's tensor is read, the first of several."""
-        path = name.removeprefix(_START)
-        while path:
-            for tensor in (path, f"{path}.weight"):
-                if (key := self._keys.get(tensor)) in self._places:
-                    return key
-            path = path.rpartition(".")[0]
-        return min(self._places)
+    def _names(self, path: str) -> list[str]:
+        """Return the base's names of the tensors of a module that PEFT may have wrapped."""
+        return [f"{path}.{_plain(n)}" for n in self._model.get_submodule(path).state_dict()]
 
     def nbytes(self, name: str) -> int:
         """Return the adapter's bytes to read for one tensor. The base's count as the base's."""
@@ -150,32 +160,28 @@ class AdapterExpert(SourceView):
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor in the base's dtype, including the adapter's change."""
-        if name not in self._places:
-            return self._source.tensor(name)
-        path, inner = self._places[name]
-        return self._merged(path)[inner]
+        path = self._modules.get(name)
+        return self._source.tensor(name) if path is None else self._merged(path)[name]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of one tensor."""
-        changed = name in self._places
-        return super().rows(name, start, stop) if changed else self._source.rows(name, start, stop)
+        source = super() if name in self._modules else self._source
+        return source.rows(name, start, stop)
 
     @torch.no_grad()
     def _merge(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a module, filled with the base's matrices and merged by PEFT."""
-        module = self._model.get_submodule(path)
-        keys = {
-            id(tensor): self._keys.get(f"{path}.{_plain(name)}", "")
-            for name, tensor in module.state_dict(keep_vars=True).items()
-        }
-        empty = [t for t in (*module.parameters(), *module.buffers()) if _is_empty(t)]
-        layer: Any = copied_module(
-            module, empty, lambda t: self._source.tensor(keys[id(t)]).clone()
-        )
-        dtypes = {_plain(name): tensor.dtype for name, tensor in layer.state_dict().items()}
+        module: Any = self._model.get_submodule(path)
+        tensors = zip(self._names(path), module.state_dict(keep_vars=True).values(), strict=True)
+        keys = {id(t): self._keys[n] for n, t in tensors if _is_empty(t)}
+        empty = [t for t in (*module.parameters(), *module.buffers()) if id(t) in keys]
+        layer = copied_module(module, empty, lambda t: self._source.tensor(keys[id(t)]).clone())
+        stored = zip(self._names(path), layer.state_dict().values(), strict=True)
+        dtypes = {name: tensor.dtype for name, tensor in stored}
         with _merging(self._folder):
             layer = _unloaded(layer.float())
-        return {name: tensor.to(dtypes[name]) for name, tensor in layer.state_dict().items()}
+        named = {f"{path}.{name}": tensor for name, tensor in layer.state_dict().items()}
+        return {self._keys[n]: t.to(dtypes[n]) for n, t in named.items() if n in self._keys}
 
 
 def _plain(name: str) -> str:
@@ -185,25 +191,18 @@ def _plain(name: str) -> str:
     return name
 
 
-def _inner_names(layer: Any) -> list[str]:
-    """Return the names of the tensors inside a module that PEFT wraps, none for other modules."""
-    if hasattr(layer, "original_module"):
-        return list(layer.original_module.state_dict())
-    return [*map(_plain, layer.get_base_layer().state_dict())] if _is_tuned(layer) else []
+def _is_wrapped(module: Any) -> bool:
+    return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
 def _unloaded(layer: Any) -> nn.Module:
     """Let PEFT merge one module."""
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(True, False, None)
-    if _is_tuned(layer):
+    if _is_wrapped(layer):
         layer.merge()
         return layer.get_base_layer()
     return layer
-
-
-def _is_tuned(layer: Any) -> bool:
-    return hasattr(layer, "base_layer")
 
 
 def _is_empty(tensor: Tensor) -> bool:
@@ -211,41 +210,11 @@ def _is_empty(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() < tensor.nbytes
 
 
-def _reads_no_matrix(folder: Path) -> bool:
-    """Return whether PEFT loads an adapter without the values of the base's matrices."""
-    config = adapter_config(folder)
+def _reads_matrices(config: dict[str, Any]) -> bool:
+    """Return whether PEFT may need the values of the base's matrices to load an adapter."""
     is_plain = config["peft_type"] in _WITHOUT_BASE
     is_plain = is_plain and config.get("init_lora_weights") in _PLAIN_STARTS
-    return is_plain and not any(config[key] for key in config if key.endswith("_config"))
-
-
-def _opened(folder: Path) -> SafetensorsExpert:
-    """Return the tensors of an adapter that the installed PEFT loads from a safetensors file.
-
-    Raises:
-        CalibrationError: If there is no such file, PEFT lacks the method, or modules differ.
-    """
-    from peft import PeftType  # slow to import
-
-    # PEFT would read a pickle instead, and import the module that `megatron_core` names.
-    if not (file := folder / WEIGHTS).is_file():
-        raise CalibrationError(
-            f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
-        )
-    config = adapter_config(folder)
-    if (kind := config["peft_type"]) not in [*PeftType]:
-        raise CalibrationError(
-            f"adapter {folder}: peft_type is {kind!r:.60}, which PEFT {version('peft')} does not "
-            "have. Merge it by the release that made it, and name the folder"
-        )
-    if config.get("megatron_config"):
-        raise CalibrationError(f"adapter {folder} is for Megatron, whose modules are not loaded")
-    if config.get("layer_replication"):
-        raise CalibrationError(
-            f"adapter {folder} repeats layers of its base (layer_replication): models must have "
-            "equally many blocks"
-        )
-    return SafetensorsExpert(file)
+    return not is_plain or any(config[key] for key in config if key.endswith("_config"))
 
 
 @contextmanager

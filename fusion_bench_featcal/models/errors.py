@@ -2,13 +2,16 @@
 
 from collections import Counter
 from collections.abc import Collection
+from pathlib import Path
 from pickle import UnpicklingError
 
 from fusion_bench_featcal.errors.block import causes, first_line
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.models.hub import needed_files
 
 _STUB = (0,)
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _WRAPPERS = {
     "_orig_mod.": "torch.compile", "module.": "DataParallel", "_fsdp_wrapped_module.": "FSDP",
     "base_model.model.": "PEFT",
@@ -27,6 +30,18 @@ def loading_cause(error: BaseException) -> str:
     if "above report" in text:  # of transformers, which is not printed here
         return "its tensors do not have the shapes that its config.json says"
     return text
+
+
+def pointer_text(folder: Path) -> str:
+    """Return a text on a file of git-lfs that has no content, or an empty one."""
+    for name in needed_files(file.name for file in folder.iterdir() if file.is_file()):
+        with (folder / name).open("rb") as stream:
+            if stream.read(len(_POINTER)) == _POINTER:
+                return (
+                    f"{folder / name} is a pointer of git-lfs, not the file that it names: run git "
+                    "lfs pull in the folder"
+                )
+    return ""
 
 
 def stubs_text(weights: ExpertSource) -> str:

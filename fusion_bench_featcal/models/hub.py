@@ -7,8 +7,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from hashlib import file_digest
+from hashlib import new as new_hash
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,12 +57,14 @@ class HubModel:
         option: The option with its value that names it, for messages.
         folder: Its folder in the cache, whose name is the commit.
         files: Needed files -> bytes. Empty if the hub failed and the cached version is used.
+        hashes: Files -> hashes that the hub names: sha256 of large files, git's sha1 of others.
     """
 
     location: str
     option: str
     folder: Path
     files: Mapping[str, int]
+    hashes: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -109,15 +113,33 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
     if lacking := [model for model in models.values() if model.missing]:
         _announce(lacking)
     for model in lacking:
-        repo_id, revision = _parts(model.location)
+        (repo_id, revision), new = _parts(model.location), [*model.missing]
         try:
             download = partial(snapshot_download, repo_id, revision=revision)
             patiently(partial(download, allow_patterns=[*model.files]))
         except Exception as error:  # the client, the network and the disk raise many types
             raise hub_error(error, model.option) from error
+        for name in new:
+            _check_bytes(model, name)
     paths = {location: Path(location).expanduser() for location in locations.values()}
     paths |= {location: model.folder for location, model in models.items()}
     return {option: paths[location] for option, location in locations.items()}
+
+
+def _check_bytes(model: HubModel, name: str) -> None:
+    """Refuse and remove a downloaded file whose size or hash is not the hub's."""
+    file, expected = (model.folder / name).resolve(), model.hashes.get(name)
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        is_large = len(expected or "") == 64
+        start = b"" if is_large else b"blob %d\0" % size
+        digest = file_digest(stream, partial(new_hash, "sha256" if is_large else "sha1", start))
+    if size != model.files[name] or digest.hexdigest() != (expected or digest.hexdigest()):
+        file.unlink()
+        raise CalibrationError(
+            f"{model.option}: {name} has arrived with other bytes than the hub's, and was removed. "
+            f"Check the network, and {_AGAIN}"
+        )
 
 
 def hub_models(locations: Mapping[str, str], *, weights: bool = True) -> dict[str, HubModel]:
@@ -188,7 +210,8 @@ def _query(location: str, option: str, *, weights: bool) -> HubModel:
     repository = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo_id, repo_type="model"))
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     files = {name: sizes[name] for name in needed_files(sizes, weights=weights, notices=weights)}
-    return HubModel(location, option, repository / "snapshots" / str(info.sha), files)
+    hashes = {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id for f in info.siblings or ()}
+    return HubModel(location, option, repository / "snapshots" / str(info.sha), files, hashes)
 
 
 def _nearest_here(location: str) -> str:

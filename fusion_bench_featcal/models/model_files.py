@@ -20,6 +20,7 @@ from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.adapters import WEIGHTS, AdapterExpert, check_adapter
 from fusion_bench_featcal.models.errors import (
     loading_cause,
+    pointer_text,
     stubs_text,
     unpaired_text,
     wrapper_text,
@@ -30,6 +31,8 @@ from fusion_bench_featcal.settings.fields import is_text_list
 
 CLIP_CLASSES = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 _DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
+# Models inside a folder of the hub's cache, or of a training.
+_INSIDE = ("snapshots/*/*config.json", "checkpoint-*/*config.json")
 _PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -84,12 +87,18 @@ class ModelFiles:
         """Read config, indexes and headers. Refuses a folder without them."""
         if self.folder.is_file():
             return
+        if problem := self._labelled(pointer_text):
+            raise self._error(problem)
         if self.is_adapter:
             self._labelled(check_adapter)
             return
         self.check_indexes()
         if self.config is None:
-            raise self._error(f"{self.folder} has no config.json, so it is no model")
+            inside = sorted({str(f.parent) for place in _INSIDE for f in self.folder.glob(place)})
+            raise self._error(
+                f"{self.folder} has no config.json, so it is no model"
+                + (f". Name the model inside: {' or '.join(inside)}" if inside else "")
+            )
         if self.weights is not None:
             if problem := stubs_text(self.weights) or wrapper_text(self.weights):
                 raise self._error(problem)

@@ -76,6 +76,16 @@ def adapter_beside(path: Path) -> None:
     write_adapter(path, llama_model(), 0)
 
 
+def pointer(path: Path) -> None:
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 9\n")
+
+
+def moved(path: Path, inside: str) -> None:
+    path.rename(path.with_name("former"))
+    (path / inside).parent.mkdir(parents=True)
+    path.with_name("former").rename(path / inside)
+
+
 def arguments(folder: Path, options: Mapping[str, Any]) -> list[str]:
     more = shlex.split(options.get("more", ""))
     return words(folder, *more, **{key: v for key, v in options.items() if key != "more"})
@@ -121,6 +131,14 @@ MODELS: list[Case] = [
      ["--expert one=", "/one is of kind encoder, and --base ", "/base of kind text classifier: "]),
     ("llama", {"two": other_words}, {}, ["has another tokenizer", "2 of 23 tokens differ"]),
     ("llama", {"two": adapter_beside}, {}, ["--expert two=", "two has two models"]),
+    ("llama", {"two": lambda path: pointer(path / "model.safetensors")}, {},
+     ["--expert two=", "two/model.safetensors is a pointer of git-lfs", "run git lfs pull"]),
+    ("llama", {"base": lambda path: pointer(path / "tokenizer.json")}, {},
+     ["--base ", "base/tokenizer.json is a pointer of git-lfs"]),
+    ("llama", {"two": lambda path: moved(path, "snapshots/0123abcd")}, {},
+     ["no config.json, so it is no model. Name the model inside: ", "two/snapshots/0123abcd"]),
+    ("llama", {"two": lambda path: moved(path, "checkpoint-20")}, {},
+     ["no config.json, so it is no model. Name the model inside: ", "two/checkpoint-20"]),
     ("llama", {"two/*": None, "two/adapter_config.json": '{"peft_type": "PROMPT_TUNING"}'}, {},
      ["--expert two=", "PROMPT_TUNING learns a prompt", "not in the weights", "nothing to merge"]),
     ("llama", {"two/config.json": {"quantization_config": {"quant_method": "gptq"}}}, {},

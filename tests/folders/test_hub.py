@@ -61,6 +61,16 @@ def test_a_failure_has_a_remedy_and_the_same_command_goes_on(failure, mirror, mo
     assert fetched("some/model") == MODEL
 
 
+@pytest.mark.parametrize("files", [MODEL, {"config.json": b"{}", "model.safetensors": b"weights"}])
+def test_bytes_that_are_not_the_hubs_are_removed_and_fetched_again(files, mirror):
+    last = max(files)  # weights have a sha256, small files a hash of git
+    repository = mirror.add("some/model", files, "altered")
+    with pytest.raises(CalibrationError, match=rf"^--base some/model: {last} has arrived with oth"):
+        fetched("some/model")
+    repository.failure = ""
+    assert fetched("some/model") == files
+
+
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_a_request_that_fails_once_is_repeated(status, mirror, monkeypatch, tmp_path):
     waits: list[float] = []

@@ -10,6 +10,7 @@ from made_folders import CHAT, words, write_rows
 from reports import error_of, featcal
 from tiny_texts import TASKS, word_tokenizer
 
+from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.folders.inputs import digests_of, repeats
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tokenizers import doubts_on_chats, doubts_on_tokens
@@ -46,6 +47,21 @@ def test_other_tokens_of_a_text_are_in_doubt(tmp_path, changes, doubt):
     doubts = doubts_on_tokens(word_tokenizer(), "--tokenizer merged", others)
     start = "--expert a=x has a tokenizer that splits texts otherwise than --tokenizer merged: of '"
     assert [text.startswith(start) and doubt in text for text in doubts] == [True] * bool(doubt)
+
+
+@pytest.mark.parametrize(
+    ("token", "row", "has_doubt"),
+    [("<tool>", Text("row 1", "prompt", "a", "c"), True),  # other rows may have the token
+     ("<pad2>", Text("row 1", "prompt", "a", "c"), False),  # a token for padding
+     ("<pad2>", Text("row 1", "prompt", "a", "<pad2>"), True),
+     ("<pad2>", Text("row 1", "chat", [{"role": "user", "content": "b <pad2>"}]), True)],
+)  # fmt: skip
+def test_tokens_of_an_expert_alone_are_in_doubt(token, row, has_doubt):
+    other = word_tokenizer()
+    other.add_tokens(["<tool>"] * (token == "<tool>"))
+    other.add_special_tokens({"pad_token": "<pad2>"} if token == "<pad2>" else {})
+    doubts = doubts_on_tokens(word_tokenizer(), "merged", {"a": other}, {"a": [row]})
+    assert [f"makes {token!r} where" in doubt for doubt in doubts] == [True] * has_doubt
 
 
 def test_an_end_token_and_a_folder_without_a_tokenizer_are_no_doubt(tmp_path):

@@ -21,8 +21,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import huggingface_hub
 import pytest
 
-Failure = Literal["gated", "missing", "limited", "cut", ""]
-"""Access is restricted; there is no repository; 429; weights break off in the middle; none."""
+Failure = Literal["gated", "missing", "limited", "cut", "altered", ""]
+"""Access is restricted; there is no repository; 429; files break off, or one byte differs; none."""
 
 
 @dataclass
@@ -127,6 +127,14 @@ def etag(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def _sibling(path: str, content: bytes) -> dict[str, Any]:
+    """A file in the hub's description of a repository, with its hash."""
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    lfs = {"sha256": etag(content), "size": len(content), "pointerSize": 100}
+    large = {"lfs": lfs} if path.endswith((".safetensors", ".bin")) else {}
+    return {"rfilename": path, "size": len(content), "blobId": blob, **large}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     request_: Request
@@ -213,16 +221,18 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._refuse(404, "EntryNotFound", "Entry not found")
         else:
-            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
+            siblings = [_sibling(path, data) for path, data in files.items()]
             self._json({"id": name, "modelId": name, "sha": repository.commit, "private": False,
                         "tags": [], "siblings": siblings})  # fmt: skip
 
     def _file(self, repository: Repository, path: str) -> None:
         """Send a file, or the range of it that a resumed download asks for."""
-        content = repository.files[path]
+        content, name = repository.files[path], etag(repository.files[path])
+        if repository.failure == "altered" and path == max(repository.files):
+            content = content[:-1] + b"?"
         first, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")
         part = content[int(first) : int(last) + 1 if last else None]
-        headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": repository.commit,
+        headers = {"ETag": f'"{name}"', "X-Repo-Commit": repository.commit,
                    "X-Linked-Size": str(len(content)), "Accept-Ranges": "bytes"}  # fmt: skip
         is_part = len(part) < len(content)
         if is_part:
