@@ -124,7 +124,7 @@ def mixture() -> Any:
 def vision_language_model() -> Any:
     sizes = {key: SIZES[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size")}
     vision = sizes | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
-    tokens = {"image_token_index": 29, "boi_token_index": 30, "eoi_token_index": 31}
+    tokens: dict[str, Any] = {"image_token_index": 29, "boi_token_index": 30, "eoi_token_index": 31}
     config: Any = Gemma3Config(text_config=SIZES, vision_config=vision, **tokens)
     return Gemma3ForConditionalGeneration(config)
 
