@@ -8,13 +8,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.folders.options import add_arguments
-from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.request import SETTABLE, Request
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +68,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
     if not request.plan:
         from fusion_bench_featcal.results.remarks import typed_path
 
-        print(f"saved: {out}")
-        print(f"next: featcal report {typed_path(out)}")
+        print(f"saved: {out}\nnext: featcal report {typed_path(out)}")
     return 0
 
 
@@ -82,8 +82,7 @@ def report_command(options: argparse.Namespace) -> None:
 def plan_command(options: argparse.Namespace) -> None:
     """Show downloads, reads and files of a calibration, or estimate one from a model's shapes."""
     if options.shapes:
-        _estimate(options)
-        return
+        return _estimate(options)
     if not options.words:
         raise ValueError("plan needs the words of a run, or --shapes FOLDER")
 
@@ -109,11 +108,8 @@ def _estimate(options: argparse.Namespace) -> None:
     if options.words:
         raise ValueError(f"--shapes needs no words of a run: leave out {' '.join(options.words)}")
     shapes = shapes_of(options.shapes, tokens=options.tokens)
-    amounts = {"tasks": options.tasks, "samples": options.samples}
-    estimates = {
-        name: shapes.estimate(**amounts, plus=plus)
-        for name, plus in (("FeatCal", False), ("FeatCal+", True))
-    }
+    estimate = partial(shapes.estimate, tasks=options.tasks, samples=options.samples)
+    estimates = {"FeatCal": estimate(plus=False), "FeatCal+": estimate(plus=True)}
     if options.json:
         print(json.dumps({name: vars(one) for name, one in estimates.items()}, indent=1))
     else:
@@ -145,9 +141,14 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0]
+            name, _, value = unknown[0].partition("=")
             kind = "option" if name.startswith("-") else "argument"
-            self.error(f"no {kind} {name}{nearest_hint(name, self._option_string_actions)}")
+            options, forms = self._option_string_actions, []
+            if "--set" in options:  # a typed option may be a setting, or its first word
+                value = value or [*args, "..."][args.index(unknown[0]) + 1]
+                texts = [(setting, f"--set {setting}={value}") for setting in reversed(SETTABLE)]
+                forms = [(setting.partition("_")[0], text) for setting, text in texts] + texts
+            self.error(f"no {kind} {name}{nearest_hint(name, options, forms)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:

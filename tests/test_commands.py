@@ -34,6 +34,9 @@ RUN = ("method=featcal", "modelpool=clip-vit-mini_alphabets2", "path.log_dir=log
 WORDS = {
     "modelpool=clip-vit-mini_TA7": "no config modelpool/clip-vit-mini_TA7 (nearest: 'clip-vi",
     "method=fetcal": "there is no config method/fetcal (nearest: 'featcal')",
+    "method=featcal_plus": "no config method/featcal_plus (nearest: 'featcal/plus')",
+    "method=FeatCal+": "no config method/FeatCal+ (nearest: 'featcal/plus')",
+    "method=regmean++": "(nearest: 'featcal_baselines/regmean_plusplus')",
     "method.base_method=task_arithmetic": "method.base_method must be null or a method's con",
     "+method.mix_alfa=1": "method.mix_alfa is unknown (nearest: 'mix_alpha')",
     "method.mix_alpha=2": "method.mix_alpha must be a finite number",
@@ -61,6 +64,10 @@ def test_a_wrong_word_of_a_run_is_named(word: str):
         ("repot", "invalid choice: 'repot'"),
         ("suite", "are required: "),
         ("calibrate m --uot x", "calibrate: error: no option --uot (nearest: '--out')"),
+        ("calibrate m --samples 32", "no option --samples (nearest: '--set samples_per_task=32')"),
+        ("calibrate --max=512", "no option --max (nearest: '--set max_length=512')"),
+        ("calibrate m --seed", "no option --seed (nearest: '--set seed=...')"),
+        ("calibrate m --experts a=b", "no option --experts (nearest: '--expert')"),
         ("calibrate --eval-rows many", "calibrate: error: argument --eval-rows: invalid int"),
     ],
 )

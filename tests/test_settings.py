@@ -53,7 +53,9 @@ PUBLISHED = {  # lambda, rho, alpha, norms
     "paper_llama_8b": (3.0, 0.5, 0.15, False),
 }
 CLASHES: list[tuple[dict[str, Any], str]] = [
-    ({"rule": "plus", "mix_alpha": 0.5}, r"mix_alpha=0\.5 has no part in the rule plus: leave"),
+    ({"rule": "plus", "mix_alpha": 0.5},
+     r"mix_alpha=0\.5 has no part in the rule plus: leave .*, or choose method=featcal$"),
+    ({"task_weights": {"a": 2}}, r"has no part in the rule paper: .* choose method=featcal/plus$"),
     ({"rule": "plus", "calibrate_norm": True},
      r"calibrate_norm=True has no part in the rule plus: leave"),
     ({"rule": Paper(calibrate_norm=False), "calibrate_norm": True},

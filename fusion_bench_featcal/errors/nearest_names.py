@@ -1,13 +1,29 @@
 """Checks of names that users type, with the nearest valid name in the message."""
 
 import difflib
+import re
 from collections.abc import Iterable
+from functools import partial
+
+Forms = Iterable[tuple[str, str]]
+"""Pairs of a name, or a part of one, and the text to show for it."""
 
 
-def nearest_hint(name: object, valid: Iterable[object]) -> str:
-    """Return `" (nearest: 'x')"` with the valid name nearest to `name`, or "" without one."""
-    near = difflib.get_close_matches(str(name), [str(candidate) for candidate in valid], n=1)
-    return f" (nearest: {near[0]!r})" if near else ""
+def nearest_hint(name: object, valid: Iterable[object], forms: Forms = ()) -> str:
+    """Return `" (nearest: 'x')"` with the valid name nearest to `name`, or "" without one.
+
+    Case and separators do not count, and of `featcal/plus` the last part is enough.
+
+    Args:
+        name: What a user typed.
+        valid: The valid names.
+        forms: Further names. Valid ones have priority.
+    """
+    names, bare = [*map(str, valid)], partial(re.sub, r"[\W_]", "")
+    pairs = [*forms, *((n.rpartition("/")[2], n) for n in names), *((n, n) for n in names)]
+    texts = {bare(form.casefold()): text for form, text in pairs}
+    near = difflib.get_close_matches(bare(str(name).casefold().replace("+", "plus")), texts, n=1)
+    return f" (nearest: {texts[near[0]]!r})" if near else ""
 
 
 def refuse_unknown(names: Iterable[object], valid: Iterable[str], prefix: str) -> None:
@@ -22,10 +38,7 @@ def refuse_unknown(names: Iterable[object], valid: Iterable[str], prefix: str) -
         ValueError: Naming every unknown name with the nearest valid one, or else all valid names.
     """
     valid = list(valid)
-    problems = []
-    for name in names:
-        if name not in valid:
-            hint = nearest_hint(name, valid) or f". Known: {', '.join(valid) or 'none'}"
-            problems.append(f"{prefix}{name} is unknown{hint}")
-    if problems:
-        raise ValueError("; ".join(problems))
+    if unknown := [name for name in names if name not in valid]:
+        choices = f". Known: {', '.join(valid) or 'none'}"
+        hints = (f"{name} is unknown{nearest_hint(name, valid) or choices}" for name in unknown)
+        raise ValueError("; ".join(f"{prefix}{hint}" for hint in hints))

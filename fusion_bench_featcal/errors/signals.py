@@ -20,8 +20,7 @@ def raise_interruptions() -> dict[signal.Signals, Any]:
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    before = {number: handler for number, handler in before.items() if handler == signal.SIG_DFL}
+    before = {n: signal.SIG_DFL for n in _ENDING if signal.getsignal(n) == signal.SIG_DFL}
     for number in before:
         signal.signal(number, _interrupt)
     return before
@@ -54,5 +53,4 @@ def interruptions() -> Iterator[None]:
 
 def exit_code(error: KeyboardInterrupt) -> int:
     """Return the exit code of an interrupted program: 128 and the number of the signal."""
-    number = error.args[0] if isinstance(error, Interruption) else signal.SIGINT
-    return 128 + int(number)
+    return 128 + int(error.args[0] if isinstance(error, Interruption) else signal.SIGINT)

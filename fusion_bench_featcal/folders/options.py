@@ -188,6 +188,7 @@ _WORDS = (
     ("--set resume=true", "--resume"),
     ("--set checkpoint_dir", "--out"),
     ("method=featcal/plus", "--preset plus"),
+    ("choose method=featcal", "choose --preset paper"),
     (
         "models that are stored or loaded in it, and fabric.precision=32-true",
         "save MERGED, --base and every --expert in it, by model.float().save_pretrained(DIR)",

@@ -26,8 +26,9 @@ PROMPT = "a photo of a {}."
 _RESERVED = ("base", "merged", "_pretrained_")
 # Settings that the command sets by --data, --out and --resume
 _ELSEWHERE = ("calibration_data", "calibration_split", "checkpoint_dir", "resume")
-_OF_POOLS = ("calibration_corruption",)
-"""Settings that only data of pools have."""
+_OF_POOLS = "calibration_corruption"
+SETTABLE = [name for name in FeatCalSettings.names() if name not in (*_ELSEWHERE, _OF_POOLS)]
+"""Settings for `--set`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +177,7 @@ class Request:
     @cached_property
     def settings(self) -> FeatCalSettings:
         """Settings of the calibration, which are the preset with changes by `set`."""
-        names = [name for name in FeatCalSettings.names() if name not in _ELSEWHERE + _OF_POOLS]
-        refuse_unknown(self.set, names, "--set ")
+        refuse_unknown(self.set, SETTABLE, "--set ")
         run = {"checkpoint_dir": str(self.checkpoints), "resume": self.resume}
         return FeatCalSettings(**{"max_length": MAX_LENGTH, "rule": self.preset, **self.set, **run})
 

@@ -1,7 +1,7 @@
 """Checks of a composed config before torch is imported: names, values and paths."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,9 +18,10 @@ from fusion_bench_featcal.fusionbench.options import (
     checked_choices,
     read_settings,
 )
-from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
+from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings, remedy_of
 
 _BY_TASK = ("calibration_data", "task_weights")
+_OF_TESTS = ("taskpool.tasks", "taskpool.test_datasets")
 _DATA = ("train_datasets", "val_datasets", "test_datasets")
 ROOT_KEYS = (
     "hydra", "fabric", "path", "modelpool", "method", "taskpool", "seed", "fast_dev_run", "dry_run",
@@ -46,7 +47,7 @@ def check_config(config: DictConfig) -> None:
     try:
         method: Any = OmegaConf.to_container(config.method, resolve=True) or {}
         data = f"modelpool.{method.get('calibration_split', 'train')}_datasets"
-        groups = ("modelpool.models", data, "taskpool.tasks", "taskpool.test_datasets")
+        groups = ("modelpool.models", data, "method.calibration_data", *_OF_TESTS)
         entries = {group: _entries(config, group) for group in groups}
     except (OmegaConfBaseException, AttributeError) as error:
         # of a resolver: a suite or weights that are not there
@@ -67,11 +68,7 @@ def check_config(config: DictConfig) -> None:
             check_tasks_have_data(tasks, available, settings.calibration_split)
     pool: Any = suite.get("default_taskpool") or {}
     _check_tasks(pool if isinstance(pool, Mapping) else {}, tasks)
-    own_data = method.get("calibration_data")
-    entries["method.calibration_data"] = own_data if isinstance(own_data, Mapping) else {}
-    for setting, path in _locations(entries):
-        if is_missing(path):
-            raise ValueError(f"{setting}={path}: there is no such file or folder")
+    refuse_missing_paths(entries)
 
 
 def check_root_keys(names: Iterable[str], config: DictConfig) -> None:
@@ -108,9 +105,7 @@ def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, An
     for word in words:
         name = word.removeprefix("method.").partition("=")[0]
         if name in OF_RULES and name not in method and "rule" in method:
-            raise ValueError(
-                f"{word} has no part in the rule {method['rule']}: leave it at its default"
-            )
+            raise ValueError(f"{word} has no part in the rule {method['rule']}: {remedy_of(name)}")
 
 
 def check_tasks_have_data(tasks: Iterable[str], available: Iterable[str], split: str) -> None:
@@ -167,11 +162,20 @@ def _entries(config: DictConfig, group: str) -> Any:
     return OmegaConf.to_container(part, resolve=True) if OmegaConf.is_dict(part) else {}
 
 
-def _locations(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield settings with their paths or hub ids."""
+def refuse_missing_paths(groups: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse paths that do not exist.
+
+    Args:
+        groups: Beginning of settings -> name -> path, hub id, config of a loader, or object.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
     for group, entries in groups.items():
         for name, entry in entries.items():
             for key, value in (entry if isinstance(entry, Mapping) else {"": entry}).items():
                 # Under a key a table may be a file of a hub dataset.
-                if key == "" or str(value).startswith(PATH_STARTS):
-                    yield ".".join(filter(None, (group, name, key))), str(value)
+                is_path = isinstance(value, str) and (key == "" or value.startswith(PATH_STARTS))
+                if is_path and is_missing(value):
+                    setting = ".".join(filter(None, (group, name, key)))
+                    raise ValueError(f"{setting}={value}: there is no such file or folder")

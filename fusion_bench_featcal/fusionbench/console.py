@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -243,22 +243,27 @@ def explained(error: BaseException) -> ValueError:
 
     cause: Any = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
-        name = error.missing_cfg_file.partition("/")[2]
-        hint = nearest_hint(name, error.options or ())
+        group, _, name = error.missing_cfg_file.partition("/")
+        hint = nearest_hint(name, [*(error.options or ()), *_configs_of(group)])
         return ValueError(f"there is no config {error.missing_cfg_file}{hint}")
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         root: Any = cause.parent_node
-        if cause.full_key == cause.key and "method" in (root or ()):
-            try:
+        try:
+            if cause.full_key == cause.key and "method" in (root or ()):
                 check_root_keys([str(cause.key)], root)
-            except ValueError as named:
-                return named
-        if cause.full_key == f"method.{cause.key}":
-            try:
+            if cause.full_key == f"method.{cause.key}":
                 refuse_settings_of_other_rules(str(error).split("+")[-1:], root)
-            except ValueError as named:
-                return named
+        except ValueError as named:
+            return named
         hint = nearest_hint(cause.key, root or ())
         added = f". To add it, write +{cause.full_key}=..."
         return ValueError(f"{cause.full_key} is unknown{hint or added}")
     return ValueError(" ".join(f"{error} {cause or ''}".split()))
+
+
+def _configs_of(group: str) -> Iterator[str]:
+    """Yield this package's configs of a group, in folders too, which Hydra's error leaves out."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "config" / group, package.parent / "config" / group):
+        for file in folder.rglob("*.yaml"):
+            yield file.relative_to(folder).with_suffix("").as_posix()

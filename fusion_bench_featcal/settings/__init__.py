@@ -18,7 +18,7 @@ from fusion_bench_featcal.settings.options import OPTIONS_BY_RULE, SETTINGS_OF_T
 
 __all__ = [
     "BY_RULE", "CORRUPTIONS", "OF_RULES", "SETTINGS_OF_THE_RUN", "SEVERITIES", "CalibrationError",
-    "FeatCalSettings", "Options", "Settings", "with_prefix",
+    "FeatCalSettings", "Options", "Settings", "remedy_of", "with_prefix",
 ]  # fmt: skip
 
 OF_RULES = (
@@ -230,6 +230,12 @@ def with_prefix(message: str, prefix: str) -> str:
     return re.sub(
         rf"(?<![\w.@/'-])(?<!--set )(?=\w+(?:_|=| must be ))({names})\b", rf"{prefix}\1", message
     )
+
+
+def remedy_of(setting: str) -> str:
+    """Return the remedy, for messages, where the rule does not have a setting of `OF_RULES`."""
+    choice = "featcal/plus" if setting == "task_weights" else "featcal"
+    return f"leave it at its default, or choose method={choice}"
 
 
 def _plain(value: Any) -> Any:

@@ -188,13 +188,9 @@ def _accepts(field: Field[Any], value: Any) -> bool:
     if any(type(value) is type(choice) and value == choice for choice in rules["choices"]):
         return True
     if int in kinds or float in kinds:
-        return (
-            is_number(value)
-            and (float in kinds or isinstance(value, int))
-            and all(
-                test(value, rules[b]) for b, (_, test) in _BOUNDS.items() if rules[b] is not None
-            )
-        )
+        is_kind = is_number(value) and (float in kinds or isinstance(value, int))
+        bounds = ((test, rules[b]) for b, (_, test) in _BOUNDS.items() if rules[b] is not None)
+        return is_kind and all(test(value, bound) for test, bound in bounds)
     if rules["choices"] or Any in kinds:
         return not rules["choices"]
     return isinstance(value, bool) if bool in kinds else isinstance(value, str) and value != ""

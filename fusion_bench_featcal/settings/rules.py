@@ -8,7 +8,7 @@ from typing import Any, cast, get_args, get_type_hints
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.files.classes import named_class
 from fusion_bench_featcal.rules import Rule
-from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings
+from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings, remedy_of
 
 BY_NAME: Mapping[str, str] = {
     "paper": "fusion_bench_featcal.rules.paper.Paper",
@@ -37,7 +37,7 @@ def rule_of(settings: FeatCalSettings) -> Rule:
     if not is_dataclass(kind) or not hasattr(kind, "turns"):
         raise ValueError(f"rule: {target} is no rule: a dataclass with turns and sums")
     shared = {field.name for field in fields(kind)} & {f.name for f in fields(FeatCalSettings)}
-    _refuse_changes(settings, kind, target, "leave it at its default", shared)
+    _refuse_changes(settings, kind, target, "", shared)
     given = {name: getattr(settings, name) for name in shared}
     values = {name: value for name, value in given.items() if value is not None}
     names = [field.name for field in fields(kind) if field.init]
@@ -86,4 +86,5 @@ def _refuse_changes(
     for setting in (name for name in OF_RULES if name not in shared):
         value = getattr(settings, setting)
         if value not in (getattr(FeatCalSettings, setting), getattr(rule, setting, None)):
-            raise ValueError(f"{setting}={value} has no part in the rule {name}: {remedy}")
+            text = remedy or remedy_of(setting)
+            raise ValueError(f"{setting}={value} has no part in the rule {name}: {text}")

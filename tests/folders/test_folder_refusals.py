@@ -98,6 +98,8 @@ OPTIONS: list[Case] = [
     ("llama", {}, options, [message])
     for options, message in [
         ({"more": "--set ridge_lamda=1"}, "nearest: 'ridge_lambda'"),
+        ({"more": "--preset paper --set task_weights='{one: 2}'"}, "or choose --preset plus"),
+        ({"more": "--preset plus --set ridge_lambda=1"}, "default, or choose --preset paper"),
         ({"more": "--merge simple_average"}, "merged already, and --merge merges: leave one of"),
         ({"more": "--base ./nowhere"}, "--base ./nowhere: there is no such file or folder here"),
         ({"more": "--data thwo=x.jsonl"}, "--data: expert thwo is unknown (nearest: 'two')"),
