@@ -122,12 +122,16 @@ WITHOUT_SAMPLES = (
 # Words of a run, and the message about them.
 CARELESS = {
     "method=featcal/plus method.ridge_lambda=0.1": "ridge_lambda=0.1 has no part in the rule",
-    "method.task_weights={mini_korean:2}": "has no part in the rule paper",
+    "method.task_weights={mini_korean:2}": "rule paper: .*, or choose method=featcal/plus",
     "method.task_weights=5": "method.task_weights must be null or a mapping",
     "method.family=lama": "family must be auto, clip, llama",
     "+fabric.acelerator=cpu": "fabric cannot be made: .*'acelerator'",
     "+modelpool.default_taskpool.tasks.mini_korean.clasnames=[a]": "clasnames is unknown .nearest",
     "+modelpool.default_taskpool.tasks.other={}": "'other' has no test data: set taskpool.tasks",
+    "modelpool.test_datasets.mini_korean=./nowhere": "mini_korean=./nowhere: there is no such file",
+    "modelpool.test_datasets.mini_korean.split=dev": "mini_korean cannot be loaded: .* split 'dev'",
+    "method=compare modelpool.test_datasets.mini_korean.split=dev": "cannot be loaded: .*'dev'",
+    "modelpool.default_taskpool.processor=./nowhere": "taskpool.processor=./nowhere: there is no",
     "modelpool.models.mini_korean=5": "modelpool.models.mini_korean is 5, which is no model",
     "~modelpool.models._pretrained_": "the pool has no base model",
     "method.base_method=null": "method.base_method is null, but the pool has no merged model",
@@ -161,6 +165,12 @@ def test_a_plan_refuses_what_its_run_refuses(line: str, tmp_path: Path) -> None:
     error = caught.value
     message = explained(error) if isinstance(error, ConfigCompositionException) else error
     assert error_block(message) == error_block(planned.value)
+
+
+def test_a_plan_opens_test_data_of_fusion_benchs_own_task_pool() -> None:
+    split = "modelpool.default_taskpool.test_datasets.mini_mnist.split=dev"
+    with pytest.raises(CalibrationError, match=r"^taskpool cannot be loaded: .* split 'dev'"):
+        plan_run(["modelpool=resnet-mini_TA3", split, CPU])
 
 
 def test_the_keys_of_the_program_are_known() -> None:

@@ -123,8 +123,7 @@ class Evaluation:
             for metric in ("accuracy", "loss")
         }
         flags = {task: score.correct for task, score in scores.items()}
-        has_flags = bool(flags) and all(flag is not None for flag in flags.values())
-        correct = flags if has_flags else None
+        correct = flags if flags and all(f is not None for f in flags.values()) else None
         row = self.report.add_model(name, values, facts, correct=correct, cost=cost)
         row.conditions[INPUTS] = digest_json(dict(self.digests))[:8]
 

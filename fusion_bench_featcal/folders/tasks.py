@@ -70,18 +70,17 @@ def open_parts(
     if available == 0:
         raise ValueError(f"{option} has no rows")
     order = sample_order(available, task, settings.seed)
-    if request.no_eval:
-        return Part(option, rows, order[:requested]), Part(option, rows, [])
-    if task not in request.eval:
-        held_back = min(request.eval_rows, available // HELD_BACK)
-        calibration = Part(option, rows, order[: min(requested, available - held_back)])
-        tests = Part(option, rows, order[available - held_back :])
-    else:
-        calibration = Part(option, rows, order[:requested])
+    is_held_back = not request.no_eval and task not in request.eval
+    held_back = min(request.eval_rows, available // HELD_BACK) if is_held_back else 0
+    calibration = Part(option, rows, order[: min(requested, available - held_back)])
+    tests = Part(option, rows, order[available - held_back :])
+    if task in request.eval and not request.no_eval:
         option = f"--eval {task}={request.eval[task]}"
         rows = open_rows(request.eval[task], "test", option)
+        if not len(rows):
+            raise ValueError(f"{option} has no rows")
         tests = Part(option, rows, spread(len(rows), request.eval_rows))
-    if request.strict and len(tests.indices) < FEW_ROWS:
+    if request.strict and not request.no_eval and len(tests.indices) < FEW_ROWS:
         raise ValueError(
             f"--strict compares at least {FEW_ROWS} rows per task, and {option} leaves "
             f"{len(tests.indices)}: give more by --eval {task}=PATH"

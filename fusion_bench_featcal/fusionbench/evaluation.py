@@ -11,6 +11,8 @@ from fusion_bench import BaseTaskPool
 from torch import nn
 
 from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
+from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.results import AVERAGE
 
 
@@ -33,12 +35,32 @@ class PoolEvaluation:
         return scores
 
 
+def open_tests(taskpool: Any) -> None:
+    """Open a task pool's data up to the first rows. Its evaluations use what is opened here.
+
+    FusionBench's own pools open their data in `setup`, together with their model. Those without
+    `setup` open them in each evaluation, and are left.
+
+    Raises:
+        CalibrationError: If data cannot be opened, or have no rows.
+        ValueError: If a task has no data.
+    """
+    if getattr(taskpool, "opened", None) is not None:
+        return
+    with naming_setting("taskpool"):
+        for task in task_names(taskpool) or ():
+            if not len(rows := taskpool.test_dataloaders[task].dataset):
+                raise CalibrationError(f"task {task!r} has no test items")
+            _ = rows[0]
+
+
 def task_names(taskpool: BaseTaskPool) -> list[str] | None:
     """Return the tasks of a pool, after its setup, or None if it has no loaders."""
     if not getattr(taskpool, "_is_setup", True):
         taskpool.setup()  # type: ignore[attr-defined]
-    loaders = getattr(taskpool, "test_dataloaders", None)
-    return None if loaders is None else list(loaders)
+        # Some of FusionBench's pools would open their data again in each evaluation.
+        taskpool._is_setup = True  # type: ignore[attr-defined]
+    return list(getattr(taskpool, "test_dataloaders", None) or ()) or None
 
 
 def evaluate(

@@ -9,6 +9,7 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
+from fusion_bench_featcal.fusionbench.evaluation import open_tests
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, read_settings
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, open_pool_models
@@ -26,7 +27,7 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
        the composed config.
     2. `check`, before anything is opened: settings against the pools.
     3. `open`, before anything is merged: headers of all models (configs, names and shapes of
-       tensors), then the data of all rows.
+       tensors), then test data up to their first rows, then the samples of all rows.
 
     Attributes:
         setting_kinds: The dataclasses.
@@ -89,3 +90,4 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
             ValueError: If a setting does not fit them.
         """
         open_pool_models(inputs.models)
+        open_tests(inputs.taskpool)

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.files import is_missing
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench.config_checks import check_config
 from fusion_bench_featcal.fusionbench.console import explained, make_importable
@@ -53,8 +54,12 @@ def plan_run(overrides: Sequence[str]) -> Plan:
         entries = pool.get("models") or {}
         models = {name: _locations(name, entry) for name, entry in entries.items()}
         downloads, sizes = model_downloads(dict(chain(*(keys.items() for keys in models.values()))))
-        downloads += data_sets_to_fetch(_data_sets(method, pool, _plain(config.taskpool)))
-        rows, strengths = _rows(_checked(config, opens=not downloads), config.method)
+        program, inputs = _checked(config)
+        downloads += data_sets_to_fetch(_data_sets(method, pool, program.taskpool))
+        if inputs is not None and not downloads:
+            with _silence():
+                program.method.open(inputs)
+        rows, strengths = _rows(program.method, config.method)
     # As the run counts: an adapter's bytes, without those of its base.
     experts = [[*keys][-1] for name, keys in models.items() if keys and not name.startswith("_")]
     of_experts = [sizes[key] for key in experts]
@@ -68,15 +73,14 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     return Plan(tuple(downloads), read, first, writes, rows, strengths, jobs)
 
 
-def _checked(config: Any, *, opens: bool) -> Any:
-    """Make the parts of a run as FusionBench's program does, with the run's checks.
+def _checked(config: Any) -> tuple[Any, Any]:
+    """Make the parts of a run as FusionBench's program does, with the run's checks of names.
 
     Args:
         config: The resolved config.
-        opens: Whether models and data are here and can be opened.
 
     Returns:
-        The method.
+        The program, and the method's inputs or, for a method of FusionBench, None.
     """
     import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
     from fusion_bench.utils import instantiate
@@ -90,13 +94,12 @@ def _checked(config: Any, *, opens: bool) -> Any:
         for part, load in _OLD_LOADERS.items():
             setattr(program, part, program._instantiate_and_setup(config[part], load))
         method = program.method
-        if isinstance(method, DeclaredMethod):
-            method.on_run_start()
-            inputs = method.inputs(program.modelpool)
-            method.check(inputs)
-            if opens:
-                method.open(inputs)
-    return method
+        if not isinstance(method, DeclaredMethod):
+            return program, None
+        method.on_run_start()
+        inputs = method.inputs(program.modelpool)
+        method.check(inputs)
+    return program, inputs
 
 
 @contextlib.contextmanager
@@ -168,26 +171,15 @@ def _locations(name: str, entry: Any) -> dict[str, str]:
     }
 
 
-def _data_sets(
-    method: Mapping[str, Any], pool: Mapping[str, Any], taskpool: Mapping[str, Any]
-) -> Iterator[str]:
+def _data_sets(method: Mapping[str, Any], pool: Mapping[str, Any], taskpool: Any) -> Iterator[str]:
     """Yield the hub ids of data that a run draws samples from, and is evaluated on."""
     samples = dict(pool.get(f"{method.get('calibration_split', 'train')}_datasets") or {})
     samples |= method.get("calibration_data") or {}
-    if str(taskpool.get("_target_")).endswith(".DummyTaskPool"):
-        taskpool = pool.get("default_taskpool") or {}
-    own, tasks = taskpool.get("test_datasets") or {}, taskpool.get("tasks") or {}
-    shared = pool.get("test_datasets") or {}
-    entries = [*samples.values(), *own.values()]
-    for name, task in tasks.items():
-        data = task.get("data") if isinstance(task, Mapping) else None
-        entries.append(shared.get(name) if data is None and name not in own else data)
-    if taskpool and not own and not tasks:
-        entries += shared.values()
-    for entry in entries:
+    tests = getattr(taskpool, "test_data", None) or getattr(taskpool, "_test_datasets", None) or {}
+    for entry in (*samples.values(), *tests.values()):
         name = entry
         if isinstance(entry, Mapping):
             is_glue = str(entry.get("_target_")).endswith(".load_glue")
             name = next(iter(entry.get("_args_") or ()), entry.get("path", _GLUE * is_glue))
-        if isinstance(name, str) and name:
+        if isinstance(name, str) and name and not is_missing(name):
             yield name

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.tasks.definition import OpenTask, TaskDefinition, open_task, parse_tasks
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
-    build_part,
     load_part,
     refuse_unknown_pool_keys,
 )
@@ -65,7 +64,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         dataloader_kwargs: Mapping[str, Any] | None = None,
         **fusion_bench: Any,
     ) -> None:
-        """Check the settings, and open the data of `tasks` before any model is loaded.
+        """Check the settings. `opened` opens the data, `setup` loads the CLIP model.
 
         Args:
             test_datasets: Task name -> dataset or its configuration, as in FusionBench.
@@ -82,9 +81,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
                 per task). Others are refused.
 
         Raises:
-            ValueError: For unknown keys, unfit values, paths that do not exist, or class names that
-                clash with FusionBench's.
-            CalibrationError: If a task's data cannot be read.
+            ValueError: For unknown keys, unfit values, or a task with two data.
         """
         refuse_unknown_pool_keys(ClipTaskPool, fusion_bench)
         loader = {"batch_size": 128, **(dataloader_kwargs or {})}
@@ -107,33 +104,47 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         self._heads: dict[str, Tensor] = {}
         self._definitions = parse_tasks(tasks)
         self._open_tasks: dict[str, OpenTask] = {}
-        for name, definition in self._definitions.items():
-            if definition.data is not None:
-                if name in self._test_datasets:
-                    raise ValueError(
-                        f"task {name!r} needs its data once: set either taskpool.tasks.{name}.data "
-                        f"or taskpool.test_datasets.{name}"
-                    )
-                self._open_tasks[name] = open_task(name, definition)
+        for name in filter(self._is_own, self._test_datasets):
+            raise ValueError(
+                f"task {name!r} needs its data once: set either taskpool.tasks.{name}.data or "
+                f"taskpool.test_datasets.{name}"
+            )
+
+    def _is_own(self, task: str) -> bool:
+        return self._definitions.get(task, TaskDefinition()).data is not None
 
     @property
-    def test_data(self) -> dict[str, Any]:
-        """Data of tasks without a key `data`, as for all pools of this package."""
-        defined = self._definitions
-        without = [name for name in defined if defined[name].data is None]
-        has_all = bool(defined) and not without and not self._test_datasets
-        return {} if has_all else self._data_of([*self._test_datasets, *without])
+    def _named_data(self) -> Mapping[str, Any]:
+        defined = {name: task.data for name, task in self._definitions.items()}
+        return self._test_datasets | defined | self._test_datasets  # in this order
 
-    def setup(self) -> None:
-        """Load processor, CLIP model and datasets. The first `evaluate` call does it.
+    def _setting(self, task: str) -> str:
+        is_own = self._is_own(task)
+        return self._setting_of_data.format(task) if is_own else super()._setting(task)
+
+    @cached_property
+    def opened(self) -> dict[str, Any]:
+        """The processors are loaded, too.
 
         Raises:
-            ValueError: If a task has no data or class names, or FusionBench has its own.
-            CalibrationError: If something cannot be loaded.
+            ValueError: Also if a task has no class names, or FusionBench has others.
         """
         self.processor = load_part("taskpool.processor", self._processor, CLIPProcessor)
         images = self.processor if self._data_processor is None else self._data_processor
         self.data_processor = load_part("taskpool.data_processor", images, CLIPProcessor)
+        return super().opened
+
+    def _open(self, task: str, rows: Any, setting: str) -> Any:
+        definition = self._definitions.get(task, TaskDefinition())
+        self._open_tasks[task] = opened = open_task(task, definition, rows, setting)
+        items = PixelItems(opened.items, self.data_processor)
+        if not len(items):
+            raise CalibrationError(f"task {task!r} has no test items. Check {opened.items.name}")
+        _ = items[0]
+        options: Any = self._dataloader_kwargs
+        return DataLoader(items, collate_fn=partial(_collate, opened.items.name), **options)
+
+    def _load_models(self) -> None:
         # The head always computes in float32.
         self.clip_model = load_part(
             "taskpool.clip_model", self._clip_model, CLIPModel, dtype=torch.float32
@@ -142,17 +153,6 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         self.clip_model.eval()
         self.clip_model.vision_model = nn.Identity()  # replaced by evaluated models
         self.clip_model.visual_projection.register_forward_pre_hook(_cast_inputs)
-        data = self.test_data
-        for name, configured in data.items():
-            definition = self._definitions.get(name, TaskDefinition())
-            rows = build_part(f"test_datasets.{name}", configured)
-            self._open_tasks[name] = open_task(name, definition, rows)
-        for name in dict.fromkeys([*self._test_datasets, *self._definitions, *data]):
-            items = PixelItems(self._open_tasks[name].items, self.data_processor)
-            collate = partial(_collate, items.items.name)
-            options: Any = self._dataloader_kwargs
-            self.test_dataloaders[name] = DataLoader(items, collate_fn=collate, **options)
-        self._is_setup = True
 
     @contextmanager
     def _prepared(self, model: nn.Module) -> Iterator[HFCLIPClassifier]:
@@ -174,7 +174,13 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         model.zeroshot_weights = self._heads[task]
 
         def targets(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            logits = self._logits(model, task, batch["pixel_values"])
+            options = {"return_image_embeds": True, "return_dict": True, "task_name": task}
+            logits = model(batch["pixel_values"], **options)["logits"].float().cpu()
+            if not torch.isfinite(logits).all():
+                raise CalibrationError(
+                    f"task {task!r}: the evaluated model gives logits that are not finite. Look "
+                    "for NaN or infinite values in its weights, or raise fabric.precision"
+                )
             return logits[:, None], batch["labels"].cpu()[:, None]
 
         self.on_task_evaluation_begin(model, task)
@@ -183,38 +189,14 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         self.on_task_evaluation_end()
         return score
 
-    def _logits(self, model: HFCLIPClassifier, task: str, pixels: Tensor) -> Tensor:
-        """Return logits `[batch, classes]` on the CPU, float32.
-
-        Raises:
-            CalibrationError: If one is not finite.
-        """
-        output: Any = model(pixels, return_image_embeds=True, return_dict=True, task_name=task)
-        logits = output["logits"].float().cpu()
-        if not torch.isfinite(logits).all():
-            raise CalibrationError(
-                f"task {task!r}: the evaluated model gives logits that are not finite. Look for "
-                "NaN or infinite values in its weights, or raise fabric.precision"
-            )
-        return logits
-
     def _batches(self, task: str) -> Iterable[dict[str, Tensor]]:
         """Return a task's batches, all of them unless `fast_dev_run` is set.
 
         The pixels of a small task stay in memory for the next model.
-
-        Raises:
-            CalibrationError: If the task has no items.
         """
         loader: Any = self.test_dataloaders[task]
-        if not len(loader.dataset):
-            raise CalibrationError(
-                f"task {task!r} has no test items. Check {self._open_tasks[task].items.name}"
-            )
-        if (
-            task not in self._kept
-            and loader.dataset[0][0].nbytes * len(loader.dataset) < KEPT_BYTES
-        ):
+        is_small = loader.dataset[0][0].nbytes * len(loader.dataset) < KEPT_BYTES
+        if task not in self._kept and is_small:
             self._kept[task] = list(loader)
         batches: Any = self._kept.get(task, loader)
         chosen = itertools.islice(batches, 1) if self.fast_dev_run else batches

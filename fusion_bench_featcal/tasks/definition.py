@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
-from omegaconf import OmegaConf
 
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.settings.fields import check_values, setting
-from fusion_bench_featcal.tasks.item_pool import build_part
 
 Templates = Sequence[Callable[[str], str]]
 
@@ -88,7 +86,7 @@ class OpenTask:
     templates: Templates
 
 
-def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
+def open_task(name: str, task: TaskDefinition, rows: Any, setting: str) -> OpenTask:
     """Open a task's items, with FusionBench's class names and prompts if it knows the task.
 
     Other tasks are registered there, for all of its CLIP classes.
@@ -96,7 +94,8 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
     Args:
         name: Name of the task.
         task: Its definition.
-        rows: The dataset or its path, if the definition names none.
+        rows: The dataset, its path or its hub id. A loader may have registered class names.
+        setting: The setting with the data, for messages.
 
     Raises:
         ValueError: If FusionBench has class names and prompts of its own for the task, or nobody
@@ -105,9 +104,6 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
             not a class.
     """
     key = f"taskpool.tasks.{name}"
-    if isinstance(task.data, Mapping):  # it may register class names
-        with naming_setting(key):
-            rows = build_part("data", OmegaConf.create(dict(task.data)))
     entry = _entry(name)
     if entry is not None and (task.classnames or task.templates):
         raise ValueError(
@@ -115,11 +111,11 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
             f"use them, or rename the task, its expert and its data, say to 'my_{name}'"
         )
     classnames = entry[0] if entry else task.classnames and [*map(str, task.classnames)]
-    with naming_setting(key):
-        items = _items(task, classnames, rows, f"test_datasets.{name}")
+    with naming_setting(setting):
+        items = _items(task, classnames, rows, setting)
     if not items.has_labels:
         raise CalibrationError(
-            f"{key}: {items.name} has no labels (label_column {task.label_column!r}, or "
+            f"{setting}: {items.name} has no labels (label_column {task.label_column!r}, or "
             "folders named by class), so accuracy cannot be measured"
         )
     if items.classnames is None:
@@ -131,22 +127,19 @@ def open_task(name: str, task: TaskDefinition, rows: Any = None) -> OpenTask:
 
 
 def _items(
-    task: TaskDefinition, classnames: Sequence[str] | None, rows: Any, name: str
+    task: TaskDefinition, classnames: Sequence[str] | None, rows: Any, setting: str
 ) -> ImageItems:
-    """Return a task's items, from `data` or from another dataset with its name."""
+    """Return a task's items. Only data of the definition may have several splits to choose from."""
     columns: Any = {"image_column": task.image_column, "label_column": task.label_column}
     columns["classnames"] = classnames
-    source = task.data if isinstance(task.data, str) else rows
-    if isinstance(source, str):
-        usual = None if isinstance(task.data, str) else "test"
-        return load_images(source, task.split, usual_split=usual, **columns)
+    if isinstance(rows, str):
+        usual = "test" if task.data is None else None
+        return load_images(rows, task.split, usual_split=usual, **columns)
     if task.split is not None:
         raise ValueError(
             f"split {task.split!r} has no effect on what _target_ builds: set it among its keys"
         )
-    if isinstance(task.data, Mapping):
-        name = f"data from {task.data.get('_target_')}"
-    return ImageItems(rows, name=name, **columns)
+    return ImageItems(rows, name=setting.partition(".")[2], **columns)
 
 
 class _OwnTask(dict):

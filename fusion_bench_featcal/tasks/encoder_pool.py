@@ -1,9 +1,9 @@
 """`EncoderTaskPool`: encoders of texts or images, scored by the nearest class of a frozen head."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from fusion_bench_featcal.settings.fields import check_values, is_integer, is_te
 from fusion_bench_featcal.streams.inputs import check_token_ids, to_device
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
-    build_part,
     load_part,
     refuse_unknown_pool_keys,
 )
@@ -96,6 +95,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     from a file. Only the encoder differs between the evaluated models.
     """
 
+    _keys_by_task = ("heads",)
     _config_mapping = BaseTaskPool._config_mapping | {
         "_test_datasets": "test_datasets",
         "_base_model": "base_model",
@@ -116,7 +116,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         batch_size: int = 64,
         **unknown: Any,
     ) -> None:
-        """Check the settings. `setup` loads data and base.
+        """Check the settings. `opened` opens the data, `setup` loads the base.
 
         Args:
             test_datasets: Task name -> rows, a path, a hub id or a configuration with `_target_`.
@@ -141,17 +141,14 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         super().__init__()
         self._test_datasets, self._base_model = test_datasets, base_model
         self._processor, self._pooling, self.batch_size = processor, pooling, batch_size
-        self.heads = _parsed(heads or {}, test_datasets or heads or ())
+        self.heads = _parsed(heads or {})
         self._vectors: dict[str, Tensor] = {}
+        self._label = f"taskpool.base_model={base_model}"
 
     @cached_property
     def folder(self) -> Path:
         """The base's folder, which is downloaded."""
         return fetch(self._base_model, self._label)
-
-    @property
-    def _label(self) -> str:
-        return f"taskpool.base_model={self._base_model}"
 
     @cached_property
     def reader(self) -> Any:
@@ -174,57 +171,59 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             )
         return self.reader.pooling
 
-    def setup(self) -> None:
-        """Load processor, datasets and heads. The first `evaluate` call does it.
-
-        Raises:
-            CalibrationError: If something cannot be loaded, or a task has no rows or labels.
-            ValueError: If a task has no data.
-        """
-        data = self.test_data
-        refuse_unknown(self.heads, data, "taskpool.heads.")
-        self.heads = {task: self.heads.get(task, Head()) for task in data}
+    @cached_property
+    def opened(self) -> dict[str, EncoderTask]:
+        """The processor and heads in files are loaded, too."""
         is_image = (self.folder / "preprocessor_config.json").is_file()
         kind = AutoImageProcessor if is_image else AutoTokenizer
         source = str(self.folder) if self._processor is None else self._processor
-        processor = load_part("taskpool.processor", source, kind)
-        if is_text := hasattr(processor, "model_max_length"):
-            _ = self.pooling  # raises before texts are read
-            if self._processor is not None:
-                self.reader.model[0].processor = processor
-        for task, configured in data.items():
-            self.test_dataloaders[task] = self._opened(task, configured, processor, is_text)
-        if any(head.file is None for head in self.heads.values()):
-            if not is_text:
-                raise CalibrationError(
-                    "images have no class names to embed: set taskpool.heads.<task>.file"
-                )
-            self._embed_names()
-        self._is_setup = True
+        self.processor = load_part("taskpool.processor", source, kind)
+        self._is_text = hasattr(self.processor, "model_max_length")
+        return super().opened
 
-    def _opened(self, task: str, configured: Any, processor: Any, is_text: bool) -> EncoderTask:
-        """Open a task's items, and read its head if it is a file."""
-        setting, head = f"taskpool.test_datasets.{task}", self.heads[task]
-        rows = build_part(setting, configured)
-        opened, reader = (_open_texts, self.reader) if is_text else (_open_images, processor)
+    def _open(self, task: str, rows: Any, setting: str) -> EncoderTask:
+        head, size = self.heads.setdefault(task, Head()), self.batch_size
+        opened, reader = (
+            (_open_texts, self._tokenized) if self._is_text else (_open_images, self.processor)
+        )
         with naming_setting(setting):
-            items = opened(rows, f"task {task!r}", head, reader, self.batch_size)
-        if not len(items.labels):
-            raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
+            items = opened(rows, f"task {task!r}", head, reader, size)
+        if head.file is None and not self._is_text:
+            raise CalibrationError(
+                f"images have no class names to embed: set taskpool.heads.{task}.file"
+            )
         if head.file is not None:
             with naming_setting(f"taskpool.heads.{task}.file", head.file):
-                self._vectors[task] = F.normalize(load_file(head.file)["head"].float(), dim=-1)
+                vectors = load_file(head.file)["head"].float()
+            if len(vectors) <= max(items.labels):
+                raise CalibrationError(
+                    f"{items.name} has labels up to {max(items.labels)}, and its head has "
+                    f"{len(vectors)} classes: check taskpool.heads.{task}"
+                )
+            self._vectors[task] = F.normalize(vectors, dim=-1)
         return items
+
+    def _tokenized(self, texts: Sequence[str]) -> list[dict[str, Tensor]]:
+        starts = range(0, len(texts), self.batch_size)
+        return [self.reader.tokenized(texts[start : start + self.batch_size]) for start in starts]
+
+    def _load_models(self) -> None:
+        if self._is_text:
+            _ = self.pooling  # raises before texts are read
+            if self._processor is not None:
+                self.reader.model[0].processor = self.processor
+            self._embed_names()
 
     @torch.no_grad()
     def _embed_names(self) -> None:
         base = self.fabric.to_device(self.reader.model.transformers_model)
-        for task, head in self.heads.items():
+        for task, items in self.opened.items():
+            head = self.heads[task]
             if head.file is None:
-                names = self.test_dataloaders[task].classes
+                names = items.classes
                 texts = [head.template.replace("{}", name) for name in names]
-                batches = _text_batches(self.reader, texts, self.batch_size)
-                features = [self.pooling.features(base, to_device(b, base.device)) for b in batches]
+                batches = [to_device(batch, base.device) for batch in self._tokenized(texts)]
+                features = [self.pooling.features(base, batch) for batch in batches]
                 self._vectors[task] = F.normalize(torch.cat(features), dim=-1)
 
     @contextmanager
@@ -233,18 +232,10 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
     def _score(self, model: Any, task: str) -> Score:
         items, head = self.test_dataloaders[task], self._vectors[task]
-        if len(head) <= max(items.labels):
-            raise CalibrationError(
-                f"{items.name} has labels up to {max(items.labels)}, and its head has "
-                f"{len(head)} classes: check taskpool.heads.{task}"
-            )
-        is_corrected = getattr(model, "is_surgery_model", False)
+        is_corrected, pooled = getattr(model, "is_surgery_model", False), self.pooling.features
 
         def logits(model: Any, inputs: Any) -> Tensor:
-            if is_corrected:
-                features = model.features(task, **inputs)
-            else:
-                features = self.pooling.features(model, inputs)
+            features = model.features(task, **inputs) if is_corrected else pooled(model, inputs)
             return class_logits(features, head, self.heads[task].temperature)
 
         tests = class_tests(items.batches, self.batch_size, items.labels, logits, items.order)
@@ -252,17 +243,16 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             return tests.score(model)
 
 
-def _parsed(heads: Any, tasks: Collection[str]) -> dict[str, Head]:
-    """Return the head of every task."""
+def _parsed(heads: Any) -> dict[str, Head]:
+    """Return the heads of tasks that have keys for them."""
     keys_of = plain_config(heads)
-    refuse_unknown(keys_of, tasks, "taskpool.heads.")
     for task, keys in keys_of.items():
         check_values(Head, keys, f"taskpool.heads.{task}.")
-    return {task: Head(**keys_of.get(task, {})) for task in tasks}
+    return {task: Head(**keys) for task, keys in keys_of.items()}
 
 
-def _open_texts(source: Any, name: str, head: Head, reader: Any, batch_size: int) -> EncoderTask:
-    """Read and tokenize all texts of a task, sorted by their length, which pads batches little."""
+def _open_texts(source: Any, name: str, head: Head, tokenized: Any, size: int) -> EncoderTask:
+    """Read all texts of a task. Batches are sorted by their length, which pads them little."""
     rows = TextRows(load_texts(source, "test") if isinstance(source, str) else source, name)
     values = [rows[number].get(LABEL) for number in range(len(rows))]
     _require_labels(values, name)
@@ -270,13 +260,13 @@ def _open_texts(source: Any, name: str, head: Head, reader: Any, batch_size: int
     labels, classes = encode_labels(values, None, names, name)
     texts = [_text_of(rows, number) for number in range(len(rows))]
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
-    batches = _text_batches(reader, [texts[number] for number in order], batch_size)
+    batches = cache(lambda: tokenized([texts[number] for number in order]))
 
     def checked(model: nn.Module) -> list[dict[str, Tensor]]:
-        for number, batch in enumerate(batches):
-            first = number * batch_size
+        for number, batch in enumerate(batches()):
+            first = number * size
             check_token_ids(batch, model, lambda row, first=first: rows.at(order[first + row]))
-        return batches
+        return batches()
 
     return EncoderTask(name, classes or [], labels, checked, order)
 
@@ -289,23 +279,20 @@ def _text_of(rows: TextRows, number: int) -> str:
     return text
 
 
-def _text_batches(reader: Any, texts: Sequence[str], size: int) -> list[dict[str, Tensor]]:
-    return [reader.tokenized(texts[start : start + size]) for start in range(0, len(texts), size)]
-
-
-def _open_images(
-    source: Any, name: str, head: Head, processor: Any, batch_size: int
-) -> EncoderTask:
+def _open_images(source: Any, name: str, head: Head, processor: Any, size: int) -> EncoderTask:
     rows = load_images(source, usual_split="test") if isinstance(source, str) else source
     items = ImageItems(rows, name=name, classnames=head.class_names)
     labels = [items.read(number)[1] for number in range(len(items))]
     _require_labels(labels, name)
     classes = items.classnames or [str(number) for number in range(max(labels) + 1)]  # type: ignore[operator]
-    batches = ImageBatches(items, range(len(items)), batch_size, processor)
+    _ = [*ImageBatches(items, [0], 1, processor)]
+    batches = ImageBatches(items, range(len(items)), size, processor)
     return EncoderTask(name, classes, labels, lambda _: batches)  # type: ignore[arg-type]
 
 
 def _require_labels(labels: Sequence[Any], name: str) -> None:
+    if not labels:
+        raise CalibrationError(f"{name} has no test rows")
     if None in labels:
         raise CalibrationError(
             f"{name}: item {labels.index(None)} has no {LABEL}, which scores need"

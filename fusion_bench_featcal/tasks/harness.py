@@ -13,6 +13,7 @@ from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
 from transformers import AutoTokenizer
 
+from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.tasks.item_pool import load_part, refuse_unknown_pool_keys
@@ -86,35 +87,43 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             Task -> `{"accuracy": the chosen result}` and all of lm-eval's results.
 
         Raises:
-            CalibrationError: If lm-eval has no such task or result.
+            CalibrationError: If lm-eval gives no such result. See also `opened`.
         """
         import lm_eval  # type: ignore[import-not-found]
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 
-        for task in self.tasks:
-            if task not in self._index.all_tasks:
-                raise CalibrationError(
-                    f"taskpool.tasks.{task}: lm-eval has no such task"
-                    f"{nearest_hint(task, self._index.all_tasks)}. Set taskpool.include_path to a "
-                    "folder with your own tasks"
-                )
-        tokenizer = load_part("taskpool.tokenizer", self.tokenizer, AutoTokenizer)
+        tokenizer, index = self.opened
         model = model.to(self.fabric.device).eval()
         done: Any = lm_eval.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),
             tasks=list(self.tasks),
-            task_manager=self._index,
+            task_manager=index,
             log_samples=False,
             **{name: getattr(self, name) for name in _CHOICES},
         )
         return {task: self._result(task, done["results"].get(task, {})) for task in self.tasks}
 
     @cached_property
-    def _index(self) -> Any:
-        """lm-eval's index of tasks, with tasks of a folder. It takes seconds to build."""
+    def opened(self) -> tuple[Any, Any]:
+        """The tokenizer, and lm-eval's index of tasks. lm-eval loads data in each evaluation again.
+
+        Raises:
+            CalibrationError: If lm-eval has no such task, or cannot load its data.
+        """
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
-        return TaskManager(include_path=self.include_path)
+        tokenizer = load_part("taskpool.tokenizer", self.tokenizer, AutoTokenizer)
+        index = TaskManager(include_path=self.include_path)
+        for task in self.tasks:
+            if task not in index.all_tasks:
+                raise CalibrationError(
+                    f"taskpool.tasks.{task}: lm-eval has no such task"
+                    f"{nearest_hint(task, index.all_tasks)}. Set taskpool.include_path to a "
+                    "folder with your own tasks"
+                )
+            with naming_setting(f"taskpool.tasks.{task}"):  # a task's object reads its first row
+                (getattr(index, "load", None) or index.load_task_or_group)([task])
+        return tokenizer, index
 
     def _result(self, task: str, values: Mapping[str, Any]) -> dict[str, Any]:
         metric = self.tasks[task]

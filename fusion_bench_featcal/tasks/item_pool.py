@@ -1,7 +1,8 @@
 """Base of this package's task pools: keys, loading, and evaluation with flags per item."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.fusionbench.config_checks import refuse_missing_paths
 from fusion_bench_featcal.models.hub import fetch, note_data_set
 from fusion_bench_featcal.run.progress import progress_bar
 
@@ -28,6 +30,7 @@ class ItemPool:
     _program: Any  # that made the pool, or None; FusionBench sets it
     _test_datasets: Mapping[str, Any] | None
     _setting_of_data = "taskpool.test_datasets.{}"
+    _keys_by_task: Sequence[str] = ()  # attributes that are mappings of tasks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Pass all arguments to the task pool."""
@@ -35,9 +38,36 @@ class ItemPool:
         self.item_correct: dict[str, Tensor] = {}
         self.test_dataloaders: dict[str, Any] = {}
 
-    def setup(self) -> None:
-        """Load everything for the evaluation."""
+    @cached_property
+    def opened(self) -> dict[str, Any]:
+        """Task -> its test data, opened up to the first row, for all evaluations.
+
+        Raises:
+            CalibrationError: If data cannot be loaded, are empty, or have an unusable first row.
+            ValueError: If a task has no data.
+        """
+        opened = {}
+        for task, data in self.test_data.items():
+            setting = self._setting(task)
+            opened[task] = self._open(task, build_part(setting, data), setting)
+        return opened
+
+    def _open(self, task: str, rows: Any, setting: str) -> Any:
+        """Open a task's rows, and read the first one."""
         raise NotImplementedError
+
+    def setup(self) -> None:
+        """Open the data, then load models. The first `evaluate` call does it.
+
+        Raises:
+            CalibrationError: If something cannot be loaded. See also `opened`.
+        """
+        loaders = dict(self.opened)
+        self._load_models()
+        self.test_dataloaders, self._is_setup = loaders, True
+
+    def _load_models(self) -> None:
+        """Load the models that an evaluation needs. The default needs none."""
 
     def evaluate(self, model: nn.Module, name: str | None = None) -> dict[str, Any]:
         """Evaluate a model on the tasks in `test_dataloaders`.
@@ -60,28 +90,22 @@ class ItemPool:
                 self.item_correct[task] = score.correct
         trainable, total = count_parameters(model)
         info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
-        info["trainable_percentage"] = trainable / total
-        if name is not None:
-            info["name"] = name
+        info |= {"trainable_percentage": trainable / total} | ({"name": name} if name else {})
         measured = {t: {"accuracy": s.accuracy, "loss": s.loss} for t, s in scores.items()}
         average = {k: fmean(m[k] for m in measured.values()) for k in ("accuracy", "loss")}
         return {"model_info": info, **measured, "average": average}
 
     @property
     def test_data(self) -> dict[str, Any]:
-        """Data of tasks by name: this pool's `test_datasets`, else the model pool's.
+        """Data of tasks by name: this pool's, else the model pool's. Nothing is opened.
 
         Raises:
-            ValueError: If a task has no data in either pool, or there are no tasks.
+            ValueError: If a task has no data in either pool, a path does not exist, there are no
+                tasks, or a key is of another task.
         """
-        return self._data_of(self._test_datasets)
-
-    def _data_of(self, tasks: Iterable[str] | None) -> dict[str, Any]:
-        """Return the data of some tasks, by default of all in the model pool. Raises as above."""
         modelpool = getattr(self._program, "modelpool", None)
-        shared = getattr(modelpool, "_test_datasets", None) or {}
-        own = {t: rows for t, rows in (self._test_datasets or {}).items() if rows is not None}
-        data = {task: own.get(task, shared.get(task)) for task in tasks or shared}
+        shared, own = getattr(modelpool, "_test_datasets", None) or {}, self._named_data
+        data = {t: shared.get(t) if own.get(t) is None else own[t] for t in own or shared}
         for task in (task for task, rows in data.items() if rows is None):
             raise ValueError(
                 f"task {task!r} has no test data: set {self._setting_of_data.format(task)} or "
@@ -92,7 +116,20 @@ class ItemPool:
                 "taskpool has no tasks: name their data under taskpool.test_datasets or "
                 "modelpool.test_datasets"
             )
+        refuse_missing_paths({"": {self._setting(task): rows for task, rows in data.items()}})
+        for key in self._keys_by_task:
+            refuse_unknown(getattr(self, key), data, f"taskpool.{key}.")
         return data
+
+    @property
+    def _named_data(self) -> Mapping[str, Any]:
+        """Task -> its data in this pool's config, or None for the model pool's."""
+        return self._test_datasets or {}
+
+    def _setting(self, task: str) -> str:
+        """Return the setting that names a task's data, for messages."""
+        pool = "modelpool" if self._named_data.get(task) is None else "taskpool"
+        return f"{pool}.test_datasets.{task}"
 
     @contextmanager
     def _prepared(self, model: nn.Module) -> Iterator[Any]:

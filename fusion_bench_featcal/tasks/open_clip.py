@@ -16,9 +16,9 @@ class OpenClipTaskPool(ClipTaskPool):
     The encoder's projection replaces the visual projection of `clip_model`.
     """
 
-    def setup(self) -> None:
+    def _load_models(self) -> None:
         """Load as `ClipTaskPool`, without the visual projection."""
-        super().setup()
+        super()._load_models()
         width = self.clip_model.text_projection.out_features
         self.clip_model.visual_projection = _AlreadyProjected(width)  # type: ignore[assignment]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,7 @@ from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
+from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, TextKind
@@ -35,7 +36,6 @@ from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import is_integer
 from fusion_bench_featcal.tasks.item_pool import (
     ItemPool,
-    build_part,
     load_part,
     refuse_unknown_pool_keys,
 )
@@ -51,6 +51,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     token, averaged over rows.
     """
 
+    _keys_by_task = ("metrics",)
     _config_mapping = BaseTaskPool._config_mapping | {
         "_test_datasets": "test_datasets",
         "_tokenizer": "tokenizer",
@@ -71,7 +72,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         max_length: int | None = None,
         **unknown: Any,
     ) -> None:
-        """Check the settings. `setup` loads data and tokenizer.
+        """Check the settings. `opened` loads data and tokenizer.
 
         Args:
             test_datasets: Task name -> rows, a path, a hub id or a configuration with `_target_`.
@@ -85,12 +86,10 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
             **unknown: Refused, except for keys that all FusionBench configurations have.
 
         Raises:
-            ValueError: For unknown keys, tasks or metrics, and values out of range.
+            ValueError: For unknown keys or metrics, and values out of range.
         """
         refuse_unknown_pool_keys(TextTaskPool, unknown)
         self.metrics: dict[str, Metric] = dict(metrics or {})
-        if test_datasets:
-            refuse_unknown(self.metrics, test_datasets, "taskpool.metrics.")
         for task, metric in self.metrics.items():
             refuse_unknown([metric], METRICS, f"taskpool.metrics.{task}=")
         lengths = {"max_new_tokens": max_new_tokens, "max_length": max_length}
@@ -106,26 +105,21 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         self.max_length = max_length
         self._batches: dict[tuple[str, str], tuple[TextBatches, list[int]]] = {}
 
-    def setup(self) -> None:
-        """Load tokenizer and datasets. The first `evaluate` call does it.
-
-        Raises:
-            CalibrationError: If something cannot be loaded or a task has no rows.
-            ValueError: If a task has no data.
-        """
+    @cached_property
+    def opened(self) -> dict[str, Any]:
+        """The tokenizer is loaded, too."""
         self.tokenizer = load_part("taskpool.tokenizer", self._tokenizer, AutoTokenizer)
-        data = self.test_data
-        refuse_unknown(self.metrics, data, "taskpool.metrics.")
-        for name, configured in data.items():
-            setting = f"taskpool.test_datasets.{name}"
-            rows = build_part(setting, configured)
-            if isinstance(rows, str):
-                with naming_setting(setting):
-                    rows = load_texts(rows, "test")
-            self.test_dataloaders[name] = TextRows(rows, f"task {name!r}, {setting}")
-            if not len(self.test_dataloaders[name]):
-                raise CalibrationError(f"task {name!r} has no test rows. Check {setting}.")
-        self._is_setup = True
+        return super().opened
+
+    def _open(self, task: str, rows: Any, setting: str) -> TextRows:
+        if isinstance(rows, str):
+            with naming_setting(setting):
+                rows = load_texts(rows, "test")
+        opened = TextRows(rows, f"task {task!r}, {setting}")
+        if not len(opened):
+            raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
+        _require_target(opened.read(0))
+        return opened
 
     @contextmanager
     def _prepared(self, model: nn.Module) -> Iterator[Any]:
@@ -151,28 +145,29 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         encoder = TextEncoder(self.tokenizer, kind, self.max_length, *limits)
         settings = FeatCalSettings(batch_size=self.batch_size)
         batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)
-        for text, sample in zip(batches.texts, batches.encoded, strict=True):
-            if sample.labels is None:
-                raise CalibrationError(f"{text.name} has no target to compare answers with")
+        for text in batches.texts:
+            _require_target(text)
         return batches.by_length()
 
     def _correlation(self, model: Any, batches: TextBatches) -> float:
         """Return Spearman's correlation of generated answers and targets."""
-        targets, encoder = self._targets(batches), batches.encoder
+        encoder, decode = batches.encoder, partial(self.tokenizer.decode, skip_special_tokens=True)
+        ids = [_target_ids(sample) for sample in batches.encoded]
+        targets = [
+            text.target if isinstance(text.target, str) else decode(tokens)
+            for text, tokens in zip(batches.texts, ids, strict=True)
+        ]
         # An answer longer than every target cannot be right.
-        longest = max(len(_target_ids(sample)) for sample in batches.encoded)
-        most = self.max_new_tokens or longest
+        most = self.max_new_tokens or max(map(len, ids))
         prompts = [encoder.prompt(text, most).ids for text in batches.texts]
         answers = answer_texts(model, encoder, prompts, batch_size=self.batch_size, most=most)
         return spearman(answers, targets)
 
-    def _targets(self, batches: TextBatches) -> list[str]:
-        pairs = zip(batches.texts, batches.encoded, strict=True)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        return [
-            text.target if isinstance(text.target, str) else decode(_target_ids(sample))
-            for text, sample in pairs
-        ]
+
+def _require_target(text: Text) -> None:
+    target = text.prompt.get("labels") if text.form == "tokens" else text.target
+    if target is None:
+        raise CalibrationError(f"{text.name} has no target to compare answers with")
 
 
 def _target_ids(sample: Sample) -> list[int]:

@@ -69,6 +69,17 @@ def test_of_images(tmp_path, labels, names, heads, expected):
     assert torch.cat([batch["labels"] for batch in batches]).tolist() == expected
 
 
+def test_data_to_evaluate_on_without_rows_are_refused(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_parquet(write(tmp_path, [0, 1, 2], []))
+    table.select([]).to_parquet(tmp_path / "empty.parquet")  # type: ignore[union-attr]
+    paths: Any = {"data": {"a": f"{tmp_path}/table.parquet"}}
+    request = Request(
+        merged="m", expert={"a": "x"}, **paths, eval={"a": f"{tmp_path}/empty.parquet"}, out="o"
+    )
+    with pytest.raises(ValueError, match=r"^--eval a=.*empty\.parquet has no rows"):
+        open_image_task("a", request, channels_first, PETS)
+
+
 def part_of(rows: Any) -> Part:
     return Part("--data a=x", TextRows(rows, "--data a=x"), [*range(len(rows))])
 

@@ -157,7 +157,7 @@ def of_items(*items: Any) -> dict[str, Any]:
         ({"tasks": {"x": {"data": "FOLDER/shapes"}}, "test_datasets": {"x": [CAT]}},
          "task 'x' needs its data once: set either"),
         ({"task": {}}, r"taskpool\.task is unknown \(nearest: 'tasks'\)"),
-        ({"tasks": {"x": {"data": "./nowhere"}}}, r"x cannot be loaded: data './nowhere' does not"),
+        ({"tasks": {"x": {"data": "./nowhere"}}}, r"x\.data=\./nowhere: there is no such file"),
         ({"tasks": {"x": {"clasnames": []}}}, r"x\.clasnames is unknown \(nearest: 'classnames'"),
         ({"tasks": {"x": {"templates": ["a photo"]}}}, r"prompts with \{\} for the class name"),
         # refused when they are evaluated
@@ -172,3 +172,16 @@ def of_items(*items: Any) -> dict[str, Any]:
 def test_keys_and_items_that_cannot_be_used_are_named(make_pool, model, keys, message):
     with pytest.raises((ValueError, CalibrationError), match=message):
         make_pool(**keys).evaluate(model)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"image": picture(0)}, r"task 'x'.*item 0 has no label"),
+        ({"image": b"no image", "label": 0}, r"task 'x'.*item 0: .* cannot be read as an image"),
+        (CAT | {"label": 2}, r"test_datasets\.x, item 0: label 2 is none of the 2 classes"),
+    ],
+)
+def test_a_first_item_is_read_before_a_model_is_loaded(make_pool, item, message):
+    with pytest.raises(CalibrationError, match=message):
+        _ = make_pool(**of_items(item), clip_model="nowhere").opened

@@ -93,6 +93,17 @@ def test_images_are_scored_by_a_head_from_a_file(tmp_path):
     logits, labels = tokens @ tokens[:3].T / 0.05, torch.arange(6) % 3
     assert pool.item_correct["t"][:3].all()  # an image is the nearest to itself
     assert loss == pytest.approx(F.cross_entropy(logits, labels).item(), abs=1e-4)
+    refused = {
+        "labels up to 3, and its head has 3 classes: check taskpool.heads.t": {"label": 3},
+        "task 't', item 0: .* cannot be read as an image": {"image": b"no image"},
+    }
+    for message, change in refused.items():
+        other = EncoderTaskPool(
+            {"t": [rows[0] | change]}, base_model=str(tmp_path / "base"), heads=heads,
+            processor=channels_first, pooling="cls",
+        )  # fmt: skip
+        with pytest.raises(CalibrationError, match=message):
+            _ = other.opened
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ def test_each_task_has_its_own_metric(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, module)
 
     evaluation = lambda **options: arguments.update(options) or {"results": RESULTS}  # noqa: E731
-    index = lambda **options: types.SimpleNamespace(all_tasks=list(RESULTS))  # noqa: E731
+    loaded: list[list[str]] = []
+    index = lambda **_: types.SimpleNamespace(all_tasks=list(RESULTS), load=loaded.append)  # noqa: E731
     module("lm_eval", simple_evaluate=evaluation)
     module("lm_eval.models")
     module("lm_eval.models.huggingface", HFLM=lambda **options: arguments.update(wrapped=options))
@@ -31,6 +32,8 @@ def test_each_task_has_its_own_metric(monkeypatch, tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
     tasks, model = {"gsm8k": "exact_match,none", "ifeval": "acc,none"}, llama_model()
     pool = LMEvalTaskPool(tasks, tokenizer=str(tmp_path), batch_size=3, limit=7)
+    _ = pool.opened
+    assert loaded == [[task] for task in tasks] and not arguments
     report = pool.evaluate(model)
     assert [report[task]["accuracy"] for task in tasks] == [0.25, 0.5]
     assert (arguments["tasks"], arguments["limit"]) == (["gsm8k", "ifeval"], 7)
@@ -39,6 +42,9 @@ def test_each_task_has_its_own_metric(monkeypatch, tmp_path):
     tasks["ifeval"] = "exact_match,none"
     with pytest.raises(CalibrationError, match=r"taskpool\.tasks\.ifeval.*acc,none"):
         pool.evaluate(model)
+    unknown = LMEvalTaskPool({"gsm8": "acc,none"}, tokenizer=str(tmp_path))
+    with pytest.raises(CalibrationError, match=r"tasks\.gsm8: lm-eval .* \(nearest: 'gsm8k'\)"):
+        _ = unknown.opened
 
 
 def test_without_lm_eval_the_way_out_is_named(monkeypatch):

@@ -1,5 +1,6 @@
 """The text task pool: greedy answers, scores, loss and refusals."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,3 +108,32 @@ def test_rows_and_models_that_cannot_be_evaluated_are_refused(rows, options, mes
     tokenizer = options.get("tokenizer") or word_tokenizer()
     with pytest.raises((TypeError, CalibrationError), match=message):
         TextTaskPool({"a": rows}, tokenizer=tokenizer).evaluate(model)
+
+
+LOADED: list[str] = []
+
+
+def rows_by_loader(name: str, **row: str) -> list[dict[str, str]]:
+    LOADED.append(name)
+    return [row] if row else []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, r"task 'b' has no test rows\. Check taskpool\.test_datasets\.b"),
+        ({"prompt": "a"}, r"taskpool\.test_datasets\.b, item 0 has no target"),
+        ({"text": "a"}, r"taskpool\.test_datasets\.b, item 0 has no target"),
+        (PAIR, ""),
+    ],
+)
+def test_data_are_opened_once_up_to_the_first_row(row, message):
+    LOADED.clear()
+    loader = {"_target_": f"{__name__}.rows_by_loader"}
+    data = {"a": {**loader, "name": "a", **PAIR}, "b": {**loader, "name": "b", **row}}
+    pool = TextTaskPool(data, tokenizer=word_tokenizer())
+    with pytest.raises(CalibrationError, match=message) if message else nullcontext():
+        _ = pool.opened
+        scores = [pool.evaluate(llama_model(seed))["average"] for seed in (0, 0)]
+        assert scores[0] == scores[1]
+    assert LOADED == ["a", "b"]
