@@ -22,7 +22,9 @@ def is_of_transformers(processor: Any) -> bool:
 
 
 def to_rgb(value: Any, item: str) -> Image.Image:
-    """Convert an image of a dataset to an upright 8-bit RGB picture, transparent parts on white.
+    """Convert an image of a dataset to an upright 8-bit RGB picture.
+
+    Transparency is dropped, as by the `convert("RGB")` of pipelines and trainers.
 
     Args:
         value: A PIL image, a path, the bytes of an image file, or a mapping with `bytes` or `path`,
@@ -87,11 +89,9 @@ def _rgb(picture: Image.Image) -> Image.Image:
     picture.load()
     _refuse_depth(picture)
     picture = ImageOps.exif_transpose(picture)
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    canvas = Image.new("RGBA", picture.size, "white")
-    canvas.alpha_composite(picture.convert("RGBA"))
-    return canvas.convert("RGB")
+    if picture.has_transparency_data:  # which RGB would keep as a colour that is transparent
+        picture = picture.convert("RGBA")
+    return picture.convert("RGB")
 
 
 def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:

@@ -39,14 +39,19 @@ def sideways() -> Image.Exif:
     return exif
 
 
-ON_WHITE = plain("RGB", (204, 204, 204))
+CLEAR = plain("RGBA", (9, 20, 30, 51))
+OPAQUE = plain("RGB", (9, 20, 30))  # as pipelines and trainers read it
 FORMS: dict[str, tuple[Any, Image.Image]] = {
     "RGB": (PICTURE, PICTURE),
     "as datasets stores it": ({"bytes": file_of(PICTURE), "path": "inside.png"}, PICTURE),
     "grey": (PICTURE.convert("L"), PICTURE.convert("L").convert("RGB")),
     "CMYK": (plain("CMYK", (0, 255, 255, 0)), plain("RGB", "red")),
-    "half transparent": (plain("RGBA", (0, 0, 0, 51)), ON_WHITE),
-    "palette with alpha": (file_of(plain("RGBA", (0, 0, 0, 51)).quantize(4)), ON_WHITE),
+    "half transparent": (CLEAR, OPAQUE),
+    "a file with alpha": (file_of(CLEAR), OPAQUE),
+    "palette with alpha": (file_of(CLEAR.quantize(4), transparency=bytes([51] * 4)), OPAQUE),
+    "palette with a clear colour": (file_of(CLEAR.quantize(4), transparency=0), OPAQUE),
+    "grey with alpha": (file_of(plain("LA", (9, 51))), plain("RGB", (9, 9, 9))),
+    "grey with a clear level": (file_of(plain("L", 9), transparency=9), plain("RGB", (9, 9, 9))),
     "rotated": (file_of(PICTURE, exif=sideways()), PICTURE.transpose(Image.Transpose.ROTATE_270)),
 }
 
