@@ -21,6 +21,7 @@ from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
+from fusion_bench_featcal.run.devices import check_device
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
 from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, check_merged, open_problem
@@ -104,8 +105,8 @@ def calibrate(
 
     Raises:
         CalibrationError: If the calibration cannot go on, naming the location and the argument.
-        ValueError: If an option is not accepted, the family or rule is unknown, or the rule needs a
-            base model and there is none.
+        ValueError: If an option is not accepted, the family or rule is unknown, the rule needs a
+            base model and there is none, or torch cannot use the device.
         TypeError: If `rule` is neither a rule nor settings.
     """
     options = Options(
@@ -126,6 +127,8 @@ def calibrate(
         refuse_unusable(merged)
     rule, options = rule_and_options(rule, options)
     check_inputs(base, experts, batches, rule)
+    if device is not None:
+        check_device(str(torch.device(device)), f"device={device}")
     if merged_weights is not None and options.checkpoint_dir is None:
         raise ValueError("merged_weights needs checkpoint_dir, where the calibrated model goes")
     runtime = Runtime(

@@ -155,6 +155,27 @@ def test_options_beside_settings_are_refused() -> None:
         calibrate(*arguments(residual_suite()), FeatCalSettings(), seed=7)
 
 
+@pytest.mark.parametrize("make", [residual_suite, decoder_suite])
+def test_a_base_that_is_not_the_base_is_named(make: Any, caplog: Any) -> None:
+    suite, other = make(), make(seed=5)
+    copied = dict(suite.experts, task_0=copy.deepcopy(other.base))
+    changed = dataclasses.replace(suite, base=other.base, experts=copied)
+    calibrate(*arguments(changed), progress=False)
+    notes = [r.getMessage() for r in caplog.records]
+    assert notes[0].startswith("experts['task_0'] equals the base on a sample of its weights")
+    away = r"experts\['task_1'\] may not be tuned from this base: .* 1\.\d+ times the base's norm"
+    assert re.match(away, notes[1]) and notes[2].startswith("merged may not be tuned")
+    assert len(notes) == 3
+    caplog.clear()
+    calibrate(*arguments(changed)[:1], None, *arguments(changed)[2:], progress=False)
+    assert not caplog.records  # a base that is not read
+
+
+def test_a_device_that_torch_cannot_use_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^device=cuda:99"):
+        calibrate(*arguments(residual_suite()), device="cuda:99")
+
+
 def test_frozen_statistics_stay_as_merged(caplog: pytest.LogCaptureFixture) -> None:
     suite = tower_suite("resnet")
     for name, buffer in suite.merged.named_buffers():

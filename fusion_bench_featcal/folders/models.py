@@ -31,7 +31,7 @@ from fusion_bench_featcal.folders.model_folder import (
 from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.models.likeness import notes_on_experts
+from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.other_files import refuse_links
 from fusion_bench_featcal.models.processors import (

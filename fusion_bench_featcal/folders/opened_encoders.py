@@ -21,7 +21,7 @@ from fusion_bench_featcal.folders.sentence_rows import opener
 from fusion_bench_featcal.folders.tasks import Part, Task, open_parts, sentence
 from fusion_bench_featcal.folders.tokenizers import doubts_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
-from fusion_bench_featcal.models.likeness import notes_on_experts
+from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult

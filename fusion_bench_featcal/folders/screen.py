@@ -99,11 +99,12 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     package = "fusion_bench_featcal."
-    # The plan lists every task's samples, and a note the samples that are not trusted.
+    # The plan lists samples and unrelated experts, and a note the samples that are not trusted.
     levels = {
         "run.progress": INFO,
         "streams.samples": ERROR,
         "data.text_batches": ERROR,
+        "experts.likeness": ERROR,
         "run.trust": ERROR,
         "sentence_transformers": ERROR,
     }

@@ -5,6 +5,7 @@ from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
+from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.fusionbench.options import plain_config
@@ -17,7 +18,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     load_pool_model,
 )
 from fusion_bench_featcal.models.configs import compare_configs
-from fusion_bench_featcal.models.likeness import notes_on_experts
 from fusion_bench_featcal.settings import FeatCalSettings
 
 

@@ -21,6 +21,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import LazyModel, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
+from fusion_bench_featcal.experts.likeness import warn_of_strangers
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.pairing import refuse_more_blocks
 from fusion_bench_featcal.experts.working_model import WorkingModel
@@ -258,7 +259,11 @@ def open_models(
     has_base = inputs.base is not None and rule.reads_base
     base = opened("base", inputs.base) if has_base else None
     tasks = runtime.processes.share(inputs.experts)
-    return working, base, {t: opened(f"experts[{t!r}]", inputs.experts[t]) for t in tasks}
+    experts = {task: opened(f"experts[{task!r}]", inputs.experts[task]) for task in tasks}
+    if base is not None:
+        named = {f"experts[{task!r}]": expert for task, expert in experts.items()}
+        warn_of_strangers({**named, "merged": working}, base)
+    return working, base, experts
 
 
 def with_estimated_statistics(

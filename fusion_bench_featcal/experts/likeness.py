@@ -1,12 +1,16 @@
 """Notes on experts that may not belong together, from a sample of their weights."""
 
+import logging
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from fusion_bench_featcal.experts.expert import LazyModel
+from fusion_bench_featcal.experts.source import InMemoryExpert
+
+logger = logging.getLogger(__name__)
 
 UNRELATED = 1.0
 """Distance from the base, relative to its norm, of models without a common origin. Two separately
@@ -14,6 +18,13 @@ trained models are about 1.4 apart, a model and its fine-tuned version below 0.5
 
 _WEIGHTS = 8
 _ROWS = 64
+
+
+def warn_of_strangers(models: Mapping[str, LazyModel], base: LazyModel) -> None:
+    """Log the sentences of `notes_on_experts` on models in memory. Doors of files show theirs."""
+    loaded = {n: model for n, model in models.items() if isinstance(model.source, InMemoryExpert)}
+    for note in notes_on_experts(loaded, base):
+        logger.warning(note)
 
 
 def notes_on_experts(models: Mapping[str, LazyModel], base: LazyModel) -> list[str]:
@@ -25,7 +36,7 @@ def notes_on_experts(models: Mapping[str, LazyModel], base: LazyModel) -> list[s
         models: Label of a model in sentences -> the model, an expert or the merged one.
         base: The base model.
     """
-    sample, notes = _sampled(base), list[str]()
+    sample, notes = _sampled(base, models.values()), list[str]()
     rows = _rows(base, sample)
     for label, model in models.items() if sample else ():
         distance = float((_rows(model, sample) - rows).norm() / rows.norm().clamp_min(1e-30))
@@ -48,10 +59,11 @@ def _rows(model: LazyModel, names: list[str]) -> Tensor:
     return torch.cat([torch.empty(0), *rows])
 
 
-def _sampled(model: LazyModel) -> list[str]:
-    """Return names of weights spread over a model, without the largest half (embeddings)."""
-    tensors = model.module.state_dict()
+def _sampled(base: LazyModel, models: Iterable[LazyModel]) -> list[str]:
+    """Return names of weights spread over a base, without the largest half (embeddings)."""
+    tensors = base.module.state_dict()
     sizes = {n: t.numel() for n, t in tensors.items() if t.ndim > 1 and t.is_floating_point()}
     median = statistics.median_high(sizes.values() or [0])
-    names = [name for name, size in sizes.items() if size <= median and name in model.keys]
+    whole = base, *models  # of heads that differ a model lacks tensors
+    names = [n for n, size in sizes.items() if size <= median and all(n in m.keys for m in whole)]
     return names[:: max(1, len(names) // _WEIGHTS)][:_WEIGHTS]
