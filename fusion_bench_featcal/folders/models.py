@@ -13,6 +13,7 @@ from fusion_bench_featcal.data.pictures import check_channels
 from fusion_bench_featcal.data.text_limits import end_tokens
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
+from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.families import Family, stages_of
@@ -31,9 +32,8 @@ from fusion_bench_featcal.folders.model_folder import (
 from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.models.merging import MergedOnRead
-from fusion_bench_featcal.models.other_files import refuse_links
+from fusion_bench_featcal.models.other_files import note_on_weights, refuse_links
 from fusion_bench_featcal.models.processors import (
     check_processors,
     check_tokenizers,
@@ -256,6 +256,7 @@ class Models:
         """Sentences on the models, and on experts that may not belong together."""
         adapters = [task for task, expert in self.experts.items() if expert.is_adapter]
         notes = notes_on_inputs(self.request, adapters)
+        notes += [] if self.merged is None else note_on_weights(self.merged.folder)
         owner = next(
             (e for e in self.experts.values() if str(e.folder) == self.processor_folder), None
         )

@@ -14,6 +14,7 @@ from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
+from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.folders.encoder_models import EncoderModels
 from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
@@ -21,8 +22,7 @@ from fusion_bench_featcal.folders.sentence_rows import opener
 from fusion_bench_featcal.folders.tasks import Part, Task, open_parts, sentence
 from fusion_bench_featcal.folders.tokenizers import doubts_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
-from fusion_bench_featcal.experts.likeness import notes_on_experts
-from fusion_bench_featcal.models.other_files import copy_other_files
+from fusion_bench_featcal.models.other_files import copy_other_files, note_on_weights
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.sentence_transformers import (
@@ -104,6 +104,8 @@ class OpenedEncoders:
             notes.append(f"no modules.json: sentence-transformers reads {home.label} by its mean")
         elif request.merged is not None and home is not models.files["merged"]:
             notes.append(f"{request.merged} has no modules.json: modules are those of {home.label}")
+        if "merged" in models.files:
+            notes += note_on_weights(models.files["merged"].folder)
         for task, expert in experts.items():
             if other := [n for n in _READING if _reading(expert, n) != _reading(merged, n)]:
                 notes.append(f"expert {task} has other {', '.join(other)} than the merged model")

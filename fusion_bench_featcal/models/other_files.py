@@ -9,6 +9,8 @@ _WEIGHTS = {
     ".onnx", ".onnx_data", ".xml", ".tflite", ".pkl", ".pickle", ".npz", ".distcp",
 }  # fmt: skip
 """Endings of weights in any format, and of states of a training. They are not repaired."""
+_OWN = ("model*.safetensors", "pytorch_model*.bin", "training_args.bin", "rng_state*")
+"""A model's own weights, in modules' folders too, and more states of a training."""
 _CODE = {".py", ".pyc", ".so"}
 _STATES = ("*.index.json", "trainer_state.json", "optimizer*", "scheduler*")
 _PROCESSORS = (
@@ -85,3 +87,16 @@ def small_files(folder: Path, skipped_folders: Collection[str] | None = None) ->
             )
         if file.stat().st_size <= _LARGEST:
             yield file
+
+
+def note_on_weights(folder: Path) -> list[str]:
+    """Return a sentence on weights beside a model, such as heads in files of their own, if any."""
+    names = [file.relative_to(folder) for file in (*folder.glob("*"), *folder.glob("*/*"))]
+    beside = [
+        str(name)
+        for name in sorted(names)
+        if _WEIGHTS & {*map(str.lower, name.suffixes)} and name.parts[0] not in _FOLDERS
+        if not any(map(name.match, (*_STATES, *_OWN)))
+    ]
+    text = f"weights beside the model are neither repaired nor copied: {', '.join(beside):.200}"
+    return [f"{text} of {folder}"] if beside else []

@@ -38,6 +38,9 @@ def test_folders_of_models_keep_small_files(folder):
     (folder / "merged" / "list_config.json").write_text("[1")  # another program's
     done = featcal(*words(folder, "--no-eval"))
     assert done.code == 0, done.err
+    beside = "model.gguf, model.onnx, old.bin, rust_model.ot, tf_model.h5 of "
+    assert "weights beside the model are neither repaired nor copied: flax_mo" in done.out
+    assert beside in done.out
     new = names_in(folder / "out")
     assert new >= KEPT | TOKENIZER and new.isdisjoint(NEVER)
     assert all(
