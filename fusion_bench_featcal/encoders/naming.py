@@ -1,12 +1,15 @@
-"""The class of sentence-transformers that a folder names, read without importing the library."""
+"""The files by which sentence-transformers opens a folder, read without importing the library."""
 
 from pathlib import Path
 
+from fusion_bench_featcal.files.untrusted import parse_json, read_bytes, read_json
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import MODULES
 
 RERANKER = "CrossEncoder"
 DEFAULT = "SentenceTransformer"
+_CLASS = "config_sentence_transformers.json"
+_CONFIGS = ("config.json", _CLASS, "sentence_*_config.json")
 
 
 def class_of(folder: Path) -> str:
@@ -14,8 +17,31 @@ def class_of(folder: Path) -> str:
 
     Folders of embedding models list their modules. Rerankers of earlier releases have no list, but
     a key in their config.json.
+
+    Raises:
+        ValueError: If the file with the name is damaged.
     """
-    place = str(folder)
-    if (folder / MODULES).is_file():
-        return read_local(place, "config_sentence_transformers.json").get("model_type", DEFAULT)
-    return RERANKER if "sentence_transformers" in read_local(place, "config.json") else ""
+    if not (folder / MODULES).is_file():
+        has_key = "sentence_transformers" in read_local(str(folder), "config.json")
+        return RERANKER if has_key else ""
+    file = folder / _CLASS
+    return str(read_json(file).get("model_type", DEFAULT)) if file.is_file() else DEFAULT
+
+
+def module_folders(folder: Path) -> list[str]:
+    """Return the folders of a model's modules, which the library writes, none without a list.
+
+    Raises:
+        ValueError: If the list or a config of a module is damaged, or has another type.
+    """
+    file = folder / MODULES
+    modules = parse_json(read_bytes(file), file) if file.is_file() else []
+    if not isinstance(modules, list) or not all(
+        isinstance(module, dict) and "path" in module for module in modules
+    ):
+        raise ValueError(f"{file} is damaged: it is no list of modules with their paths")
+    paths = [str(module["path"]) for module in modules]
+    for path in ["", *paths]:
+        for config in (file for name in _CONFIGS for file in (folder / path).glob(name)):
+            read_json(config)
+    return paths

@@ -14,12 +14,21 @@ TextRow = str | Sequence[str] | Mapping[str, Any]
 
 TARGET_COLUMNS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that the library's trainers do not read as inputs."""
+TEXT_NAMES = {
+    "query": 0, "anchor": 0, "question": 0, "premise": 0, "text": 1, "sentence": 1, "text_pair": 2,
+    "document": 2, "passage": 2, "corpus": 2, "positive": 2, "answer": 2, "response": 2,
+    "hypothesis": 2, "negative": 3,
+}  # fmt: skip
+"""Names of columns that are texts -> their place in a row. No other column is guessed to be one."""
 
 
 def read_texts(
     merged: Any, experts: Mapping[str, Any], texts: Mapping[str, Iterable[TextRow]]
 ) -> dict[str, dict[str, list[Any]]]:
     """Return task -> name of a method of the merged model -> the inputs that it reads."""
+    for name, values in (("experts", experts), ("texts", texts)):
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{name} must be a mapping of tasks, not a {type(values).__name__}")
     if not experts or {*experts} != {*texts}:
         raise ValueError(
             f"experts are {list(experts)}, texts {list(texts)}: each expert needs texts"
@@ -66,9 +75,15 @@ def calls_of(model: Any, label: str, row: TextRow) -> list[tuple[str, Any]]:
 
 
 def columns_of(label: str, row: Any) -> dict[Any, str]:
-    """Return the texts of a row by name of the column, or by number."""
+    """Return the texts of a row in the order in which they are read, by name or number."""
     if isinstance(row, Mapping):
-        columns = {name: row[name] for name in in_order(row) if name not in TARGET_COLUMNS}
+        names = text_names(row)
+        if unknown := [name for name in row if name not in (*names, *TARGET_COLUMNS)]:
+            raise ValueError(
+                f"{label}[{unknown[0]!r}] has no known name of a text ({', '.join(TEXT_NAMES)}): "
+                "leave it out, or give the row as a tuple of its texts"
+            )
+        columns = {name: row[name] for name in names}
     else:
         row = [row] if isinstance(row, str) or not isinstance(row, Iterable) else [*row]
         columns = dict(enumerate(row))
@@ -77,23 +92,16 @@ def columns_of(label: str, row: Any) -> dict[Any, str]:
     for name, value in columns.items():
         if not isinstance(value, str):
             raise TypeError(f"{label}[{name!r}] is {value!r}, not a text: leave it out")
-        if is_id(name):
-            raise ValueError(f"{label}[{name!r}] is an ID: give its text, or leave the column out")
     return columns
 
 
-def in_order(columns: Iterable[Any]) -> list[Any]:
-    """Return columns with queries first and negatives last, by their names, else as they are."""
+def text_names(columns: Iterable[Any]) -> list[Any]:
+    """Return the columns that are texts by name, with queries first and negatives last.
 
-    def place(name: Any) -> int:
-        return -(name in ("query", "anchor", "question")) + str(name).startswith("negative")
-
-    return sorted(columns, key=place)
-
-
-def is_id(column: Any) -> bool:
-    """Return whether a column is named like one of numbers or names of rows."""
-    return str(column) == "id" or str(column).endswith(("_id", "_ids", "_idx"))
+    A number may follow a name, as in `sentence1` and `negative_2`.
+    """
+    stems = {name: str(name).rstrip("0123456789").removesuffix("_") for name in columns}
+    return sorted((n for n in stems if stems[n] in TEXT_NAMES), key=lambda n: TEXT_NAMES[stems[n]])
 
 
 def record_batches(

@@ -11,8 +11,8 @@ def class_of_encoders(request: Request) -> str:
     """Return the class of sentence-transformers that opens all models, or an empty text.
 
     The merged model decides, or else the experts. If it names no class, as mergekit writes it, then
-    the others do, unless it is a classifier and they are none, or the reverse. Models without a
-    head that name no class either are opened as the library opens them.
+    the others do, unless it is a classifier and they are none, or the reverse. If none names a
+    class, models without a head and with a head of one output are opened as the library opens them.
     """
     models = models_of(request)
     names = {key: class_of(files.folder) for key, files in models.items()}
@@ -30,6 +30,8 @@ def class_of_encoders(request: Request) -> str:
     if len(named) == 1:
         name = named.pop()
         return name if is_classifier == (name == RERANKER) else ""
+    if is_classifier and not named and _is_reranker(like):
+        return RERANKER
     if named or is_classifier or like.kind != ENCODER:
         return ""
     experts = (ModelFolder(*key) for key in whole[1:] if key[2] == "--expert")
@@ -38,6 +40,13 @@ def class_of_encoders(request: Request) -> str:
 
 def _is_classifier(model: ModelFolder) -> bool:
     return model.architecture.__name__.endswith("ForSequenceClassification")
+
+
+def _is_reranker(classifier: ModelFolder) -> bool:
+    """Return whether a classifier has one output, unless it was trained as a regression."""
+    config = classifier.config or {}
+    outputs = config.get("num_labels"), len(config.get("id2label") or ())
+    return 1 in outputs and config.get("problem_type") != "regression"
 
 
 def models_of(request: Request) -> dict[tuple[str, str, str], ModelFiles]:

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fusion_bench_featcal.calibration import rule_and_options
+from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.models import text_on_merged, transformer_of
-from fusion_bench_featcal.encoders.naming import class_of
+from fusion_bench_featcal.encoders.naming import class_of, module_folders
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
@@ -18,18 +19,14 @@ from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.folders.encoder_models import EncoderModels
 from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.sentence_rows import opener
+from fusion_bench_featcal.folders.sentence_rows import open_sentences
 from fusion_bench_featcal.folders.tasks import Part, Task, open_parts, sentence
 from fusion_bench_featcal.folders.tokenizers import doubts_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.other_files import copy_other_files, note_on_weights
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult
-from fusion_bench_featcal.sentence_transformers import (
-    calibrate_encoder,
-    module_folders,
-    write_encoder,
-)
+from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.settings.rules import completed, rule_of
 
@@ -40,7 +37,10 @@ _ELSEWHERE = {
 }
 _OF_TEXTS = ("max_length", "calibration_targets", "generated_tokens")
 
-
+_OF_SINGLE_TEXTS = (
+    "A classifier of single texts with one output has no modules.json, and in its config.json "
+    '"problem_type": "regression"'
+)
 _READING = ("prompts", "default_prompt_name", "max_seq_length", "do_lower_case")
 
 
@@ -101,7 +101,8 @@ class OpenedEncoders:
         home, merged, experts = models.home, models.merged, models.experts
         notes = notes_on_inputs(request, [t for t in experts if models.files[t].is_adapter])
         if not class_of(home.folder):
-            notes.append(f"no modules.json: sentence-transformers reads {home.label} by its mean")
+            way = "as a reranker" if isinstance(merged, st.CrossEncoder) else "by its mean"
+            notes.append(f"no modules.json: sentence-transformers reads {home.label} {way}")
         elif request.merged is not None and home is not models.files["merged"]:
             notes.append(f"{request.merged} has no modules.json: modules are those of {home.label}")
         if "merged" in models.files:
@@ -121,8 +122,13 @@ class OpenedEncoders:
         return {task: self._open_task(task) for task in self.request.expert}
 
     def _open_task(self, task: str) -> Task:
-        request, open_rows = self.request, cache(opener(task, self.request))
+        request, open_rows = self.request, cache(partial(open_sentences, task, self.request))
         parts = calibration, held = open_parts(task, request, open_rows)
+        first = calibration.indices[0]
+        try:
+            calls_of(self.models.merged, calibration.rows.at(first), calibration.rows[first])
+        except TypeError as error:
+            raise ValueError(f"{error}. {_OF_SINGLE_TEXTS}") from error
         tests: Any = self._tests(task, held) if held.indices else None
         notes = []
         if isinstance(tests, str):
@@ -130,15 +136,10 @@ class OpenedEncoders:
             request = replace(request, no_eval=True)
             parts = calibration, held = open_parts(task, request, open_rows)
         rows = [calibration.rows[number] for number in calibration.indices]
-        for number, row in zip(calibration.indices, rows, strict=True):
-            try:
-                calls_of(self.models.merged, calibration.rows.at(number), row)
-            except TypeError as error:
-                raise ValueError(str(error)) from error
         columns, measure = calibration.rows.columns.values(), tests.measure if tests else ""
         if unread := calibration.rows.unread:
-            hint = calibration.rows.hint
-            notes.append(f"{task}: columns that are not read: {', '.join(unread)}{hint}")
+            advice = " (--columns NAME=COLUMN reads one)"
+            notes.append(f"{task}: columns that are not read: {', '.join(unread)}{advice}")
         notes.insert(0, sentence(task, request, *parts, columns, measure))
         title = tests.columns if tests else Task.title
         return Task(rows, len(rows), tests, notes, title)

@@ -1,18 +1,19 @@
 """Rows of texts for models of sentence-transformers, with the library's own columns."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import naming_setting
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.encoders.texts import TARGET_COLUMNS, in_order, is_id
+from fusion_bench_featcal.encoders.texts import (
+    TARGET_COLUMNS,
+    TEXT_NAMES,
+    text_names,
+)
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.folders.request import Request
-
-_SEEN = 1000
-"""Number of rows whose values tell columns of texts."""
 
 
 class SentenceRows:
@@ -24,7 +25,7 @@ class SentenceRows:
     """
 
     def __init__(self, rows: TextRows, available: list[str], columns: Mapping[str, str]) -> None:
-        """Choose columns: those that are named, `text` with `text_pair`, or all with texts.
+        """Choose columns: those that are named, or all with known names.
 
         Args:
             rows: The table.
@@ -32,28 +33,30 @@ class SentenceRows:
             columns: Name -> column, of which `label` is a target.
         """
         self._rows = rows
-        texts = {name: column for name, column in columns.items() if name not in TARGET_COLUMNS}
-        if not texts and "text" in available:
-            texts = {name: name for name in ("text", "text_pair") if name in available}
-        if not texts:
-            usable = [c for c in available if c not in TARGET_COLUMNS and not is_id(c)]
-            first = [rows[number] for number in range(min(len(rows), _SEEN))]
-            texts = {c: c for c in usable if any(isinstance(row.get(c), str) for row in first)}
-        self._targets = {name: name for name in TARGET_COLUMNS if name in available}
-        self._targets |= {
-            name: column for name, column in columns.items() if name in TARGET_COLUMNS
-        }
-        self.columns = {name: texts[name] for name in in_order(texts)}
-        self._numbers = {c for c in available if isinstance(_number(rows[0].get(c)), float)}
-        self.unread = [c for c in available if c not in {**texts, **self._targets}.values()]
+        named = text_names(columns)
+        self.columns = {name: columns[name] for name in named}
+        self.columns = self.columns or {name: name for name in text_names(available)}
+        targets = {name: columns.get(name, name) for name in TARGET_COLUMNS}
+        self._targets = {n: c for n, c in targets.items() if n in columns or c in available}
+        read = {*self.columns.values(), *self._targets.values()}
+        self.unread = [column for column in available if column not in read]
+        numbers = (int, float, bool)
+        others = [c for c in self.unread if not isinstance(_number(rows[0].get(c)), numbers)]
+        self._is_chosen = bool(named) or not others
 
     @property
-    def hint(self) -> str:
-        """Return how to name the score of a pair, if a column of numbers is not read."""
-        numbers = [column for column in self.unread if column in self._numbers]
-        if len(self.columns) != 2 or self._targets or not numbers:
+    def doubt(self) -> str:
+        """Return why it is not known which columns are texts, or an empty text."""
+        if not self.columns:
+            return ", and none of them has a known name of texts"
+        texts = ", ".join(self.columns)
+        of_pair = [name for name in self.columns if not name.startswith("negative")]
+        if len(of_pair) != min(2, len(self.columns)):
+            return f", of which {texts} are texts, but a row has one text, or two and negatives"
+        name, *more = self.columns
+        if more or self._is_chosen or name in ("text", "sentence"):
             return ""
-        return f". If {numbers[0]} is the score of the pair: --columns score=COLUMN"
+        return f", of which only {texts} has a known name of texts"
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -65,7 +68,8 @@ class SentenceRows:
         for name, text in chosen.items():
             if not isinstance(text, str) or not text.strip():
                 column = self.columns[name]
-                raise ValueError(f"{self.at(number)}: {column} is {text!r:.40}, not a text")
+                advice = ": write a row for each of its texts" * isinstance(text, list)
+                raise ValueError(f"{self.at(number)}: {column} is {text!r:.40}, not a text{advice}")
         return chosen | {name: _number(row.get(column)) for name, column in self._targets.items()}
 
     def at(self, number: int) -> str:
@@ -100,18 +104,13 @@ def open_sentences(
     available = [*table.column_names]
     if not len(rows):
         raise ValueError(f"{option} has no rows")
+    refuse_unknown(columns, [*text_names(columns), *TEXT_NAMES, *TARGET_COLUMNS], "--columns ")
     absent = [f"{name}={column}" for name, column in columns.items() if column not in available]
     absent = [pair for pair in absent if not pair.startswith(f"{LABEL}=")]  # only scores need it
-    opened = None if absent else SentenceRows(rows, available, columns)
-    if opened is None or not opened.columns:
-        reason = f", so {', '.join(absent)} is wrong" if absent else ", and none of them has texts"
+    opened = SentenceRows(rows, available, columns)
+    if reason := f", so {', '.join(absent)} is wrong" if absent else opened.doubt:
         raise ValueError(
             f"{option} has the columns {', '.join(available)}{reason}: name them by --columns "
             "[NAME:]text=COLUMN, or query=COLUMN,document=COLUMN"
         )
     return opened
-
-
-def opener(task: str, request: Request) -> Any:
-    """Return a function from location, split and option to a task's table."""
-    return partial(open_sentences, task, request)

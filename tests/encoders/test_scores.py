@@ -40,6 +40,7 @@ pytestmark = [
 EMBEDDERS = ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder")
 COUNT = 32
 FIRST, SECOND, THIRD = (texts_of(seed, COUNT) for seed in range(3))
+PAIR = {"query": FIRST, "answer": SECOND}
 RANDOM = random.Random(0)
 LABELS = [RANDOM.choice(NOUNS[:5]) for _ in range(COUNT)]
 BINARY = [RANDOM.randrange(2) for _ in range(COUNT)]
@@ -240,7 +241,7 @@ def test_classes_of_a_reranker(models: dict[str, Any]) -> None:
     with pytest.raises(CalibrationError, match=r"^line 4: label 'never' is none of the 3 classes"):
         encoder_tests(named, words, row_name)
     for more in ({}, {"score": SCORES}):
-        assert "among 3 classes, and its rows" in reason(model, rows(a=FIRST, b=SECOND, **more))
+        assert "among 3 classes, and its rows" in reason(model, rows(**PAIR, **more))
 
 
 def test_reranking(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +326,7 @@ def test_a_model_is_left_as_it_was(models: dict[str, Any], name: str, caplog: An
     card.eval_results_dict.clear()  # of other tests
     card.training_logs.clear()
     with caplog.at_level(logging.INFO):
-        for data in (rows(a=FIRST, b=SECOND), rows(a=FIRST, b=SECOND, c=THIRD)):
+        for data in (rows(**PAIR), rows(**PAIR, negative=THIRD)):
             assert len(score(model, data).losses) == COUNT
     assert not [one for one in caplog.records if one.name.startswith("sentence_transformers")]
     assert not card.eval_results_dict and not card.training_logs
@@ -343,17 +344,21 @@ NOT_SCORED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("cosine", rows(text=FIRST, label=range(COUNT)), "fewer than 2 of its 32 rows have both right"),
     ("cosine", rows(text=FIRST, label=SAME), "to choose from (more rows by --eval)"),
     ("cosine", rows(text=FIRST[:2], label=[[1], [2]]), "its column label has lists, not one"),
-    ("cosine", rows(a=FIRST, b=SAME), "fewer than 2 of its 32 rows have both right"),
-    ("cosine", rows(a=FIRST, b=SECOND, label=LABELS), "of texts with classes (label) have no"),
-    ("cosine", rows(a=FIRST[:3], b=SECOND[:3], label=[0, 1, 2]), "name the column `score` if"),
-    ("cosine", rows(a=FIRST, b=SECOND, label=[0] * COUNT), "too few of its 32 rows differ in lab"),
-    ("cosine", rows(a=FIRST, b=SECOND, label=[1] + [0] * 31), "too few of its 32 rows differ in"),
-    ("cosine", rows(a=FIRST, b=SECOND, score=[2.5] * COUNT), "differ in score (more by --eval)"),
-    ("CrossEncoder", rows(a=FIRST, b=SECOND, score=[2.5] * COUNT), "differ in score"),
-    ("CrossEncoder", rows(a=FIRST, b=SECOND, label=LABELS), "has words, and the model has one"),
-    ("CrossEncoder", rows(a=FIRST, b=SAME), "have passages of other queries to compete"),
-    ("MultiVectorEncoder", rows(a=FIRST, b=SECOND, score=SCORES), "score have no evaluator of M"),
-    ("MultiVectorEncoder", rows(a=FIRST, b=SECOND, label=BINARY), "label have no evaluator of M"),
+    ("cosine", rows(query=FIRST, answer=SAME), "fewer than 2 of its 32 rows have both right"),
+    ("cosine", rows(**PAIR, label=LABELS), "of texts with classes (label) have no"),
+    (
+        "cosine",
+        rows(query=FIRST[:3], answer=SECOND[:3], label=[0, 1, 2]),
+        "name the column `score` if",
+    ),
+    ("cosine", rows(**PAIR, label=[0] * COUNT), "too few of its 32 rows differ in lab"),
+    ("cosine", rows(**PAIR, label=[1] + [0] * 31), "too few of its 32 rows differ in"),
+    ("cosine", rows(**PAIR, score=[2.5] * COUNT), "differ in score (more by --eval)"),
+    ("CrossEncoder", rows(**PAIR, score=[2.5] * COUNT), "differ in score"),
+    ("CrossEncoder", rows(**PAIR, label=LABELS), "has words, and the model has one"),
+    ("CrossEncoder", rows(query=FIRST, answer=SAME), "have passages of other queries to compete"),
+    ("MultiVectorEncoder", rows(**PAIR, score=SCORES), "score have no evaluator of M"),
+    ("MultiVectorEncoder", rows(**PAIR, label=BINARY), "label have no evaluator of M"),
 ]
 
 
@@ -399,5 +404,5 @@ def test_labels_without_names(models: dict[str, Any]) -> None:
 
     for labels in ([*range(COUNT)], ["a"] * COUNT, [f"{n}" for n in range(COUNT)], [None] * COUNT):
         assert of(rows(text=FIRST, label=labels)) == "class names need at least two labels in words"
-    assert "rows of one text" in of(rows(a=FIRST, b=SECOND, label=LABELS))
-    assert "MultiVectorEncoder has no" in of(rows(a=FIRST, label=LABELS), "MultiVectorEncoder")
+    assert "rows of one text" in of(rows(**PAIR, label=LABELS))
+    assert "MultiVectorEncoder has no" in of(rows(text=FIRST, label=LABELS), "MultiVectorEncoder")

@@ -158,8 +158,17 @@ def changed_row(row: Any) -> dict[str, Any]:
         (changed_row([]), r"texts\['math'\]\[3\] is \[\], without a text"),
         (changed_row({"label": 1}), r"texts\['math'\]\[3\] is \{'label': 1\}, without a text"),
         (changed_row(("a", 0.5)), r"texts\['math'\]\[3\]\[1\] is 0.5, not a text: leave it out"),
-        (changed_row({"text": "a", "rank": 2}), r"texts\['math'\]\[3\]\['rank'\] is 2, not a text"),
-        (changed_row({"query_id": "q7"}), r"texts\['math'\]\[3\]\['query_id'\] is an ID: give its"),
+        (
+            changed_row({"query": "a", "pos": ["b"]}),
+            r"texts\['math'\]\[3\]\['pos'\] has no known name",
+        ),
+        (changed_row({"text": "a", "rank": 2}), r"texts\['math'\]\[3\]\['rank'\] has no known na"),
+        (changed_row({"query_id": "q7"}), r"texts\['math'\]\[3\]\['query_id'\] has no known na"),
+        (
+            changed_row({"query": "a", "document": "b", "lang": "en"}),
+            r"texts\['math'\]\[3\]\['lang'\] has no known name of a text \(query, .*a tuple of its",
+        ),
+        ([TEXTS["math"]] * 2, "texts must be a mapping of tasks, not a list"),
     ],
 )
 def test_careless_texts(encoders: Any, texts: Any, message: str) -> None:
@@ -185,6 +194,8 @@ def test_careless_models(encoders: Any, plain: str, tmp_path: Path) -> None:
     careless: list[tuple[dict[str, Any], str]] = [
         ({"merged": "merged"}, r"merged is 'merged', not a model: \['SentenceTransformer'"),
         ({"experts": {}}, r"experts are \[\], texts \['math', 'code'\]"),
+        ({"experts": [*experts.values()]}, "experts must be a mapping of tasks, not a list"),
+        ({"device": "cuda:99"}, "device=cuda:99"),
         (
             {"experts": {"math": reranker, "code": code}},
             r"experts\['math'\] is a CrossEncoder, but merged is a SentenceTransformer",

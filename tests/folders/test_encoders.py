@@ -368,15 +368,68 @@ def test_an_interrupted_run_goes_on(
     assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
 
 
+def test_columns_without_a_known_name_are_no_texts(copied: Path) -> None:
+    pairs = [{"query": a, "document": b} for a, b in zip(texts_of(0), texts_of(1), strict=True)]
+    metadata = {"lang": "en", "url": "a.org", "type": "normal", "instruction": "find: "}
+    for out, more in (("pairs", {}), ("named", metadata)):
+        for task in TASKS:
+            write_rows(copied / f"{task}.jsonl", [{**more, **row} for row in pairs])
+        screen = run(copied, "--out", str(copied / out))
+    assert screen.count("columns that are not read: lang, url, type, instruction (--columns") == 2
+    assert screen.count("queries whose nearest passage is their own") == 2
+    assert_equal(weights(copied / "named"), weights(copied / "pairs"))
+
+
+def test_a_classifier_with_one_output_is_a_reranker(plain: str, tmp_path: Path) -> None:
+    """Rerankers of earlier years are files of transformers alone."""
+    write(tmp_path, st.CrossEncoder(plain, num_labels=1, device="cpu"))
+    run(tmp_path, "--no-eval")
+    for name in ("merged", "base", *TASKS):
+        for file in MODULES:
+            (tmp_path / name / file).unlink()
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config.pop("sentence_transformers", None)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "out").rename(tmp_path / "named")
+    assert "ranked before up to" in run(tmp_path, "--plan")
+    screen = run(tmp_path, "--no-eval")
+    assert "no modules.json: sentence-transformers reads the merged model" in screen
+    assert "as a reranker" in screen
+    assert_equal(weights(tmp_path / "named"), weights(tmp_path / "out"))
+    shutil.rmtree(tmp_path / "out")
+    for task in TASKS:
+        write_rows(tmp_path / f"{task}.jsonl", [{"text": text} for text in texts_of(0)])
+    line = error_of(*words(tmp_path, "--plan"))
+    assert "is a single text, but a CrossEncoder reads pairs of texts. A classifier of" in line
+    change_json(tmp_path / "merged" / "config.json", {"problem_type": "regression"})
+    assert "text classifier: BertForSequenceClassification" in run(tmp_path, "--plan", "--no-eval")
+
+
 CLS = {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True, "pooling_mode": "cls"}
 REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"code/1_Pooling/config.json": CLS}, [],
      ["--expert code=", "has the modules ['Transformer', 'Pooling cls'", "'Pooling mean'"]),
     ({"merged/config_sentence_transformers.json": {"model_type": "Guess"}}, [],
      ["the merged model ", "is a Guess, not one of SentenceTransformer, CrossEncoder"]),
-    ({"merged/modules.json": "[{}]"}, [], ["the merged model ", " cannot be opened: "]),
+    ({"merged/modules.json": "[{}]"}, [],
+     ["the merged model ", " cannot be opened: ", "merged/modules.json is damaged: it is no list"]),
+    ({"code/modules.json": '{"path": ""}'}, [], ["--expert code=", "code/modules.json is damaged"]),
+    ({"merged/config_sentence_transformers.json": "[]"}, [],
+     ["merged/config_sentence_transformers.json is damaged: it is no mapping"]),
+    ({"base/sentence_bert_config.json": "[]"}, [],
+     ["--base ", "base/sentence_bert_config.json is damaged: it is no mapping"]),
+    ({"merged/1_Pooling/config.json": "7"}, [], ["merged/1_Pooling/config.json is damaged: it is"]),
+    ({"math.jsonl": '{"query": "a", "pos": ["b"], "neg": ["c"]}\n'}, [],
+     ["has the columns query, pos, neg, of which only query has a known name of texts: name th"]),
+    ({"math.jsonl": '{"query": "a", "positive_passages": [{"text": "b"}]}\n'}, [],
+     ["has the columns query, positive_passages, of which only query has a known name of texts"]),
+    ({"math.jsonl": '{"query": "a", "pos": ["b"]}\n'}, ["--columns", "query=query,document=pos"],
+     ["line 1: pos is ['b'], not a text: write a row for each of its texts"]),
+    ({"math.jsonl": '{"query": "a", "document": "b", "answer": "c"}\n'}, [],
+     ["of which query, document, answer are texts, but a row has one text, or two and negatives"]),
+    ({}, ["--columns", "title=text"], ["--columns title is unknown. Known: query, anchor, quest"]),
     ({"math.jsonl": '{"id": "a"}\n'}, [],
-     ["math.jsonl has the columns id, and none of them has texts: name them by --columns"]),
+     ["math.jsonl has the columns id, and none of them has a known name of texts: name"]),
     ({"math.jsonl": '{"text": "a"}\n{"text": ""}\n'}, [], ["line 2: text is '', not a text"]),
     ({}, ["--columns", "query=ask"], ["text, label, so query=ask is wrong: name them by"]),
     ({}, ["--out", "BASE/new"], ["base/new is inside --base ", ": name a folder outside it"]),
