@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate
@@ -18,17 +19,21 @@ from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.encoders.figures import primary_figure
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import left_as_merged, text_on_merged, transformer_of
+from fusion_bench_featcal.encoders.naming import module_folders
 from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, encoder_family
 from fusion_bench_featcal.encoders.texts import TextRow, read_texts, record_batches
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files import check_target, destination
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local, without_base
-from fusion_bench_featcal.models.other_files import copy_other_files
+from fusion_bench_featcal.models.other_files import copy_other_files, note_on_weights
 from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
+from fusion_bench_featcal.run.devices import check_device
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -67,7 +72,7 @@ def repair(
         rule: How a block is solved, as for `calibrate`.
         evaluator: An evaluator of the library, or task -> evaluator. Their main metrics of the
             merged and the repaired model, and of the task's expert, are printed at the end, with a
-            warning if the repaired model is below the merged one.
+            warning if the repaired model is below the merged one. It runs before the repair, too.
         options: `batch_size`, of texts that run together (`auto`: 16, on a GPU 16 to 64 by the
             model's maximum length), and further arguments of `calibrate`, such as `seed` or
             `progress`. The two texts of a pair are two of its samples. `modules=["*"]` fits a
@@ -76,7 +81,7 @@ def repair(
     Raises:
         TypeError: If a model or a row has the wrong type.
         ValueError: If a model cannot be repaired, or experts and texts do not fit each other.
-        CalibrationError: If the calibration cannot go on.
+        CalibrationError: If the calibration cannot go on, or an evaluator fails.
     """
     result = calibrate_encoder(merged, base, experts, texts, rule, evaluator=evaluator, **options)
     return cast(Encoder, result.model)
@@ -96,11 +101,14 @@ def calibrate_encoder(
     """Return the repaired model with the calibration's log. Arguments are those of `repair`."""
     if not isinstance(merged, KINDS):
         raise TypeError(f"merged is {merged!r}, not a model: {[kind.__name__ for kind in KINDS]}")
-    evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
-    if not {*evaluators} <= {*experts, None}:
-        raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
+    if device := options.get("device"):
+        check_device(str(torch.device(device)), f"device={device}")
     longest = getattr(transformer_of("merged", merged), "max_seq_length", None)
     calls = read_texts(merged, experts, texts)
+    evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
+    evaluators = evaluators if evaluator else {}
+    if not {*evaluators} <= {*experts, None}:
+        raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
     tuned = {task: open_like(merged, f"experts[{task!r}]", one) for task, one in experts.items()}
     origin = None if base is None else open_like(merged, "base", base)
     if origin is None:
@@ -109,6 +117,10 @@ def calibrate_encoder(
     if batch_size == "auto":
         batch_size = getattr(rule, "batch_size", batch_size)
     size = batch_size_of(batch_size, merged.device, longest)
+    before = dict[str | None, Any]()
+    for task, one in evaluators.items():
+        expert = {} if task is None else {"expert": tuned[task]}
+        before[task] = _figures(task, one, expert | {"merged": merged})
     batches = {task: record_batches(merged, calls[task], size) for task in tuned}
     model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
     few, patterns = next(iter(batches.values()))[0], getattr(rule, "modules", None)
@@ -131,19 +143,27 @@ def calibrate_encoder(
     if modules:
         logger.warning(text_on_merged(modules))
     repaired = cast(Pipeline, result.model).wrapped
-    for task, one in evaluators.items() if evaluator else ():
-        expert = {} if task is None else {"expert": tuned[task]}
-        _show_figures(task, one, {**expert, "merged": merged, "repaired": repaired})
+    for task, one in evaluators.items():
+        figures = before[task] | _figures(task, one, {"repaired": repaired})
+        _show(task or getattr(one, "name", "") or type(one).__name__, one, figures)
     return replace(result, model=repaired)
 
 
-def _show_figures(task: str | None, evaluator: Any, models: Mapping[str, Any]) -> None:
-    figures = {label: primary_figure(evaluator, model) for label, model in models.items()}
+def _figures(task: str | None, evaluator: Any, models: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the name and value of an evaluator's main metric for each model."""
+    try:
+        return {label: primary_figure(evaluator, model) for label, model in models.items()}
+    except Exception as error:  # any error of a class of the user's
+        name = "evaluator" if task is None else f"evaluator[{task!r}]"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise CalibrationError(f"{name} fails: {reason}") from error
+
+
+def _show(name: str, evaluator: Any, figures: Mapping[str, tuple[str, float]]) -> None:
     (metric, merged), (_, repaired) = figures["merged"], figures["repaired"]
     more_is_better = getattr(evaluator, "greater_is_better", True)
     is_below = repaired < merged if more_is_better else repaired > merged
     texts = ", ".join(f"{label} {100 * value:.1f}" for label, (_, value) in figures.items())
-    name = task or getattr(evaluator, "name", "") or type(evaluator).__name__
     print(f"{name}: {metric} {texts}")
     if is_below:
         logger.warning("%s: the repaired model is below the merged one in %s", name, metric)
@@ -176,6 +196,8 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
     with writing_model(target, size, option=f"folder {folder}", advice=advice) as new:
         write_encoder(model, new)
         copy_other_files(source, new, skipped_folders=module_folders(source), has_code=True)
+    for note in note_on_weights(source):
+        logger.warning(note)
 
 
 def write_encoder(model: Any, folder: Path) -> None:
@@ -185,8 +207,3 @@ def write_encoder(model: Any, folder: Path) -> None:
         path = next(m["path"] for m in read_local(str(folder), "modules.json") if m["idx"] == 0)
         file = folder / path / "sentence_bert_config.json"
         file.write_text(json.dumps({**read_json(file), "do_lower_case": True}, indent=4))
-
-
-def module_folders(folder: Path) -> set[str]:
-    """Return the folders of a model's modules, which the library writes."""
-    return {module["path"] for module in read_local(str(folder), "modules.json")}

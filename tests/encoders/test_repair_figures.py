@@ -11,6 +11,7 @@ pytest.importorskip("mergekit", reason="extra `encoders`")
 from sentence_models import TEXTS, figure, repaired_by, texts_of  # noqa: E402
 
 from fusion_bench_featcal.encoders.library import of_texts  # noqa: E402
+from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,  # see conftest.py
@@ -57,3 +58,21 @@ def test_figures_of_a_repair(encoders: Any, capsys: Any, caplog: Any) -> None:
             assert ("the repaired model is below" in caplog.text) == is_below
     with pytest.raises(ValueError, match=r"^evaluators are of \['maths'\], experts of \['math'"):
         repaired_by(encoders, texts=TEXTS, evaluator={"maths": evaluator})
+
+
+@pytest.mark.parametrize("form", ["one", "of a task", "a list"])
+def test_an_evaluator_that_fails_costs_no_repair(
+    encoders: Any, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    class Broken:
+        def __call__(self, model: Any) -> float:
+            raise KeyError("no such column\nand more")
+
+    def calibrate(*_: Any, **__: Any) -> None:
+        raise AssertionError("the repair has begun")
+
+    monkeypatch.setattr("fusion_bench_featcal.sentence_transformers.calibrate", calibrate)
+    evaluator = {"one": Broken(), "of a task": {"code": Broken()}, "a list": [Broken()]}[form]
+    message = r"^evaluator(\['code'\])? fails: (KeyError: .no such|TypeError: 'list' object is not)"
+    with pytest.raises(CalibrationError, match=message):
+        repaired_by(encoders, evaluator=evaluator)

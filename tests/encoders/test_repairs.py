@@ -313,6 +313,18 @@ def test_positions_that_count_are_the_ones_that_are_scored(plain: str, strategy:
         assert (counted.sum() > batch["attention_mask"].sum()) == (method == "encode_query")
 
 
+def test_a_base_that_is_not_the_base_is_named(encoders: Any, tmp_path: Path, caplog: Any) -> None:
+    _, experts, merged = encoders
+    other = sentence_model(backbone(tmp_path), prompts=PROMPTS)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    repaired_by((other, experts, merged))
+    notes = [r.getMessage().split(" base: ")[0] for r in caplog.records]
+    named = [*(f"experts[{task!r}]" for task in TASKS), "merged"]
+    assert notes == [f"{name} may not be tuned from this" for name in named]
+
+
 # --- folders ---
 
 
@@ -343,13 +355,19 @@ def test_folders_of_transformers(encoders: Any, plain: str, tmp_path: Path) -> N
 
 
 def test_saving_skips_modules_and_weights_that_the_library_writes(
-    encoders: Any, tmp_path: Path
+    encoders: Any, tmp_path: Path, caplog: Any
 ) -> None:
     merged, model = tmp_path / "merged", encoders[2]
     model.save_pretrained(str(merged))
     (merged / "onnx").mkdir()
     (merged / "docs").mkdir()
-    for name in ("onnx/config.json", "pytorch_model.bin", "docs/use.md", "1_Pooling/old.txt"):
+    for name in (
+        "onnx/config.json",
+        "pytorch_model.bin",
+        "docs/use.md",
+        "1_Pooling/old.txt",
+        "colbert.pt",
+    ):
         (merged / name).write_text("old")
     save(model, tmp_path / "out", merged)
     names = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*")}
@@ -357,3 +375,9 @@ def test_saving_skips_modules_and_weights_that_the_library_writes(
         {"onnx", "pytorch_model.bin", "1_Pooling/old.txt"}
     )
     assert json.loads((tmp_path / "out" / "modules.json").read_text())
+    assert caplog.messages == [
+        f"weights beside the model are neither repaired nor copied: colbert.pt of {merged}"
+    ]
+    (merged / "modules.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"merged.modules.json is damaged: it is no list of mod"):
+        save(model, tmp_path / "new", merged)
