@@ -155,7 +155,8 @@ def test_plus_equals_the_oracle(case: str):
 def test_labels_of_some_tasks_are_read_in_those_alone(longest: str, size: int):
     suite = tiny.partly_labelled_suite(longest, size)
     new = calibrated_plus(suite, decoder_rows="auto")
-    model = run_fast(suite, **PLUS | {"decoder_rows": "auto"}).model
+    auto: dict[str, Any] = PLUS | {"decoder_rows": "auto"}
+    model = run_fast(suite, **auto).model
     load(suite.merged, new)
     assert_same(model, suite.merged, EXACT)
 

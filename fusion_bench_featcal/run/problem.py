@@ -142,6 +142,9 @@ def open_problem(
     working, base, experts = open_models(inputs, rule, runtime, stages)
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
+    if base is not None and budget is None:
+        named = {f"experts[{task!r}]": expert for task, expert in experts.items()}
+        warn_of_strangers({**named, "merged": working}, base)
     grant = limit_reads(experts, budget, order, working.merged, tasks, processes.gather)
     modules = with_estimated_statistics(modules, rule, working, experts, processes)
     images = any(gives_images(inputs.merged.get_submodule(block)) for block in modules)
@@ -259,11 +262,7 @@ def open_models(
     has_base = inputs.base is not None and rule.reads_base
     base = opened("base", inputs.base) if has_base else None
     tasks = runtime.processes.share(inputs.experts)
-    experts = {task: opened(f"experts[{task!r}]", inputs.experts[task]) for task in tasks}
-    if base is not None:
-        named = {f"experts[{task!r}]": expert for task, expert in experts.items()}
-        warn_of_strangers({**named, "merged": working}, base)
-    return working, base, experts
+    return working, base, {t: opened(f"experts[{t!r}]", inputs.experts[t]) for t in tasks}
 
 
 def with_estimated_statistics(

@@ -135,7 +135,7 @@ class TextBuilder(Builder):
     def accuracy(self, model: Any, task: str) -> float:
         """Return the share (0..1) of the task's test prompts that are answered exactly."""
         rows: list[Any] = list(self.rows(task, "test"))
-        prompts = [self.encoder.prompt(read_row(row, task), reserved=0) for row in rows]
+        prompts = [self.encoder.prompt(read_row(row, task), reserved=0).ids for row in rows]
         targets = [row["target"] for row in rows]
         tokens = self.encoder.tokenizer(targets, add_special_tokens=False)["input_ids"]
         most = max(map(len, tokens)) + 1

@@ -25,7 +25,7 @@ CHAT = (
 )
 ASKED = [{"role": "user", "content": "b c"}]
 TURNS = [*ASKED, {"role": "assistant", "content": "d"}]
-IN_CHAT = {"chat_template": CHAT}
+IN_CHAT: dict[str, Any] = {"chat_template": CHAT}
 PADDED = {"input_ids": [A, B, END, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
 
 
@@ -166,9 +166,13 @@ def test_an_answer_ends_where_the_template_ends_it(kind: str, end: str):
     assert (encoder.sample(read_row(row, "")).labels or [])[-1] == stop
 
 
-IN_TOOLS = {"chat_template": "{% for t in tools or [] %}{{ t.name }} {% endfor %}" + CHAT}
-DATED = {"chat_template": "{{ strftime_now('%d').replace('26', 'e') }} " + CHAT}
-NOTED = {"chat_template": CHAT.replace("{{ m.content }}", "{{ m.content }} {{ m.mark }}")}
+def in_chat(template: str) -> dict[str, Any]:
+    return {"chat_template": template}
+
+
+IN_TOOLS = in_chat("{% for t in tools or [] %}{{ t.name }} {% endfor %}" + CHAT)
+DATED = in_chat("{{ strftime_now('%d').replace('26', 'e') }} " + CHAT)
+NOTED = in_chat(CHAT.replace("{{ m.content }}", "{{ m.content }} {{ m.mark }}"))
 
 
 def test_a_template_shows_tools_and_keys_or_they_are_named():

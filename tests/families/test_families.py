@@ -89,7 +89,9 @@ def test_only_keys_and_values_of_the_last_block_count_other_positions(
 
     def narrow(self: Streams, names: Any) -> None:
         original(self, names)
-        counted.extend({*b.positions.feeding} for task in self.tasks for b in self.visits(task))
+        counted.extend(
+            {*(b.positions.feeding or ())} for task in self.tasks for b in self.visits(task)
+        )
 
     original = Streams.narrow
     monkeypatch.setattr(Streams, "narrow", narrow)
