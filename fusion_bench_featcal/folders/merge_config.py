@@ -1,17 +1,12 @@
 """The config that mergekit writes next to a merged model: base, experts and their weights."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusion_bench_featcal.files.untrusted import read_yaml
-from fusion_bench_featcal.folders.merge_weights import (
-    MergedTogether,
-    Parameters,
-    Weight,
-    weights_of,
-)
 
 FILE, MOE_FILE = FILES = "mergekit_config.yml", "mergekit_moe_config.yml"
 ADVICE = "Name the models by --base and --expert NAME=DIR"
@@ -19,7 +14,13 @@ _BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")
 """Methods whose `base_model` is one of the merged models, not their common origin."""
 _BASE_IS_UNREAD = ("linear", "karcher")
 """Methods that treat `base_model` like any other model."""
+_UNWEIGHTED = (
+    "arcee_fusion", "karcher", "model_stock", "nearswap", "passthrough", "ram", "ramplus_tl", "sce",
+)  # fmt: skip
 _LEVELS = 3  # folders above the merged model that relative paths may start at
+
+
+Parameters = Mapping[str, Any]
 
 
 class Merge(NamedTuple):
@@ -28,12 +29,14 @@ class Merge(NamedTuple):
     Attributes:
         method: mergekit's name of the merge method.
         base: Folder or hub id of the base, or None if the config has none.
-        weights: Folder or hub id of an expert -> its weight.
+        weights: Folder or hub id of an expert -> its weight, or None if it is not one number.
+        moves_away: Whether a weight or lambda is negative.
     """
 
     method: str
     base: str | None
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, float | None]
+    moves_away: bool
 
 
 class _Entry(NamedTuple):
@@ -46,14 +49,6 @@ class _Entry(NamedTuple):
     def location(self) -> str:
         """The adapter, or the whole model."""
         return self.adapter or self.model
-
-
-class _Part(NamedTuple):
-    """A slice of a merge, or all of it: its models, their weights, and the base."""
-
-    group: MergedTogether
-    entries: list[_Entry]
-    base: _Entry | None
 
 
 def read_merge(merged: Path) -> Merge | None:
@@ -92,24 +87,40 @@ def _merge(content: Any, merged: Path) -> Merge:
             f"{method} of slices that stack or move layers gives a model with other blocks than "
             "its experts, so it cannot be calibrated"
         )
-    parts = [_parts(method, module, content, merged) for module in modules]
-    models = [{m: None for part in of_module for m in part.group.models} for of_module in parts]
+    pieces, models = list[Mapping[str, Any]](), list[dict[str, None]]()
+    entries, own = list[_Entry](), dict[str, list[Any]]()
+    for module in modules:
+        models.append({})
+        for piece in map(_mapping, _list(module, "slices") or [module]):
+            pieces.append(piece)
+            for source in _list(piece, "sources") or _list(piece, "models"):
+                entries.append(entry := _entry(source, merged))
+                models[-1][entry.location] = None
+                own.setdefault(entry.location, []).append(_parameters(source).get("weight"))
     if other := next((names for names in models if names.keys() != models[0].keys()), None):
         raise ValueError(
             f"its modules are merged from different models ({', '.join(models[0])} and "
             f"{', '.join(other)}). {ADVICE}"
         )
-    return _joined(method, [part for of_module in parts for part in of_module])
+    named = dict.fromkeys(p.get("base_model") or content.get("base_model") for p in pieces)
+    bases = list(dict.fromkeys(_entry(name, merged) for name in named if name))
+    common, inner = _parameters(content), [p for p in (*pieces, *modules) if p is not content]
+    weights = _weights(method, own, common, any("weight" in _parameters(p) for p in inner))
+    if method in _BASE_IS_MERGED and bases:
+        t = _number(common.get("t", 0.5), "t") if method == "slerp" else 0.5
+        weights = dict.fromkeys(weights, t) | {bases[0].location: None if t is None else 1 - t}
+        entries, bases = [*entries, bases[0]], []
+    base = _base(method, bases, entries, weights)
+    weights.pop(base or "", None)
+    return Merge(method, base, weights, _is_negative(content))
 
 
-def _joined(method: str, parts: Sequence[_Part]) -> Merge:
-    """Return base and experts of all parts."""
-    entries = [entry for part in parts for entry in part.entries]
-    is_merged = method in _BASE_IS_MERGED
-    bases = [] if is_merged else list(dict.fromkeys(part.base for part in parts if part.base))
-    adapted = list(dict.fromkeys(entry.model for entry in entries if entry.adapter))
-    weights = weights_of(method, [part.group for part in parts])
+def _base(
+    method: str, bases: Sequence[_Entry], entries: Sequence[_Entry], weights: Mapping[str, Any]
+) -> str | None:
+    """Return the common origin of the merged models, or None if the config names none."""
     names = [entry.location for entry in bases]
+    adapted = list(dict.fromkeys(entry.model for entry in entries if entry.adapter))
     base = next(iter(names or adapted), None)
     if len(bases) > 1:
         raise ValueError(f"its slices have different bases ({', '.join(names)}). {ADVICE}")
@@ -123,30 +134,50 @@ def _joined(method: str, parts: Sequence[_Part]) -> Merge:
             "it adds LoRA adapters to other models than the base: merge each into a folder of its "
             "own (PEFT's merge_and_unload) and name it by --expert NAME=DIR"
         )
-    weights.pop(base or "", None)
-    return Merge(method, base, weights)
+    return base
 
 
-def _parts(
-    method: str, module: Mapping[str, Any], content: Mapping[str, Any], merged: Path
-) -> list[_Part]:
-    """Read the slices of a module, or the module as one. The config is a module by itself."""
-    parts = []
-    for piece in map(_mapping, _list(module, "slices") or [module]):
-        values = _list(piece, "sources") or _list(piece, "models")
-        entries = [_entry(value, merged) for value in values]
-        named = piece.get("base_model") or content.get("base_model")
-        base = _entry(named, merged) if named else None
-        models = dict[str, list[Parameters]]()
-        for entry, value in zip(entries, values, strict=True):
-            models.setdefault(entry.location, []).append(_parameters(value))
-        if base is not None and method in _BASE_IS_MERGED:
-            models.setdefault(base.location, [])
-            entries.append(base)
-        levels = [_parameters(holder) for holder in (piece, module, content)]
-        at = None if base is None else base.location
-        parts.append(_Part(MergedTogether(models, at, levels, _layers(values)), entries, base))
-    return parts
+def _weights(
+    method: str, own: Mapping[str, Sequence[Any]], common: Parameters, differ: bool
+) -> dict[str, float | None]:
+    """Return location -> weight, or None if it is not one number.
+
+    Args:
+        method: The merge method.
+        own: Location -> the `weight` of each of its entries, or None without one.
+        common: Parameters of the whole config.
+        differ: Whether slices or modules have weights of their own.
+    """
+    if method in _UNWEIGHTED:
+        return dict.fromkeys(own, 1.0)
+    weights = dict[str, float | None]()
+    for location, values in own.items():
+        numbers = {_number(common.get("weight", 1) if v is None else v, "weight") for v in values}
+        weights[location] = numbers.pop() if len(numbers) == 1 and not differ else None
+    return weights
+
+
+def _number(value: Any, name: str) -> float | None:
+    """Return a number, also of a text (YAML 1.1 has no `5e-1`), or None for gradients, filters."""
+    if isinstance(value, list | Mapping):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {value!r:.60}, not a number")
+    return number
+
+
+def _is_negative(value: Any, is_weight: bool = False) -> bool:
+    """Return whether a weight or lambda anywhere in a config is below 0."""
+    if isinstance(value, Mapping):
+        inner = ((v, is_weight or key in ("weight", "lambda")) for key, v in value.items())
+        return any(_is_negative(*pair) for pair in inner)
+    if isinstance(value, list):
+        return any(_is_negative(entry, is_weight) for entry in value)
+    return is_weight and str(value).strip().startswith("-")
 
 
 def _mapping(part: Any) -> Mapping[str, Any]:
@@ -160,13 +191,6 @@ def _parameters(part: Any) -> Parameters:
     """Return the parameters of a model, slice, module or config."""
     parameters = part.get("parameters") if isinstance(part, Mapping) else None
     return parameters if isinstance(parameters, Mapping) else {}
-
-
-def _layers(sources: Sequence[Any]) -> int | None:
-    """Return the number of layers of a slice, which are equal for its sources."""
-    ranges = [s.get("layer_range") for s in sources if isinstance(s, Mapping)]
-    first = next(filter(None, ranges), None)
-    return None if first is None else max(1, int(first[-1]) - int(first[0]))
 
 
 def _list(part: Mapping[str, Any], key: str) -> list[Any]:

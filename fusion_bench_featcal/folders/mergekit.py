@@ -6,9 +6,6 @@ from pathlib import Path
 
 from fusion_bench_featcal.files import can_be_hub_id
 from fusion_bench_featcal.folders.merge_config import ADVICE, FILE, FILES, Merge, read_merge
-from fusion_bench_featcal.folders.merge_weights import Weight, has_weights
-
-_ZERO = 1e-9
 
 
 def with_merge_config(
@@ -63,13 +60,13 @@ def _experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
     A name is the last part of a location. A calibration moves towards every expert, so the user has
     to choose if a merge moves away from a model, or not at all.
     """
-    totals = {location: weight.total for location, weight in merge.weights.items()}
-    if negative := [location for location, total in totals.items() if total < -_ZERO]:
+    totals = merge.weights
+    if merge.moves_away:
         raise ValueError(
-            f"{option} gives {', '.join(negative)} a negative weight: the merge moves away, "
-            "and a calibration would move back. Name the experts by --expert NAME=DIR"
+            f"{option} has a negative weight or lambda: the merge moves away from a model, and a "
+            "calibration would move back. Name the experts by --expert NAME=DIR"
         )
-    if absent := [location for location, total in totals.items() if total <= _ZERO]:
+    if absent := [location for location, weight in totals.items() if weight == 0]:
         raise ValueError(
             f"{option} gives {', '.join(absent)} the weight 0: they are not in the merge, "
             "and a calibration would add them. Name the experts by --expert NAME=DIR"
@@ -105,32 +102,20 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
     except ValueError:  # all models are named by options
         notes.append(f"{FILE} cannot be read, so weights of the merge have no part in FeatCal+")
         return {}
-    if merge is None or not has_weights(merge.method):
-        return {}
-    by_place = {_place(location): weight for location, weight in merge.weights.items()}
+    by_place = {} if merge is None else {_place(at): w for at, w in merge.weights.items()}
     weights = {n: by_place[p] for n, at in experts.items() if (p := _place(at)) in by_place}
-    if away := [name for name, weight in weights.items() if weight.total <= _ZERO]:
-        notes.append(
-            f"the merge does not move towards {', '.join(away)}, by its weights in {FILE}, but "
-            "FeatCal+ moves towards every --expert"
-        )
+    are_equal = all(weights.values()) and len({*weights.values()}) == 1
+    if merge is None or len(weights) < len(experts) or are_equal:
         return {}
-    if len(weights) < len(experts) or len({v for w in weights.values() for v in w.values}) < 2:
-        return {}
-    return _factors(weights, notes)
-
-
-def _factors(weights: Mapping[str, Weight], notes: list[str]) -> dict[str, float]:
-    """Return unequal weights relative to their mean, if each expert has a single one."""
     instead = f"--set 'task_weights={{{', '.join(f'{name}: 1' for name in weights)}}}'"
-    if several := [name for name, weight in weights.items() if len(weight.values) > 1]:
+    if merge.moves_away or not all(weights.values()):
         notes.append(
-            f"weights of {', '.join(several)} in {FILE} differ by layer or tensor. They are not "
-            "kept, because FeatCal+ replaces the merge and has one weight per task, so all tasks "
-            f"count alike (other weights: {instead})"
+            f"weights in {FILE} are not one positive number per expert. They are not kept, because "
+            "FeatCal+ replaces the merge and moves towards every expert, so all tasks count alike "
+            f"(other weights: {instead})"
         )
         return {}
-    values = {name: next(iter(weight.values)) for name, weight in weights.items()}
+    values = {name: weight for name, weight in weights.items() if weight}
     mean = sum(values.values()) / len(values)
     factors = {name: float(f"{value / mean:.4g}") for name, value in values.items()}
     shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
