@@ -3,11 +3,7 @@
 try:
     import sentence_transformers as st
     from sentence_transformers.base.modules import Router, Transformer
-    from sentence_transformers.cross_encoder import evaluation as of_pairs
-    from sentence_transformers.multi_vector_encoder import evaluation as of_vectors
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-    from sentence_transformers.sentence_transformer import evaluation as of_texts
-    from sentence_transformers.sparse_encoder import evaluation as of_terms
     from sklearn.metrics import average_precision_score
 
     KINDS = (st.SentenceTransformer, st.CrossEncoder, st.SparseEncoder, st.MultiVectorEncoder)
@@ -16,7 +12,4 @@ except (ImportError, AttributeError) as error:
         "needs sentence-transformers 6.2 or newer: pip install 'fusion_bench_featcal[encoders]'"
     ) from error
 
-__all__ = [
-    "KINDS", "MultiVectorMask", "Router", "Transformer", "average_precision_score", "of_pairs",
-    "of_terms", "of_texts", "of_vectors", "st",
-]  # fmt: skip
+__all__ = ["KINDS", "MultiVectorMask", "Router", "Transformer", "average_precision_score", "st"]

@@ -1,8 +1,6 @@
-"""Scores of rerankers by the evaluators of sentence-transformers."""
+"""Scores of rerankers: figures of sentence-transformers' evaluators, with a value of each row."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +9,21 @@ import torch
 from fusion_bench_featcal.data.draws import spread
 from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.encoders.figures import QUIET, RANKS, EncoderTests, jackknifed, mean_score
-from fusion_bench_featcal.encoders.library import of_pairs
+from fusion_bench_featcal.encoders.row_scores import (
+    ACCURACY,
+    RANKS,
+    EncoderTests,
+    jackknifed,
+    mean_of,
+    read_once,
+)
 from fusion_bench_featcal.encoders.targets import Label, RowTargets
 
 NEGATIVES = 9
 
 
 def reranker_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: RowTargets, label: Label
+    merged: Any, texts: Sequence[tuple[str, ...]], targets: RowTargets, label: Label
 ) -> EncoderTests | str:
     """Return test rows of a reranker, or why there are none.
 
@@ -38,68 +42,58 @@ def reranker_tests(
         return _reranking_tests(texts)
     if targets.kind == "words":
         return f"its column {targets.name} has words, and the model has one output, not classes"
-    evaluator = of_pairs.CrossEncoderCorrelationEvaluator
-    if targets.kind == "binary":
-        evaluator = of_pairs.CrossEncoderClassificationEvaluator
-    of_all = partial(evaluator, texts, targets.values, **QUIET)
+    return jackknifed(lambda model: _outputs(model, texts), targets, "pairs by their score")
 
-    def outputs(model: Any) -> Any:
-        return model.predict(texts, convert_to_numpy=True)
 
-    return jackknifed(of_all, outputs, targets, "pairs by their score")
+def _outputs(model: Any, pairs: Iterable[tuple[str, ...]]) -> Any:
+    """Return the outputs for pairs of texts, `[pairs]` or `[pairs, classes]`."""
+    pairs = [*pairs]
+    found = read_once(model.predict, pairs, convert_to_numpy=True)
+    return np.stack([found[pair] for pair in pairs])
 
 
 def _pair_class_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: RowTargets, label: Label
+    merged: Any, texts: Sequence[tuple[str, ...]], targets: RowTargets, label: Label
 ) -> EncoderTests | str:
     """Return tests of a reranker that chooses a class for each pair."""
     classes = [name for _, name in sorted(merged.transformers_model.config.id2label.items())]
     if targets.kind == "words" and are_unnamed(classes):
         return f"its column {targets.name} has words, and the model's classes have no names"
     numbers = class_numbers(targets.values, classes, label, owner=" of the model", advice="")
-    of_all = of_pairs.CrossEncoderClassificationEvaluator([*map(list, texts)], numbers, **QUIET)
 
     def evaluate(model: Any) -> Score:
-        chosen = model.predict(texts, convert_to_numpy=True).argmax(axis=1)
-        correct = torch.from_numpy(chosen == np.array(numbers))
-        return Score(of_all(model)["f1_micro"], 1 - correct.double(), correct)
+        return mean_of(torch.from_numpy(_outputs(model, texts).argmax(1) == np.array(numbers)))
 
-    measure = "pairs whose class is right"
-    return EncoderTests(measure, "accuracy % (1 - accuracy)", evaluate)
+    return EncoderTests("pairs whose class is right", ACCURACY, evaluate)
 
 
-def _reranking_tests(texts: Sequence[Sequence[str]]) -> EncoderTests | str:
+def _reranking_tests(texts: Sequence[tuple[str, ...]]) -> EncoderTests | str:
     """Return tests in which a passage competes with others: those of its row, or of other rows."""
-    are_pairs = len(texts[0]) == 2
-    samples = [sample for sample in _samples(texts) if sample["negative"]]
+    samples = [sample for sample in _samples(texts) if len(sample) > 1]
     if len(samples) < 2:
         return (
             f"fewer than 2 of its {len(texts)} rows have passages of other queries to compete with "
             "(more rows by --eval)"
         )
 
-    def inverse_rank(model: Any, *some: dict[str, Any]) -> float:
-        evaluator = of_pairs.CrossEncoderRerankingEvaluator([*some], at_k=RANKS, **QUIET)
-        return evaluator(model)[f"mrr@{RANKS}"]
-
     def evaluate(model: Any) -> Score:
-        inverse_rank(model, *samples)  # reads all pairs in batches
-        values = [inverse_rank(model, sample) for sample in samples]
-        return mean_score([(float(value == 1), value) for value in values])
+        outputs = iter(_outputs(model, (pair for sample in samples for pair in sample)))
+        scores = [[next(outputs) for _ in sample] for sample in samples]
+        # As in the library, a passage stands behind those of the same score.
+        ranks = torch.tensor([sum(s >= one for s in (one, *others)) for one, *others in scores])
+        return mean_of((1 / ranks.double()) * (ranks <= RANKS))
 
-    others = f"up to {NEGATIVES} of other rows" if are_pairs else "the row's negatives"
+    others = f"up to {NEGATIVES} of other rows" if len(texts[0]) == 2 else "the row's negatives"
     measure = f"passages ranked before {others} (MRR@10)"
     return EncoderTests(measure, "ranked first % (1 - MRR@10)", evaluate)
 
 
-def _samples(texts: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-    passages = [*dict.fromkeys(row[1] for row in texts)]
-    own = defaultdict[str, set[str]](set)
-    for query, passage, *_ in texts:
-        own[query].add(passage)
+def _samples(texts: Sequence[tuple[str, ...]]) -> Iterator[list[tuple[str, str]]]:
+    """Yield each row's query with its passage, then with the passages that compete."""
+    passages, pairs = [*dict.fromkeys(row[1] for row in texts)], {row[:2] for row in texts}
     for query, passage, *negatives in texts:
         if not negatives:
             at = passages.index(passage)  # each row has others, spread over all
-            others = [other for other in passages[at:] + passages[:at] if other not in own[query]]
-            negatives = [others[n] for n in spread(len(others), NEGATIVES)] if others else []
-        yield {"query": query, "positive": [passage], "negative": negatives}
+            others = [p for p in passages[at:] + passages[:at] if (query, p) not in pairs]
+            negatives = [others[n] for n in spread(len(others), NEGATIVES)]
+        yield [(query, text) for text in (passage, *negatives)]

@@ -1,44 +1,42 @@
-"""Scores of encoders by the evaluators of sentence-transformers, with a value of each row.
+"""Scores of encoders: figures of sentence-transformers' evaluators, with a value of each row.
 
-An evaluator returns one figure of all rows, and intervals need a value of each row. Where the
-figure is a mean over rows it is the mean's term, else (rank correlation, average precision) the
-row's jackknife pseudo-value. The mean of the values is the evaluator's figure.
+They are computed from embeddings. The library's evaluators, which return one figure of all rows,
+are what tests compare them with.
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import cycle
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fusion_bench_featcal.data.embeddings import class_logits
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.encoders.figures import (
-    QUIET,
+from fusion_bench_featcal.encoders.figures import unchanged
+from fusion_bench_featcal.encoders.library import st
+from fusion_bench_featcal.encoders.reranker_scores import reranker_tests
+from fusion_bench_featcal.encoders.row_scores import (
+    ACCURACY,
     RANKS,
     EncoderTests,
     jackknifed,
-    mean_score,
-    primary,
-    unchanged,
+    mean_of,
+    read_once,
 )
-from fusion_bench_featcal.encoders.library import of_terms, of_texts, of_vectors, st
-from fusion_bench_featcal.encoders.reranker_scores import reranker_tests
 from fusion_bench_featcal.encoders.targets import Label, RowTargets
 from fusion_bench_featcal.encoders.texts import calls_of, columns_of
 
-MRR = "accuracy@1 % (1 - MRR@10)"
+Calls = Sequence[tuple[str, Sequence[str]]]
+"""Columns of texts, each with the name of the method that reads it."""
 
 
 def encoder_tests(
     merged: Any, rows: Sequence[Mapping[str, Any]], label: Label
 ) -> EncoderTests | str:
-    """Return test rows for the library's evaluator of their kind, or why there is none.
+    """Return tests by the figure of the rows' kind, or why there are none.
 
     Args:
         merged: A model of the class that will be scored.
@@ -57,14 +55,18 @@ def encoder_tests(
             raise ValueError(
                 f"{label(number)} has the columns {[*names]}, but {label(0)} has {[*columns[0]]}"
             )
-    texts = [[row[name] for name in columns[0]] for row in columns]
-    methods = [method for method, _ in calls_of(merged, label(0), rows[0])]
+    texts = [tuple(row[name] for name in columns[0]) for row in columns]
     targets = RowTargets.of(rows, label)
     if targets.kind == "lists":
         return f"its column {targets.name} has lists, not one value per row"
+    methods = [method for method, _ in calls_of(merged, label(0), rows[0])]
     if isinstance(merged, st.CrossEncoder):
         return reranker_tests(merged, texts, targets, label)
-    return _embedder_tests(merged, texts, targets, methods[0] if len({*methods}) == 1 else None)
+    # A MultiVectorEncoder reads a text that is alone both as a query and as a document.
+    calls = [*zip(methods, cycle(zip(*texts, strict=True)), strict=False)]
+    if len(texts[0]) == 1:
+        return _label_tests(calls, targets)
+    return _pair_tests(calls, targets) if len(texts[0]) == 2 else _triplet_tests(calls)
 
 
 def name_tests(
@@ -92,16 +94,15 @@ def name_tests(
     method, texts = calls[0][0][0], [text for ((_, text),) in calls]
     numbers = torch.tensor([names.index(str(value)) for value in targets.values])
 
-    def embed(model: Any, method: str, texts: Sequence[str]) -> Any:
-        embed_all = getattr(model, method)
-        return embed_all(texts, convert_to_tensor=True, show_progress_bar=False).to_dense().cpu()
+    def embed(model: Any, method: str, texts: Sequence[str]) -> Tensor:
+        return _embeddings(model, [(method, texts)])[0].to_dense().cpu().float()
 
     with unchanged(names_by) as twin:
         embeddings = embed(twin, "encode", [prompt.replace("{}", name) for name in names])
-    head = F.normalize(embeddings.float(), dim=-1)
+    head = F.normalize(embeddings, dim=-1)
 
     def evaluate(model: Any) -> Score:
-        logits = class_logits(embed(model, method, texts).float(), head)
+        logits = class_logits(embed(model, method, texts), head)
         correct = logits.argmax(dim=-1) == numbers
         losses = F.cross_entropy(logits.double(), numbers, reduction="none")
         return Score(correct.double().mean().item(), losses, correct)
@@ -109,151 +110,103 @@ def name_tests(
     return EncoderTests("texts nearest to their class name", "accuracy % (loss)", evaluate)
 
 
-class _Evaluators(NamedTuple):
-    """Evaluators of a class of models, None where the library has none."""
-
-    retrieval: Any
-    triplets: Any
-    similarity: Any
-    pairs: Any
-
-
-_OF_KIND = {
-    st.SentenceTransformer: _Evaluators(
-        of_texts.InformationRetrievalEvaluator,
-        of_texts.TripletEvaluator,
-        of_texts.EmbeddingSimilarityEvaluator,
-        of_texts.BinaryClassificationEvaluator,
-    ),
-    st.SparseEncoder: _Evaluators(
-        of_terms.SparseInformationRetrievalEvaluator,
-        of_terms.SparseTripletEvaluator,
-        of_terms.SparseEmbeddingSimilarityEvaluator,
-        of_terms.SparseBinaryClassificationEvaluator,
-    ),
-    st.MultiVectorEncoder: _Evaluators(
-        of_vectors.MultiVectorInformationRetrievalEvaluator,
-        of_vectors.MultiVectorTripletEvaluator,
-        None,
-        None,
-    ),
-}
+def _embeddings(model: Any, calls: Calls) -> list[Any]:
+    """Return the embeddings of columns of texts."""
+    # A MultiVectorEncoder returns a list, of a vector for each token.
+    options = {} if isinstance(model, st.MultiVectorEncoder) else {"convert_to_tensor": True}
+    texts = defaultdict[str, list[str]](list)
+    for method, column in calls:
+        texts[method] += column
+    read = {name: read_once(getattr(model, name), of, **options) for name, of in texts.items()}
+    found = [[read[method][text] for text in column] for method, column in calls]
+    return [column if column[0].ndim > 1 else torch.stack(column) for column in found]
 
 
-def _embedder_tests(
-    merged: Any, texts: Sequence[Sequence[str]], targets: RowTargets, method: str | None
-) -> EncoderTests | str:
-    evaluators = next(of for kind, of in _OF_KIND.items() if isinstance(merged, kind))
-    if len(texts[0]) == 1:
-        return _label_tests(evaluators, [text for (text,) in texts], targets, method)
-    if len(texts[0]) > 2:
-        return _triplet_tests(evaluators, texts, method)
+def _similarities(model: Any, first: Any, second: Any) -> Tensor:
+    """Return the similarity of embeddings in pairs, in float32 as in the library's evaluators."""
+    sides = (side.float() if isinstance(side, Tensor) else side for side in (first, second))
+    return model.similarity_pairwise(*sides).float().cpu()
+
+
+def _label_tests(calls: Calls, targets: RowTargets) -> EncoderTests | str:
+    """Return tests in which each text is a query, and all other texts are the corpus."""
+    if targets.kind == "none":
+        return "its rows are single texts without labels (labelled rows or pairs by --eval)"
+    measure = "texts whose nearest other text has the same label (accuracy@1, MRR@10)"
+    belongs = _belongs(targets.values, range(len(targets.values)))
+    itself = torch.eye(len(belongs), dtype=torch.bool)
+    return _retrieval_tests([calls[0], calls[-1]], belongs, itself, measure)
+
+
+def _pair_tests(calls: Calls, targets: RowTargets) -> EncoderTests | str:
+    """Return tests of similarity or, if all texts of a row belong together, of a search.
+
+    There a row's first text is a query, and all second texts are the corpus.
+    """
     if targets.all_belong:
-        return _passage_tests(evaluators, texts, method)
+        (method, queries), (other, passages) = calls
+        sides = [(method, queries), (other, [*dict.fromkeys(passages)])]
+        belongs = _belongs(queries, passages)
+        measure = "queries whose nearest passage is their own (accuracy@1, MRR@10)"
+        return _retrieval_tests(sides, belongs, torch.zeros_like(belongs), measure)
     if targets.kind in ("words", "classes"):
         return (
             f"pairs of texts with classes ({targets.name}) have no evaluator in "
             "sentence-transformers: name the column `score` if it has degrees of similarity"
         )
-    is_binary = targets.kind == "binary"
-    evaluator = evaluators.pairs if is_binary else evaluators.similarity
-    if evaluator is None:
-        return (
-            f"pairs of texts with {targets.name} have no evaluator of {type(merged).__name__} in "
-            "sentence-transformers"
-        )
-    sides = [row[0] for row in texts], [row[1] for row in texts]
 
     def outputs(model: Any) -> Any:
-        first, second = (of_all().embed_inputs(model, side) for side in sides)
-        return model.similarity_pairwise(first, second).float().cpu().numpy()
+        return _similarities(model, *_embeddings(model, calls)).numpy()
 
-    of_all = partial(evaluator, *sides, targets.values, **QUIET)
-    return jackknifed(of_all, outputs, targets, "pairs by their similarity")
+    return jackknifed(outputs, targets, "pairs by their similarity")
 
 
-def _label_tests(
-    evaluators: _Evaluators, texts: Sequence[str], targets: RowTargets, method: str | None
-) -> EncoderTests | str:
-    """Return tests in which each text is a query, and all other texts are the corpus."""
-    if targets.kind == "none":
-        return "its rows are single texts without labels (labelled rows or pairs by --eval)"
-    names = [f"{number:06}" for number in range(len(texts))]
-    same = defaultdict[Any, set[str]](set)
-    for name, value in zip(names, targets.values, strict=True):
-        same[value].add(name)
-    corpus = dict(zip(names, texts, strict=True))
-    relevant = {
-        name: same[value] - {name} for name, value in zip(names, targets.values, strict=True)
-    }
-    measure = "texts whose nearest other text has the same label (accuracy@1, MRR@10)"
-    return _retrieval_tests(evaluators.retrieval, corpus, corpus, relevant, measure, method)
-
-
-def _passage_tests(
-    evaluators: _Evaluators, texts: Sequence[Sequence[str]], method: str | None
-) -> EncoderTests | str:
-    """Return tests in which a row's first text is a query, and all second texts are the corpus."""
-    passages = [*dict.fromkeys(row[1] for row in texts)]
-    names = {passage: f"passage {number:06}" for number, passage in enumerate(passages)}
-    own = defaultdict[str, set[str]](set)
-    for query, passage in texts:
-        own[query].add(names[passage])
-    queries = {f"query {number:06}": row[0] for number, row in enumerate(texts)}
-    relevant = {name: own[query] for name, query in queries.items()}
-    corpus = {name: passage for passage, name in names.items()}
-    measure = "queries whose nearest passage is their own (accuracy@1, MRR@10)"
-    return _retrieval_tests(evaluators.retrieval, queries, corpus, relevant, measure, method)
+def _belongs(owners: Sequence[Hashable], items: Sequence[Hashable]) -> Tensor:
+    """Return which of the different items stand in a row with its owner, bool `[rows, items]`."""
+    numbers = [{one: n for n, one in enumerate(dict.fromkeys(side))} for side in (owners, items)]
+    rows, places = [numbers[0][one] for one in owners], [numbers[1][one] for one in items]
+    table = torch.zeros(len(numbers[0]), len(numbers[1]), dtype=torch.bool)
+    table[rows, places] = True
+    return table[rows]
 
 
 def _retrieval_tests(
-    evaluator: Any,
-    queries: Mapping[str, str],
-    corpus: Mapping[str, str],
-    relevant: Mapping[str, set[str]],
-    measure: str,
-    method: str | None,
+    calls: Calls, belongs: Tensor, itself: Tensor, measure: str
 ) -> EncoderTests | str:
-    """Return tests of queries by name. A query is not looked for among texts of its own name."""
-    others = {query: len(corpus) - (query in corpus) for query in queries}
-    asked = {q: text for q, text in queries.items() if 0 < len(relevant[q]) < others[q]}
-    if len(asked) < 2:
+    """Return tests in which queries look for the texts of a corpus that belong to them.
+
+    Args:
+        calls: Queries and corpus.
+        belongs: Bool `[queries, corpus]`.
+        itself: The query itself, for which it does not look, bool `[queries, corpus]`.
+        measure: What is measured.
+    """
+    belongs = belongs & ~itself
+    asked = belongs.any(1) & ~(belongs | itself).all(1)
+    if asked.sum() < 2:
         return (
-            f"fewer than 2 of its {len(queries)} rows have both right and wrong texts to choose "
+            f"fewer than 2 of its {len(asked)} rows have both right and wrong texts to choose "
             "from (more rows by --eval)"
         )
-    # One more, because a query may find itself.
-    cutoffs = {f"{name}_at_k": [RANKS + 1] for name in ("mrr", "ndcg", "map", "accuracy")}
-    cutoffs |= {"precision_recall_at_k": [1], "write_predictions": True}
-    of_all = evaluator(asked, {**corpus}, {**relevant}, **cutoffs, **QUIET)
-
-    def of_query(query: str, results: Sequence[Mapping[str, str]]) -> tuple[float, float]:
-        found = [one["corpus_id"] for one in results if one["corpus_id"] != query][:RANKS]
-        ranks = (rank for rank, name in enumerate(found, 1) if name in relevant[query])
-        inverse = 1 / next(ranks, torch.inf)
-        return float(inverse == 1), inverse
 
     def evaluate(model: Any) -> Score:
-        with TemporaryDirectory() as folder:
-            of_all(model, output_path=folder)
-            (file,) = Path(folder).glob("*.jsonl")
-            lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-        return mean_score([of_query(line["query_id"], line["results"]) for line in lines])
+        similar = model.similarity(*_embeddings(model, calls)).float().cpu()
+        similar = similar.masked_fill(itself, -torch.inf)[asked]
+        nearest = similar.argsort(dim=1, descending=True, stable=True)[:, :RANKS]
+        hits = belongs[asked].gather(1, nearest).double()
+        return mean_of((hits / torch.arange(1, hits.shape[1] + 1)).amax(1))
 
-    return EncoderTests(measure, MRR, evaluate, method)
+    return EncoderTests(measure, "accuracy@1 % (1 - MRR@10)", evaluate)
 
 
-def _triplet_tests(
-    evaluators: _Evaluators, texts: Sequence[Sequence[str]], method: str | None
-) -> EncoderTests:
-    def of_rows(*rows: Sequence[str]) -> Any:
-        triplets = [(row[0], row[1], negative) for row in rows for negative in row[2:]]
-        return evaluators.triplets(*map(list, zip(*triplets, strict=True)), **QUIET)
-
+def _triplet_tests(calls: Calls) -> EncoderTests:
     def evaluate(model: Any) -> Score:
-        of_rows(*texts)(model)  # reads all texts in batches
-        shares = [primary(of_rows(row), model) for row in texts]
-        return mean_score([(share, share) for share in shares], has_flags=len(texts[0]) == 3)
+        anchor, *others = _embeddings(model, calls)
+        positive, *negatives = (_similarities(model, anchor, other) for other in others)
+        shares = torch.stack([positive > negative for negative in negatives]).double().mean(0)
+        if len(negatives) == 1:
+            return mean_of(shares)
+        return Score(shares.mean().item(), 1 - shares, None)
 
     measure = "triplets whose positive is nearer than the negative"
-    return EncoderTests(measure, "accuracy % (1 - accuracy)", evaluate, method)
+    return EncoderTests(measure, ACCURACY, evaluate)

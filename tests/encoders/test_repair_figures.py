@@ -9,8 +9,8 @@ st = pytest.importorskip("sentence_transformers", minversion="6.2", reason="extr
 pytest.importorskip("mergekit", reason="extra `encoders`")
 
 from sentence_models import TEXTS, figure, repaired_by, texts_of  # noqa: E402
+from sentence_transformers.sentence_transformer import evaluation as of_texts  # noqa: E402
 
-from fusion_bench_featcal.encoders.library import of_texts  # noqa: E402
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Scores of encoders: figures of the library's evaluators, and values of rows for intervals."""
+"""Scores of encoders are figures of the library's evaluators, with values of rows."""
 
 import copy
 import logging
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import spearmanr
 from transformers import BertForMaskedLM
 
 st = pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
@@ -25,8 +26,12 @@ from sentence_models import (  # noqa: E402
     texts_of,
     tuned,
 )
+from sentence_transformers.cross_encoder import evaluation as of_pairs  # noqa: E402
+from sentence_transformers.multi_vector_encoder import evaluation as of_vectors  # noqa: E402
+from sentence_transformers.sentence_transformer import evaluation as of_texts  # noqa: E402
+from sentence_transformers.sparse_encoder import evaluation as of_terms  # noqa: E402
+from sklearn.metrics import average_precision_score  # noqa: E402
 
-from fusion_bench_featcal.encoders.library import of_pairs, of_terms, of_texts, of_vectors  # noqa: E402
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests  # noqa: E402
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
 from fusion_bench_featcal.results.statistics import NORMAL  # noqa: E402
@@ -216,6 +221,22 @@ def test_correlations_and_precisions_have_jackknife_values(
     assert 0.05 < half < 0.6 and result.correct is None
 
 
+@pytest.mark.parametrize("name", ["SentenceTransformer", "MultiVectorEncoder"])
+def test_similarity_of_queries_and_documents(models: dict[str, Any], name: str) -> None:
+    """They are read as for the repair, while the library's evaluators know sentences alone."""
+    model = models[name]
+    sides = model.encode_query(FIRST), model.encode_document(SECOND)
+    similar = model.similarity_pairwise(*sides).numpy()
+    correlation: Any = spearmanr(SCORES, similar)
+    for column, values, expected in (
+        ("score", SCORES, correlation.statistic),
+        ("label", BINARY, average_precision_score(BINARY, similar)),
+    ):
+        result = score(model, rows(**PAIR, **{column: values}))
+        assert 1 - result.loss == pytest.approx(expected, abs=1e-12) and result.loss != 1
+        assert result.accuracy == pytest.approx(max(expected, 0), abs=1e-12)
+
+
 def test_equal_similarities_are_no_correlation(models: dict[str, Any]) -> None:
     data = rows(sentence1=FIRST[:1] * 8, sentence2=SECOND[:1] * 8, score=SCORES[:8])
     result = score(models["cosine"], data)
@@ -308,6 +329,7 @@ def test_queries_and_documents_are_read_as_for_the_repair(
         (rows(**sentences), {None: alike}),
         (rows(**sentences, score=SCORES), {None: alike}),
         (rows(question=FIRST, answer=SECOND), {"query": first, "document": second}),
+        (rows(**PAIR, score=SCORES), {"query": first, "document": second}),
     ]
     for data, expected in cases:
         read.clear()
@@ -357,8 +379,6 @@ NOT_SCORED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("CrossEncoder", rows(**PAIR, score=[2.5] * COUNT), "differ in score"),
     ("CrossEncoder", rows(**PAIR, label=LABELS), "has words, and the model has one"),
     ("CrossEncoder", rows(query=FIRST, answer=SAME), "have passages of other queries to compete"),
-    ("MultiVectorEncoder", rows(**PAIR, score=SCORES), "score have no evaluator of M"),
-    ("MultiVectorEncoder", rows(**PAIR, label=BINARY), "label have no evaluator of M"),
 ]
 
 
