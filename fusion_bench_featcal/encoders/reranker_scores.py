@@ -79,8 +79,8 @@ def _reranking_tests(texts: Sequence[tuple[str, ...]]) -> EncoderTests | str:
     def evaluate(model: Any) -> Score:
         outputs = iter(_outputs(model, (pair for sample in samples for pair in sample)))
         scores = [[next(outputs) for _ in sample] for sample in samples]
-        # As in the library, a passage stands behind those of the same score.
-        ranks = torch.tensor([sum(s >= one for s in (one, *others)) for one, *others in scores])
+        # As in the library, a passage stands behind those of the same score, and NaN is last.
+        ranks = torch.tensor([sum(not s < one for s in (one, *others)) for one, *others in scores])
         return mean_of((1 / ranks.double()) * (ranks <= RANKS))
 
     others = f"up to {NEGATIVES} of other rows" if len(texts[0]) == 2 else "the row's negatives"

@@ -27,7 +27,7 @@ from fusion_bench_featcal.encoders.row_scores import (
     read_once,
 )
 from fusion_bench_featcal.encoders.targets import Label, RowTargets
-from fusion_bench_featcal.encoders.texts import calls_of, columns_of
+from fusion_bench_featcal.encoders.texts import calls_of, text_names
 
 Calls = Sequence[tuple[str, Sequence[str]]]
 """Columns of texts, each with the name of the method that reads it."""
@@ -40,22 +40,16 @@ def encoder_tests(
 
     Args:
         merged: A model of the class that will be scored.
-        rows: Rows with one or more texts, and optional labels or scores.
+        rows: Rows with equal columns: one or more texts, and optional labels or scores.
         label: Returns the name of a row in messages, by its position.
 
     Raises:
-        TypeError: If a text has the wrong type.
-        ValueError: If rows have different columns.
+        TypeError: If the model does not read such rows.
+        ValueError: If a row has no label, but others have.
     """
     if not rows:
         return "it has no rows to score (--eval)"
-    columns = [columns_of(label(number), row) for number, row in enumerate(rows)]
-    for number, names in enumerate(columns):
-        if {*names} != {*columns[0]}:
-            raise ValueError(
-                f"{label(number)} has the columns {[*names]}, but {label(0)} has {[*columns[0]]}"
-            )
-    texts = [tuple(row[name] for name in columns[0]) for row in columns]
+    texts = [tuple(row[name] for name in text_names(rows[0])) for row in rows]
     targets = RowTargets.of(rows, label)
     if targets.kind == "lists":
         return f"its column {targets.name} has lists, not one value per row"
@@ -88,10 +82,10 @@ def name_tests(
         return "class names need at least two labels in words"
     if not isinstance(names_by, st.SentenceTransformer | st.SparseEncoder):
         return f"a {type(names_by).__name__} has no embeddings of class names"
-    calls = [calls_of(names_by, label(number), row) for number, row in enumerate(rows)]
-    if any(len(of_row) > 1 for of_row in calls):
+    name, *more = text_names(rows[0])
+    if more:
         return "class names are for rows of one text"
-    method, texts = calls[0][0][0], [text for ((_, text),) in calls]
+    ((method, _),), texts = calls_of(names_by, label(0), rows[0]), [row[name] for row in rows]
     numbers = torch.tensor([names.index(str(value)) for value in targets.values])
 
     def embed(model: Any, method: str, texts: Sequence[str]) -> Tensor:

@@ -16,6 +16,7 @@ from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.likeness import notes_on_experts
+from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.folders.encoder_models import EncoderModels
 from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
@@ -68,18 +69,19 @@ class OpenedEncoders:
     @property
     def title(self) -> str:
         """The library's class, and that of the transformer."""
-        transformer = transformer_of("merged", self.models.merged).model
-        return f"{type(self.models.merged).__name__}: {type(transformer).__name__}"
+        merged = self.models.merged
+        return f"{type(merged).__name__}: {type(merged.transformers_model).__name__}"
 
     @property
     def size(self) -> int:
         """Bytes of the model."""
-        return _bytes(self.models.merged)
+        return stored_bytes(self.models.merged.state_dict().values())
 
     @property
     def read(self) -> int:
         """Bytes of all experts."""
-        return sum(map(_bytes, self.models.experts.values()))
+        experts = self.models.experts.values()
+        return sum(stored_bytes(expert.state_dict().values()) for expert in experts)
 
     @property
     def merged_weights(self) -> Any:
@@ -220,10 +222,5 @@ def _reading(model: Any, name: str) -> Any:
     return {k: v for k, v in value.items() if v} if name == "prompts" else value
 
 
-def _bytes(model: Any) -> int:
-    return sum(tensor.nbytes for tensor in model.state_dict().values())
-
-
 def _lazy(label: str, model: Any) -> LazyModel:
-    transformer = transformer_of(label, model).model
-    return LazyModel(label, InMemoryExpert(transformer), transformer)
+    return LazyModel(label, InMemoryExpert(model.transformers_model), model.transformers_model)
