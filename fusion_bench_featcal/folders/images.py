@@ -21,7 +21,6 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
-    Distinct,
     Part,
     Task,
     head_numbers,
@@ -80,10 +79,7 @@ def open_image_task(
     part, test_part = open_parts(task, request, partial(_items, columns=read_columns))
     for one in (part, test_part):
         one.rows.check(one.indices)
-    digests = {part.rows.digest(index) for index in part.indices} if test_part.indices else {}
-    repeated = [test_part.rows.digest(index) in digests for index in test_part.indices]
-    distinct = Distinct.of(task, request, repeated)
-    test_part = test_part._replace(indices=[test_part.indices[n] for n in distinct.numbers])
+    test_part, distinct = test_part.distinct_from(part, task, request, ImageItems.digest)
     size, tests = batch_size_of(request.settings.batch_size, request.device), None
     if test_part.indices and heads:
         labels, logits, remark = _labels(test_part, heads, request.prompt_of(task))

@@ -125,7 +125,8 @@ class OpenedEncoders:
 
     def _open_task(self, task: str) -> Task:
         request, open_rows = self.request, cache(partial(open_sentences, task, self.request))
-        parts = calibration, held = open_parts(task, request, open_rows)
+        calibration, held = open_parts(task, request, open_rows)
+        held, distinct = held.distinct_from(calibration, task, request, lambda r, n: repr(r[n]))
         first = calibration.indices[0]
         try:
             calls_of(self.models.merged, calibration.rows.at(first), calibration.rows[first])
@@ -136,15 +137,16 @@ class OpenedEncoders:
         if isinstance(tests, str):
             notes, tests = [f"{task}: not scored, as {tests}"], None
             request = replace(request, no_eval=True)
-            parts = calibration, held = open_parts(task, request, open_rows)
+            calibration, held = open_parts(task, request, open_rows)
         rows = [calibration.rows[number] for number in calibration.indices]
         columns, measure = calibration.rows.columns.values(), tests.measure if tests else ""
         if unread := calibration.rows.unread:
             advice = " (--columns NAME=COLUMN reads one)"
             notes.append(f"{task}: columns that are not read: {', '.join(unread)}{advice}")
-        notes.insert(0, sentence(task, request, *parts, columns, measure))
+        first_note = sentence(task, request, calibration, held, columns, measure)
+        notes = [first_note, *distinct.notes, *notes]
         title = tests.columns if tests else Task.title
-        return Task(rows, len(rows), tests, notes, title)
+        return Task(rows, len(rows), tests, notes, title, distinct.has_repeats)
 
     def _tests(self, task: str, part: Part) -> Any:
         """Return tests of held-back rows, or why there are none."""

@@ -28,6 +28,22 @@ class Part(NamedTuple):
     rows: Any
     indices: list[int]
 
+    def distinct_from(
+        self, samples: "Part", task: str, request: Request, content: Callable[[Any, int], Any]
+    ) -> tuple["Part", "Distinct"]:
+        """Return the rows to score, without held-back ones that repeat a sample (`Distinct.of`).
+
+        Args:
+            samples: The calibration rows.
+            task: The task.
+            request: The request.
+            content: Returns what is read of a row, given all rows and its number.
+        """
+        read = {content(samples.rows, number) for number in samples.indices if self.indices}
+        repeated = [content(self.rows, number) in read for number in self.indices]
+        distinct = Distinct.of(task, request, repeated)
+        return self._replace(indices=[self.indices[n] for n in distinct.numbers]), distinct
+
 
 @dataclass(frozen=True)
 class Task:
