@@ -73,7 +73,7 @@ class Evaluation:
         opened, scores = self._opened, {}
         if self._tests:
             tasks = counted(len(self._tests), "task")
-            print(f"evaluating the experts and the merged model on {tasks}")
+            print(f"evaluating the experts, the merged and the calibrated model on {tasks}")
         for task in opened.experts if opened.has_heads else self._tests:
             expert = opened.load_expert(task)
             if task in self._tests:

@@ -1,4 +1,4 @@
-"""One `featcal calibrate` after its checks: evaluation, calibration, and the saved folder."""
+"""One `featcal calibrate` after its checks: calibration, evaluation, and the saved folder."""
 
 import shutil
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ def _run(request: Request) -> Path:
             digests = _checked_digests(request)
             doubts = _accepted(request, [*repeats(request, digests), *opened.doubts])
             evaluation = Evaluation(opened, tasks, notes, digests, doubts)
-            has_saved = _evaluate_and_save(opened, settings, tasks, evaluation)
+            has_saved = _calibrate_and_save(opened, settings, tasks, evaluation)
             titles = {task.title for task in tasks.values() if task.tests}
             title = titles.pop() if len(titles) == 1 else "score % (loss)"
             show_scores(evaluation.report, evaluation.report.notes[len(notes) :], title)
@@ -139,12 +139,11 @@ def open_request(request: Request) -> Opened:
     return OpenedTransformers(request)
 
 
-def _evaluate_and_save(
+def _calibrate_and_save(
     opened: Opened, settings: FeatCalSettings, tasks: Mapping[str, Task], evaluation: Evaluation
 ) -> bool:
-    """Evaluate, calibrate, evaluate again, and save. Returns False if --strict forbids it."""
+    """Calibrate, evaluate, and save. Returns False if --strict forbids it."""
     request = opened.request
-    evaluation.add_references(opened.merged_weights)
     prepare_directory(request.checkpoints, "--out")
     write_inputs(request.checkpoints, evaluation.digests)
     with measure() as cost:
@@ -156,6 +155,7 @@ def _evaluate_and_save(
     counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
     samples = {task: {"samples": count, "split": "data"} for task, count in counts.items()}
     facts = calibration_facts(row, settings, result.log.records, samples)
+    evaluation.add_references(opened.merged_weights)
     evaluation.add(row, weights, facts, cost.as_dict())
     evaluation.report.note(*(Note(NOTE, text) for text in notes))
     verdict = evaluation.conclude(settings)

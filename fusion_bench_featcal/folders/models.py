@@ -1,6 +1,6 @@
 """All models of one `featcal calibrate`, compared with each other before they are loaded."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,9 +44,8 @@ from fusion_bench_featcal.models.processors import (
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.models import tail_of
-from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
+from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.settings.rules import rule_of
-from fusion_bench_featcal.streams.trial import try_blocks
 
 
 @dataclass(frozen=True)
@@ -134,19 +133,6 @@ class Models:
     def _stages(self) -> list[list[str]]:
         """The blocks of the calibrated part."""
         return stages_of(self.family, self.empty_body)
-
-    @cached_property
-    def _modules(self) -> dict[str, BlockModules]:
-        """The modules of each block that are calibrated."""
-        settings = self.request.settings
-        norm = rule_of(settings).calibrate_norm
-        return find_all_modules(
-            self.empty_body, self._stages, settings.modules, calibrate_norm=norm
-        )
-
-    def try_blocks(self, batches: Iterable[Mapping[str, Tensor]]) -> None:
-        """Refuse models whose blocks cannot be calibrated, by a run on shapes (`try_blocks`)."""
-        try_blocks(self.family, self.empty_body, self._stages, self._modules, batches)
 
     @cached_property
     def family(self) -> Family:
@@ -276,7 +262,9 @@ class Models:
         return LazyModel(self.base.label, source, self.empty_body)
 
     def _check(self) -> None:
-        like, _ = self.like, self._modules
+        like, settings = self.like, self.request.settings
+        norm = rule_of(settings).calibrate_norm
+        find_all_modules(self.empty_body, self._stages, settings.modules, calibrate_norm=norm)
         refuse_links(like.folder)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
         models = [like, *filter(None, [self.base]), *whole.values()]
@@ -290,6 +278,9 @@ class Models:
                     f"{like.kind}: experts must share it. Check its folder"
                 )
         _ = self._runnable, self.base_source
+        if self.has_heads or not self.request.no_eval:  # they are loaded after the calibration
+            for model in (like, *whole.values()):
+                model.check_loading()
 
     def processor(self) -> Any:
         """The tokenizer or image processor. For a whole CLIP, both in one object."""

@@ -5,12 +5,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from PIL import Image
-from torch import Tensor
-
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.data.pictures import to_pixels
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text, positions_of
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.experts.source import total_bytes
@@ -49,7 +44,6 @@ class OpenedTransformers:
         self.experts, self.has_heads = self.models.experts, self.models.has_heads
         self.own_head = self.models.like.name
         self.settings = self._settings()
-        self.models.try_blocks(self._inputs())
         self.doubts = list[str]()
         self.notes = [*self.models.notes, *self._note_on_length()]
 
@@ -64,18 +58,6 @@ class OpenedTransformers:
         ):
             doubts += doubts_on_chats(*named)
         return doubts
-
-    def _inputs(self) -> list[dict[str, Tensor]]:
-        """Return batches without data, for the calibrated part: gray images, or texts."""
-        kind = self.models.like.kind
-        if kind not in TEXT_MODELS:
-            pixels = to_pixels(Image.new("RGB", (64, 64), "gray"), self.processor, "a gray image")
-            return [{"pixel_values": torch.stack([pixels, pixels])}]
-        # A model may pad texts to a multiple of a length, or read several tokens as one.
-        tokens = torch.ones(2, 5, dtype=torch.long)
-        texts = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if kind == "seq2seq" else {})
-        # Some models read the values of a mask, others those of the tokens if there is none.
-        return [texts | {"attention_mask": tokens}, texts]
 
     @property
     def title(self) -> str:

@@ -47,7 +47,7 @@ def show_start(
     plan = Plan(read=read, output=size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:
         show_plan(plan)
-        print("nothing was run")
+        print("nothing was run: only a run shows whether every block can be calibrated by itself")
         return
     print(f"plan: {bytes_text(read)} read from experts, at most")
     check_room(plan.writes)

@@ -1,6 +1,6 @@
 """One model in a folder: its config, its class, its structure without weights, its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
@@ -220,7 +220,21 @@ class ModelFiles:
             kind: Its class, by default `calibrated_class`.
             spare: Replacements for tensors that its files lack. None requires complete files.
         """
-        kind = kind or self.calibrated_class
+        model, missing = self._from_pretrained(kind or self.calibrated_class, spare or ())
+        tensors = model.state_dict()
+        for name, tensor in (spare or {}).items():
+            if name in missing:
+                tensors[name].copy_(tensor)
+        return model
+
+    def check_loading(self) -> None:
+        """Refuse files that transformers cannot load, by their headers."""
+        self._from_pretrained(self.calibrated_class, device="meta")
+
+    def _from_pretrained(
+        self, kind: Any, spare: Container[str] = (), device: str | None = None
+    ) -> tuple[nn.Module, set[str]]:
+        """Return a model, and names of tensors that its files lack, all of which are spare."""
         self.check_indexes()
         try:
             model, info = kind.from_pretrained(
@@ -230,6 +244,7 @@ class ModelFiles:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # else only a report names them
                 trust_remote_code=False,
+                device_map=device,
             )
         except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
             raise self._error(f"cannot be loaded: {loading_cause(error)}") from error
@@ -238,14 +253,9 @@ class ModelFiles:
             shape = [*model.state_dict()[name].shape]
             raise self._error(f"tensor {name} has not the shape {shape} that its config says")
         missing = {*info["missing_keys"]}
-        if missing - {*(spare or ())}:
-            raise self._error(unpaired_text(info["missing_keys"], info["unexpected_keys"]))
-        model.eval().requires_grad_(False)
-        tensors = model.state_dict()
-        for name, tensor in (spare or {}).items():
-            if name in missing:
-                tensors[name].copy_(tensor)
-        return model
+        if any(name not in spare for name in missing):
+            raise self._error(unpaired_text(missing, info["unexpected_keys"]))
+        return model.eval().requires_grad_(False), missing
 
     def loaded_with(self, base: "ModelFiles | None") -> nn.Module:
         """Load the model whole. An adapter is merged into the base's weights."""

@@ -70,23 +70,16 @@ class Positions:
         """Return the rows of features `[..., d]` that count, `[n, d]`.
 
         Raises:
-            CalibrationError: If the features have other positions than the mask.
+            CalibrationError: If the features have other positions than the mask, flat or not. The
+                caller adds the module's name.
         """
-        check_positions(features, self.shape)
+        if features.shape[:-1] not in (self.shape, (self.shape.numel(),)):
+            raise CalibrationError(
+                f"receives rows {tuple(features.shape[:-1])}, but padding is known for "
+                f"{tuple(self.shape)}"
+            )
         flat = features.reshape(-1, features.shape[-1])
         return flat if self.index is None else flat.index_select(0, self.index)
-
-
-def check_positions(features: Tensor, shape: torch.Size) -> None:
-    """Refuse features `[..., d]` with other positions than a mask of a shape, flat or not.
-
-    Raises:
-        CalibrationError: If they have, without the module's name.
-    """
-    if features.shape[:-1] not in (shape, (shape.numel(),)):
-        raise CalibrationError(
-            f"receives rows {tuple(features.shape[:-1])}, but padding is known for {tuple(shape)}"
-        )
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,11 @@ def finished(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], str]:
     """The one line that a command prints on stderr, without a loaded model or a new file."""
 
-    def loaded(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a model was loaded")
+    load = transformers.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    def loaded(kind: Any, *arguments: Any, **options: Any) -> Any:
+        assert options["device_map"] == "meta", "a model was loaded"
+        return load(kind, *arguments, **options)
 
     def refused(arguments: list[str]) -> str:
         folder = Path(arguments[arguments.index("--out") + 1]).parent
@@ -139,5 +142,5 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], str]:
         assert sorted(folder.iterdir()) == before and "a model was loaded" not in message
         return message
 
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", loaded)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(loaded))
     return refused

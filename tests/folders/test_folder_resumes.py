@@ -17,9 +17,9 @@ from reports import error_of, featcal
 from safetensors.torch import load_file
 
 from fusion_bench_featcal.cli import main
+from fusion_bench_featcal.data import scoring
 from fusion_bench_featcal.files.json_files import read_lines
 from fusion_bench_featcal.files.locks import locked_target
-from fusion_bench_featcal.folders import evaluation
 from fusion_bench_featcal.models import saving
 
 FAST = ("--preset", "paper", "--no-eval", "--set", "modules=[q_proj]")
@@ -112,21 +112,45 @@ def test_a_plan_leaves_the_files_of_a_running_command(folder: Path):
 
 
 @pytest.mark.parametrize("option", CHANGES)
-def test_an_interrupted_run_does_not_go_on_with_changed_inputs(option, folder: Path, monkeypatch):
-    """It says so before references are evaluated."""
+def test_an_interrupted_run_does_not_go_on_with_changed_inputs(option, folder: Path):
+    """It says so before it calibrates."""
     command, file = words(folder, *FAST), folder / CHANGES[option]
     before, kept = file.read_bytes(), names(folder) | {"out.blocks"}
     killed(MOMENTS[2], 2, command)  # after the second block
     change(file)
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation.Evaluation, "add_references", None)
-        message = error_of(*command, "--resume")
-    assert re.search(rf"^{option} changed since the blocks in .*out\.blocks were", message)
+    done = featcal(*command, "--resume")
+    assert re.search(rf"{option} changed since the blocks in .*out\.blocks were", done.err)
+    assert done.code == 2 and "calibrating" not in done.out
     assert names(folder) == kept
     file.write_bytes(before)
     assert main([*command, "--resume"]) == 0
     log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")
     assert [record["blocks"] for record in log if record["kind"] == "resumed"] == [2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_an_interrupted_evaluation_does_not_lose_the_calibration(kind, copied, monkeypatch):
+    folder, score, calls = copied(kind), scoring.Tests.score, itertools.count()
+    command, weights = words(folder, "--preset", "paper"), folder / "out" / "model.safetensors"
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == 3:  # both experts and the merged model on one task are done
+            os.kill(os.getpid(), signal.SIGINT)
+        return score(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring.Tests, "score", interrupted)
+        done = featcal(*command)
+    assert "interrupted" in done.err and not (folder / "out").exists()
+    assert done.out.index("calibrating; ") < done.out.index("evaluating the experts, the merged")
+    again = featcal(*command, "--resume")
+    assert again.code == 0, again.err
+    log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")
+    (resumed,) = (record for record in log if record["kind"] == "resumed")
+    assert resumed["blocks"] == len({r["block"] for r in log if r["kind"] == "block"}) > 1
+    expected = weights.read_bytes()
+    shutil.rmtree(folder / "out")
+    assert main(command) == 0 and weights.read_bytes() == expected
 
 
 def test_a_block_that_is_damaged_before_it_is_saved_is_named(folder: Path, monkeypatch):
