@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -147,12 +148,14 @@ def _operations(text: str) -> tuple[list[Any], dict[str, bytes]]:
     name = next(iter(values.get("architectures") or ()), MODEL_MAPPING_NAMES[_kind(values)])
     model: Any = without_weights(getattr(transformers, name), config, torch.float32, None)
     buffers = {name: bytes(buffer.numpy().data) for name, buffer in model.named_buffers()}
-    sample = {n: tensor.to("meta") for n, tensor in sample_of(model, _TOKENS).items()}
-    for module in model.to("meta").modules():
+    for module in model.modules():
         module.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the text
-    model(**sample)  # the first run may keep tensors
-    with _Recorder() as recorder:
-        model(**sample)
+    # Not on the meta device, for which models of transformers 4 have no autocast.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sample = sample_of(model.to_empty(device="cpu"), _TOKENS)
+        model(**sample)  # the first run may keep tensors
+        with _Recorder() as recorder:
+            model(**sample)
     return recorder.operations, buffers
 
 
