@@ -74,7 +74,7 @@ class TextBatches:
 
     @property
     def inputs(self) -> list[Sample]:
-        """What models read: the prompts if the expert writes the targets, else the samples."""
+        """Inputs of models: the prompts if the expert writes the targets, else the samples."""
         return self.prompts if self.are_generated else self.encoded
 
     @property

@@ -1,4 +1,4 @@
-"""What may be written of a run's texts: a list of names, and of addresses host and path."""
+"""Texts of a run that may be written: by a list of names, and of addresses host and path."""
 
 import re
 from collections.abc import Callable, Mapping
