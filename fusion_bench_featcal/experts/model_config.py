@@ -23,6 +23,7 @@ _UNRELATED = {
 }  # fmt: skip
 _UNRELATED_STARTS = ("_", "output_")
 _UNRELATED_ENDS = ("_token_id", "_token_ids", "_token_index")
+_UNRELATED_WITHIN = ("drop", "init")  # of training, also where a model cannot be traced
 
 
 def check_same_function(
@@ -191,7 +192,10 @@ def _counts(key: str) -> bool:
     """Return whether a key may change the model's function."""
     if key in _UNRELATED or (key != "model_type" and key in _common()):
         return False
-    return not key.startswith(_UNRELATED_STARTS) and not key.endswith(_UNRELATED_ENDS)
+    is_of_training = any(part in key for part in _UNRELATED_WITHIN)
+    return not (
+        is_of_training or key.startswith(_UNRELATED_STARTS) or key.endswith(_UNRELATED_ENDS)
+    )
 
 
 @cache
