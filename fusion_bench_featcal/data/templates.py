@@ -21,7 +21,7 @@ from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.plurals import bytes_text
 
 _LONGEST, _MOST_BYTES, _MOST_SECONDS = 10**7, 2**30, 60  # of one rendered chat
-_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_SHORTEST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 class _OneDay(datetime):
@@ -118,25 +118,25 @@ def rendered_chat(tokenizer: Any, text: Text) -> Chat:
             documents, or writes the prompt differently once there is an answer.
     """
     turns = text.prompt if text.target is None else [*text.prompt, text.target]
-    options = {"add_generation_prompt": text.target is None}
 
-    def written(turns: list[Turn], values: Mapping[str, Any] = text.values) -> str:
-        return render(tokenizer, turns, text.name, **options, **values)
+    def written(turns: list[Turn], asks: bool, values: Mapping[str, Any] = text.values) -> str:
+        return render(tokenizer, turns, text.name, add_generation_prompt=asks, **values)
 
-    whole = written(turns)
+    is_asked = text.target is None
+    whole = written(turns, is_asked)
     for key in text.values:
-        if written(turns, {k: v for k, v in text.values.items() if k != key}) == whole:
+        fewer = {name: value for name, value in text.values.items() if name != key}
+        if written(turns, is_asked, fewer) == whole:
             raise CalibrationError(
                 f"{text.name}: the tokenizer's chat template does not show {key}. Leave the column "
                 "out, or give a tokenizer whose template shows them"
             )
     keys = dict.fromkeys(key for turn in turns for key in turn if key not in ("role", "content"))
     without = {key: [{k: turn[k] for k in turn if k != key} for turn in turns] for key in keys}
-    unread = tuple(key for key in keys if written(without[key]) == whole)
+    unread = tuple(key for key in keys if written(without[key], is_asked) == whole)
     if text.target is None:
         return Chat(whole, None, unread)
-    options = {"add_generation_prompt": True}
-    prompt = written(text.prompt)
+    prompt = written(text.prompt, True)
     if not text.target["content"].strip():
         return Chat(prompt, "", unread)
     if not whole.startswith(prompt):
@@ -149,9 +149,9 @@ def rendered_chat(tokenizer: Any, text: Text) -> Chat:
 
 def head_length(tokenizer: Any, text: Text, prompt: list[int]) -> int:
     """Return how many tokens of a prompt the template writes in front of the first content."""
-    others = [{**turn, "content": "."} for turn in text.prompt]
-    other = render(tokenizer, others, text.name, add_generation_prompt=True, **text.values)
-    ids = tokenizer(other, add_special_tokens=False, verbose=False)["input_ids"]
+    turns = [{**turn, "content": "."} for turn in text.prompt]
+    rendered = render(tokenizer, turns, text.name, add_generation_prompt=True, **text.values)
+    ids = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     pairs = zip(prompt, ids, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -163,14 +163,19 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(without_role | {*tokenizer.all_special_ids})
 
 
+def shortest_chat(tokenizer: Any) -> str:
+    """Return a question and its answer as the template writes them, or no text if it cannot."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        return render(tokenizer, _SHORTEST, "a chat")
+    except CalibrationError:  # the data's chats are rendered later
+        return ""
+
+
 def end_of_answers(tokenizer: Any) -> Iterator[int]:
     """Yield the first special token that the template writes behind an answer, if there is one."""
-    if not getattr(tokenizer, "chat_template", None):
-        return
-    try:
-        text = render(tokenizer, _PROBE, "a chat")
-    except CalibrationError:  # the data's chats are rendered later
-        return
+    text = shortest_chat(tokenizer)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     special = special_ids(tokenizer)
 

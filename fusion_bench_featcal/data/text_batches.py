@@ -77,12 +77,8 @@ class TextBatches:
         """Inputs of models: the prompts if the expert writes the targets, else the samples."""
         return self.prompts if self.are_generated else self.encoded
 
-    @property
-    def remark_on_length(self) -> str:
-        """A sentence on samples that are cut, or no text."""
-        return self._remark_on_length(self.inputs)
-
-    def _remark_on_length(self, inputs: Sequence[Sample]) -> str:
+    def remark_on_length(self, inputs: Sequence[Sample]) -> str:
+        """Return a sentence on inputs that are cut, or no text."""
         cut, texts = sum(sample.is_cut for sample in inputs), counted(self.samples, "text")
         limit = self.encoder.max_length
         return f"{cut} of {texts} are longer than max_length = {limit}, and cut" if cut else ""
@@ -90,7 +86,7 @@ class TextBatches:
     def _noted(self, inputs: list[Sample]) -> list[Sample]:
         """Warn once of what is left out of samples. `featcal calibrate` has notes instead."""
         unread = dict.fromkeys(key for sample in inputs for key in sample.unread)
-        for remark in filter(None, (*unread, self._remark_on_length(inputs))):
+        for remark in filter(None, (*unread, self.remark_on_length(inputs))):
             _warn_once("%s: %s", self.rows.name, remark)
         return inputs
 

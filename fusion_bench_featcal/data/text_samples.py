@@ -162,6 +162,10 @@ class TextEncoder:
         return self.max_length or longest_text(self.tokenizer, self.positions)[0]
 
     @cached_property
+    def _special(self) -> frozenset[int]:
+        return special_ids(self.tokenizer)
+
+    @cached_property
     def _marks(self) -> frozenset[int]:
         """Tokens without content: begin, end, padding, ignored. The unknown token has content."""
         marks = {*self.tokenizer.all_special_ids, NO_TARGET} - {self.tokenizer.unk_token_id}
@@ -238,8 +242,7 @@ class TextEncoder:
             before, after = self._pair(prompt, target, special=True)
             end = self.tokenizer.eos_token_id
             after = self.until_end([*after, *([] if end is None else [end])])
-        special = special_ids(self.tokenizer)
-        return _Ids(before, after, head=len([*takewhile(special.__contains__, before)]))
+        return _Ids(before, after, head=len([*takewhile(self._special.__contains__, before)]))
 
     def _encoded(self, *texts: str | None) -> tuple[Any, bool]:
         """Tokenise a text or pair, cut by the tokenizer. Return also whether it was cut."""

@@ -154,9 +154,9 @@ def _notes_of_rows(
     notes = [f"columns that are not read: {', '.join(unread)}"] if unread else []
     if left_out := calibration.rows.left_out:
         notes.append(f"{counted(left_out, 'row')} with weight 0 or label false left out")
-    if cut := calibration.remark_on_length:
+    if cut := calibration.remark_on_length(calibration.inputs):
         notes.append(f"of the samples, {cut}")
-    if test.indices and (cut := test.remark_on_length):
+    if cut := test.remark_on_length(test.inputs):
         notes.append(f"of the rows to evaluate on, {cut}")
     return [f"{task}: {note}" for note in notes]
 

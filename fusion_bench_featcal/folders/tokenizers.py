@@ -4,14 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, zip_longest
 from typing import Any
 
-from fusion_bench_featcal.data.templates import render
+from fusion_bench_featcal.data.templates import shortest_chat
 from fusion_bench_featcal.data.text_formats import Text
-from fusion_bench_featcal.errors import CalibrationError
 
 _PROBES = ("Der Café in São Paulo: 3,50 €!", " two  blanks\n\tand 2026", "iPhone or IPHONE?")
 _PROBED = 64
 """Largest number of tokens whose texts are split by all tokenizers."""
-_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def doubts_on_tokens(
@@ -55,8 +53,8 @@ def doubts_on_tokens(
 
 def doubts_on_chats(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> list[str]:
     """Describe experts with another chat template. Arguments are those of `doubts_on_tokens`."""
-    here = _rendered(tokenizer)
-    rendered = {label: _rendered(other) for label, other in experts.items()}
+    here = shortest_chat(tokenizer)
+    rendered = {label: shortest_chat(other) for label, other in experts.items()}
     return [
         f"{label} has another chat template than {option}, which writes {here!r:.60} where it has "
         f"{there!r:.60}. Choose one by --chat-template FILE"
@@ -79,13 +77,3 @@ def _tokens(tokenizer: Any, text: str) -> list[str]:
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     end = tokenizer.eos_token_id
     return tokenizer.convert_ids_to_tokens(ids[:-1] if ids[-1:] == [end] else ids)
-
-
-def _rendered(tokenizer: Any) -> str:
-    """Return a chat as a tokenizer's template writes it, or no text if it cannot."""
-    if not getattr(tokenizer, "chat_template", None):
-        return ""
-    try:
-        return render(tokenizer, _CHAT, "a chat")
-    except CalibrationError:  # the data's chats are rendered later
-        return ""

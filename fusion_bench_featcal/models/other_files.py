@@ -77,8 +77,13 @@ def small_files(folder: Path, skipped_folders: Collection[str] | None = None) ->
         name = file.relative_to(folder)
         inner = len(name.parts) > 1 and name.parts[0] in {*_FOLDERS, *(skipped_folders or ())}
         is_hidden = any(part.startswith(".") for part in name.parts)
-        is_weights = bool(_WEIGHTS & {*map(str.lower, file.suffixes)})
-        if inner or is_hidden or is_weights or any(map(file.match, _STATES)) or not file.is_file():
+        if (
+            inner
+            or is_hidden
+            or _has_weights(file)
+            or any(map(file.match, _STATES))
+            or not file.is_file()
+        ):
             continue
         if root not in file.resolve().parents:
             raise ValueError(
@@ -89,13 +94,17 @@ def small_files(folder: Path, skipped_folders: Collection[str] | None = None) ->
             yield file
 
 
+def _has_weights(file: Path) -> bool:
+    return bool(_WEIGHTS & {*map(str.lower, file.suffixes)})
+
+
 def note_on_weights(folder: Path) -> list[str]:
     """Return a sentence on weights beside a model, such as heads in files of their own, if any."""
     names = [file.relative_to(folder) for file in (*folder.glob("*"), *folder.glob("*/*"))]
     beside = [
         str(name)
         for name in sorted(names)
-        if _WEIGHTS & {*map(str.lower, name.suffixes)} and name.parts[0] not in _FOLDERS
+        if _has_weights(name) and name.parts[0] not in _FOLDERS
         if not any(map(name.match, (*_STATES, *_OWN)))
     ]
     text = f"weights beside the model are neither repaired nor copied: {', '.join(beside):.200}"
