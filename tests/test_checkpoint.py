@@ -272,7 +272,7 @@ def test_a_changed_model_in_files_ends_the_resumed_run(
     whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Some rows of each matrix count if a model is large, and vectors whole."""
-    monkeypatch.setattr("fusion_bench_featcal.run.digests.WHOLE", 2**40 * whole)
+    monkeypatch.setattr("fusion_bench_featcal.experts.source.WHOLE", 2**40 * whole)
     suite = small_clip()
     for task, expert in suite.experts.items():
         (tmp_path / task).mkdir()

@@ -1,6 +1,8 @@
 """The files by which sentence-transformers opens a folder, read without importing the library."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fusion_bench_featcal.files.untrusted import parse_json, read_bytes, read_json
 from fusion_bench_featcal.models.bases import read_local
@@ -12,18 +14,22 @@ _CLASS = "config_sentence_transformers.json"
 _CONFIGS = ("config.json", _CLASS, "sentence_*_config.json")
 
 
-def class_of(folder: Path) -> str:
+def class_of(folder: Path, config: Mapping[str, Any] | None = None) -> str:
     """Return the name of the class that opens a folder, or an empty text for other models.
 
     Folders of embedding models list their modules. Rerankers of earlier releases have no list, but
     a key in their config.json.
 
+    Args:
+        folder: The folder.
+        config: The content of its config.json, which is read if it is not given.
+
     Raises:
         ValueError: If the file with the name is damaged.
     """
     if not (folder / MODULES).is_file():
-        has_key = "sentence_transformers" in read_local(str(folder), "config.json")
-        return RERANKER if has_key else ""
+        content = read_local(str(folder), "config.json") if config is None else config
+        return RERANKER if "sentence_transformers" in content else ""
     file = folder / _CLASS
     return str(read_json(file).get("model_type", DEFAULT)) if file.is_file() else DEFAULT
 

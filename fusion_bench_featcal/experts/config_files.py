@@ -15,38 +15,33 @@ _LAYERS = ("layer", "layers")  # not vocab_size_per_layer_input
 _GENERATE = "custom_generate/generate.py"
 
 
-def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's config.json, or None if it has none.
-
-    Args:
-        folder: The checkpoint's folder.
+def refuse_code(folder: Path) -> None:
+    """Refuse a folder with code that transformers 4 runs without asking.
 
     Raises:
-        CalibrationError: If the file is damaged, or the checkpoint has code that transformers 4
-            runs without asking.
+        CalibrationError: Naming the file.
     """
     if (folder / _GENERATE).is_file():
         raise CalibrationError(
             f"{folder} has {_GENERATE}: code beside a model is not run. Remove the file"
         )
-    try:
-        return read_json(folder / "config.json")
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise CalibrationError(str(error)) from error
 
 
 def open_config(folder: Path) -> dict[str, Any] | None:
     """Return the config.json of a model to calibrate, or None if it has none.
 
     Raises:
-        CalibrationError: As `read_config`, and if the model is quantized, or another release of
-            transformers wrote its rotary embedding or its types of layers.
+        CalibrationError: If the file is damaged, the model is quantized or has code, or another
+            release of transformers wrote its rotary embedding or its types of layers.
     """
-    config, file = read_config(folder), folder / "config.json"
-    if config is None:
+    refuse_code(folder)
+    file = folder / "config.json"
+    try:
+        config = read_json(file)
+    except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise CalibrationError(str(error)) from error
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise CalibrationError(

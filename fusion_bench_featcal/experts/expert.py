@@ -43,6 +43,7 @@ class LazyModel:
         device: torch.device | None = None,
         optional: Container[str] = (),
         module: nn.Module | None = None,
+        owner: str = "the merged model",
     ) -> None:
         """Map the model's names to the expert's tensors and check every shape. Reads no tensor.
 
@@ -54,6 +55,7 @@ class LazyModel:
             optional: Names of the merged model's tensors that are not needed. The expert may lack
                 them, or have other shapes.
             module: The runnable copy, which experts that are loaded one at a time can share.
+            owner: Whose structure `like` is, in messages.
 
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
@@ -64,7 +66,7 @@ class LazyModel:
             self.advice = "Check the model"
         self.sizes: dict[str, int] = {}
         self._label = label
-        self.keys = pair_names(label, source, like, optional, advice=self.advice)
+        self.keys = pair_names(label, source, like, optional, advice=self.advice, owner=owner)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}

@@ -18,11 +18,12 @@ def pair_names(
     optional: Container[str] = (),
     *,
     advice: str = "Check its files",
+    owner: str = "the merged model",
 ) -> dict[str, str]:
     """Return the source's name of each of a model's tensors, and check all shapes.
 
     All names of a tied tensor have one name in the source, so it is read once. Tensors in
-    `optional` that do not fit are left out.
+    `optional` that do not fit are left out. `owner` is whose structure `model` is, for messages.
 
     Raises:
         CalibrationError: If a tensor is missing or has another shape, naming it.
@@ -46,8 +47,8 @@ def pair_names(
             )
         elif name not in optional:
             raise CalibrationError(
-                f"{label}: tensor {name!r} has shape {shape}, the merged model's has "
-                f"{tuple(tensor.shape)}. {advice}"
+                f"{label}: tensor {name!r} has shape {shape}, {owner}'s has {tuple(tensor.shape)}. "
+                f"{advice}"
             )
     return keys
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,7 +76,7 @@ class SafetensorsExpert(ExpertSource):
         self._stored |= tensors
         return metadata
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any] | None:  # type: ignore[override]
         """Return the content of the config.json next to the weights, or None.
 
@@ -83,6 +84,11 @@ class SafetensorsExpert(ExpertSource):
             CalibrationError: As `open_config`.
         """
         return open_config(self._folder)
+
+    @cached_property
+    def digest(self) -> str:  # type: ignore[override]
+        """Digest of the model, calculated once: reads refuse a file that has changed."""
+        return super().digest
 
     @property
     def files(self) -> list[Path]:

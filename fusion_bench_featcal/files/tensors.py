@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +18,13 @@ INDEX = "model.safetensors.index.json"
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors. Shared memory counts once."""
     return sum({t.data_ptr() or id(t): t.nbytes for t in tensors if t is not None}.values())
+
+
+def update_digest(digest: Any, tensor: Tensor, name: str = "") -> None:
+    """Add a tensor's name, dtype, shape and content to an object of `hashlib`."""
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy())
 
 
 def write_tensors(

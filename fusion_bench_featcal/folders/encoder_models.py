@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from torch import nn
+
 from fusion_bench_featcal.encoders.models import transformer_of
-from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.opening import (
     merged_by_library,
     open_like,
@@ -11,19 +12,17 @@ from fusion_bench_featcal.encoders.opening import (
     with_adapter,
     with_weights,
 )
-from fusion_bench_featcal.folders.kinds import models_of
-from fusion_bench_featcal.folders.model_folder import refuse_adapter
-from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.files.tensors import stored_bytes
+from fusion_bench_featcal.folders.input_models import InputModels
+from fusion_bench_featcal.folders.model_folder import ModelFolder, refuse_adapter
 from fusion_bench_featcal.models.other_files import refuse_links
 
 
 class EncoderModels:
-    """Opened models, with equal modules and vocabularies.
+    """See `Models`: whole models in memory, with equal modules and vocabularies.
 
     Attributes:
-        request: The request.
-        files: Name (`merged`, a task, `base`) -> its files.
+        inputs: Their folders.
         home: The model whose modules those get that are a transformer alone, as mergekit and
             transformers write it: the first one that names the class, else the first one.
         merged: The merged model, from its folder or merged now.
@@ -31,56 +30,73 @@ class EncoderModels:
         experts: Task -> expert.
     """
 
-    def __init__(self, request: Request, class_name: str) -> None:
+    def __init__(self, inputs: InputModels) -> None:
         """Open all models.
 
-        Args:
-            request: The request.
-            class_name: The library's class of the models.
+        Raises:
+            CalibrationError: If one cannot be opened.
+            ValueError: If they do not fit each other.
         """
-        self.request = request
-        self.files = {name: files for (name, *_), files in models_of(request).items()}
-        self.home = self._find_home(class_name)
-        for files in (self.home, self.files.get("merged", self.home)):
-            refuse_links(files.folder, ())
-        home = open_model(class_name, self.home.folder, self.home.label, request.device)
-        if request.merged is None:
+        self.inputs, whole = inputs, inputs.whole
+        named = (model for model in whole if model.encoder_class == inputs.class_of_encoders)
+        self.home = next(named, whole[0])
+        for model in (self.home, inputs.merged or self.home):
+            refuse_links(model.folder, ())
+        folder, device = self.home.folder, inputs.request.device
+        home = open_model(inputs.class_of_encoders, folder, self.home.label, device)
+        if inputs.merged is None:
             self._merge(home)
         else:
-            self.merged = self._completed(home)
+            self.merged = self._completed(home, inputs.merged)
             self.base = self._open_base(home)
             self.experts = self._open_experts(home)
 
-    def _find_home(self, class_name: str) -> ModelFiles:
-        """Return the first model whose folder names the class, else the first that is whole."""
-        whole = [files for files in self.files.values() if not files.is_adapter]
-        named = [files for files in whole if class_of(files.folder) == class_name]
-        return (named or whole)[0]
+    @property
+    def title(self) -> str:
+        """The library's class, and that of the transformer."""
+        return f"{type(self.merged).__name__}: {type(self.merged.transformers_model).__name__}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the merged model."""
+        return stored_bytes(self.merged.state_dict().values())
+
+    @property
+    def read(self) -> int:
+        """Bytes of all experts."""
+        experts = self.experts.values()
+        return sum(stored_bytes(expert.state_dict().values()) for expert in experts)
+
+    def load_merged(self) -> nn.Module:
+        """Return the merged model."""
+        return self.merged
+
+    def load_expert(self, task: str) -> nn.Module:
+        """Return an expert."""
+        return self.experts[task]
 
     def _open_base(self, reference: Any) -> Any:
-        if (files := self.files.get("base")) is None:
+        if (base := self.inputs.base) is None:
             return None
-        refuse_adapter(files)
-        return self._open(files, reference)
+        refuse_adapter(base)
+        return self._open(base, reference)
 
     def _open_experts(self, reference: Any) -> dict[str, Any]:
         experts = {}
-        for task in self.request.expert:
-            files = self.files[task]
-            if not files.is_adapter:
-                experts[task] = self._open(files, reference)
+        for task, model in self.inputs.experts.items():
+            if not model.is_adapter:
+                experts[task] = self._open(model, reference)
             elif self.base is None:
-                raise ValueError(f"{files.label} is an adapter: name its base by --base DIR")
+                raise ValueError(f"{model.label} is an adapter: name its base by --base DIR")
             else:
-                experts[task] = with_adapter(self.base, files.label, files.folder)
+                experts[task] = with_adapter(self.base, model.label, model.folder)
         return experts
 
-    def _open(self, files: ModelFiles, reference: Any) -> Any:
-        return reference if files is self.home else open_like(reference, files.label, files.folder)
+    def _open(self, model: ModelFolder, reference: Any) -> Any:
+        return reference if model is self.home else open_like(reference, model.label, model.folder)
 
-    def _completed(self, home: Any) -> Any:
+    def _completed(self, home: Any, merged: ModelFolder) -> Any:
         """Return the merged model, with the modules of another one if it is a transformer alone."""
-        merged = self.files["merged"]
         if merged is self.home:
             return home
         inside = {id(tensor) for tensor in transformer_of(merged.label, home).parameters()}
@@ -94,10 +110,10 @@ class EncoderModels:
 
     def _merge(self, home: Any) -> None:
         """Open and merge the experts. What the base lacks, such as a head, is their average."""
-        name, scale = self.request.merger
-        if len(self.request.expert) < 2:
+        name, scale = self.inputs.request.merger
+        if len(self.inputs.experts) < 2:
             raise ValueError("--merge needs at least two experts")
-        has_adapters = any(self.files[task].is_adapter for task in self.request.expert)
+        has_adapters = any(model.is_adapter for model in self.inputs.experts.values())
         self.base = self._open_base(home) if has_adapters else None
         self.experts = self._open_experts(home)
         self.merged = average = merged_by_library([*self.experts.values()], None)

@@ -1,22 +1,21 @@
 """Scores of the models of one `featcal calibrate`: experts, merged and calibrated model."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
-from fusion_bench_featcal.folders.tasks import Task
+from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.verdict import Verdict, compare, experts_below_merged
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note
 from fusion_bench_featcal.results.run import INPUTS, MERGED, Facts, row_of_rule
 from fusion_bench_featcal.results.sentences import RARELY
-from fusion_bench_featcal.settings import FeatCalSettings
 
 _MORE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
 _NOT_EXPERTS = (
@@ -38,6 +37,8 @@ class Evaluation:
 
     Attributes:
         report: Scores of all models.
+        request: The request.
+        opened: The parts of the run.
         heads: Task -> its expert's classifier, with the body of the last added model. Models
             without separate heads have none.
         digests: Digests of models and data.
@@ -45,15 +46,14 @@ class Evaluation:
 
     def __init__(
         self,
+        request: Request,
         opened: Opened,
-        tasks: Mapping[str, Task],
         notes: Sequence[str],
         digests: Mapping[str, str],
         doubts: Sequence[str],
     ) -> None:
         """Create a report with its first notes, reasons for doubt, and no scores."""
         self.digests = digests
-        request = opened.request
         self.report = Run(
             suite=request.folder.name,
             merger=request.merger[0] or MERGED,
@@ -61,28 +61,31 @@ class Evaluation:
             device=describe_device(torch.device(request.device)),
         )
         self.report.note(*(Note(NOTE, text) for text in notes))
-        self.heads: dict[str, Any] = {}
-        self._opened = opened
-        self._tests = {name: task.tests for name, task in tasks.items() if task.tests}
-        self._repeating = [name for name, task in tasks.items() if task.has_repeats]
+        self.heads: dict[str, nn.Module] = {}
+        self.request, self.opened = request, opened
+        self._tests = {name: task.tests for name, task in opened.tasks.items() if task.tests}
         self._scores: dict[str, Mapping[str, Score]] = {}
         self._doubts = [*doubts]
 
-    def add_references(self, merged: Any) -> None:
-        """Add each expert on its task, and the merged model, given its weights."""
-        opened, scores = self._opened, {}
+    def add_references(self) -> None:
+        """Add each expert on its task, and the merged model."""
+        opened, scores = self.opened, {}
         if self._tests:
             tasks = counted(len(self._tests), "task")
             print(f"evaluating the experts, the merged and the calibrated model on {tasks}")
-        for task in opened.experts if opened.has_heads else self._tests:
-            expert = opened.load_expert(task)
+        for task in opened.tasks if opened.heads else self._tests:
+            expert = opened.models.load_expert(task)
             if task in self._tests:
                 scores[task] = self._tests[task].score(expert)
-            if opened.has_heads:
-                self.heads[task] = opened.head_of(expert)
+            if opened.heads:
+                self.heads[task] = opened.heads.head_of(expert)
         if scores:
             self._add_row(EXPERTS, scores, Facts())
-        self.add(self.report.merger, merged)
+        self.add(self.report.merger, opened.models.load_merged)
+        self._doubt_experts(scores)
+
+    def _doubt_experts(self, scores: Mapping[str, Score]) -> None:
+        """Add reasons for doubt that the scores of the experts give."""
         unended = {t: s for t, s in scores.items() if 2 * s.unended > len(s.losses)}
         for task, score in unended.items():
             answers = counted(len(score.losses), "answer")
@@ -96,16 +99,16 @@ class Evaluation:
     def add(
         self,
         name: str,
-        weights: Any,
+        load: Callable[[], nn.Module],
         facts: Facts | None = None,
         cost: Mapping[str, float] | None = None,
     ) -> None:
-        """Evaluate the merged model with the given weights, and add its row."""
-        opened, scores = self._opened, {}
-        if self._tests or opened.has_heads:  # heads are stored with their body
-            model = opened.load(weights)
+        """Evaluate a model, which is loaded if something needs it, and add its row."""
+        heads, scores = self.opened.heads, dict[str, Score]()
+        if self._tests or heads:  # heads are stored with their body
+            model = load()
             for task, tests in self._tests.items():
-                whole = opened.with_head(task, model, self.heads.get(task))
+                whole = heads.with_body(task, self.heads[task], model) if heads else model
                 scores[task] = tests.score(whole.eval())
         self._scores[name] = scores
         if scores or facts is not None:
@@ -127,18 +130,25 @@ class Evaluation:
         row = self.report.add_model(name, values, facts, correct=correct, cost=cost)
         row.conditions[INPUTS] = digest_json(dict(self.digests))[:8]
 
-    def conclude(self, settings: FeatCalSettings) -> Verdict:
+    @property
+    def title(self) -> str:
+        """What the scores are: a share in percent and a loss."""
+        titles = {task.title for task in self.opened.tasks.values() if task.tests}
+        return titles.pop() if len(titles) == 1 else "score % (loss)"
+
+    def conclude(self) -> Verdict:
         """Compare the calibrated model with the merged one, and complete the report."""
-        report, name = self.report, row_of_rule(settings.rule)
+        report, settings = self.report, self.opened.settings
+        name = row_of_rule(settings.rule)
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
         warnings = [n.text for n in report.notes if n.kind == WARNING and n.row == name]
         verdict = compare(
             self._scores[report.merger],
             self._scores[name],
             advice,
-            held_back=self._tests.keys() - self._opened.request.eval.keys(),
-            repeating=self._repeating,
-            unscored=[task for task in self._opened.experts if task not in self._tests],
+            held_back=self._tests.keys() - self.request.eval.keys(),
+            repeating=[name for name, task in self.opened.tasks.items() if task.has_repeats],
+            unscored=[task for task in self.opened.tasks if task not in self._tests],
             doubts=[*self._doubts, *warnings],
         )
         report.note(

@@ -1,7 +1,6 @@
 """Tasks of image classifiers, and of CLIP's vision towers by zero-shot heads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,7 @@ from fusion_bench_featcal.data.text_limits import longest_text, positions_of
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import (
-    Part,
-    Task,
-    head_numbers,
-    not_scored,
-    open_parts,
-    sentence,
-)
+from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows, head_numbers, not_scored
 
 _COLUMNS = ("image", "label")
 
@@ -71,28 +63,26 @@ def open_image_task(
         heads: Class names of the expert's head, by number, or zero-shot heads for CLIP's vision
             tower, or None.
     """
-    columns, reason, remark = request.columns_of(task), "", ""
-    if heads is not None and not isinstance(heads, ZeroShot) and (reason := not_scored([], heads)):
-        request, heads = replace(request, no_eval=True), None
+    columns, reason, remark, tests = request.columns_of(task), "", "", None
+    if heads and not isinstance(heads, ZeroShot) and (reason := not_scored([], heads)):
+        heads = None
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
     read_columns = columns if heads else {**columns, "label": None}  # calibration reads no labels
-    part, test_part = open_parts(task, request, partial(_items, columns=read_columns))
-    for one in (part, test_part):
-        one.rows.check(one.indices)
-    test_part, distinct = test_part.distinct_from(part, task, request, ImageItems.digest)
-    size, tests = batch_size_of(request.settings.batch_size, request.device), None
-    if test_part.indices and heads:
-        labels, logits, remark = _labels(test_part, heads, request.prompt_of(task))
-        images = ImageBatches(test_part.rows, test_part.indices, size, processor)
+    rows = TaskRows.open(task, request, partial(_items, columns=read_columns))
+    rows = rows.unscored(reason) if reason else rows
+    for part in (rows.samples, rows.tests):
+        part.rows.check(part.indices)
+    digests = (map(part.rows.digest, part.indices) for part in (rows.samples, rows.tests))
+    rows, _ = rows.without_repeats(*digests)
+    size = batch_size_of(request.settings.batch_size, request.device)
+    if rows.tests.indices and heads:
+        labels, logits, remark = _labels(rows.tests, heads, request.prompt_of(task))
+        images = ImageBatches(rows.tests.rows, rows.tests.indices, size, processor)
         tests = class_tests(lambda _: images, size, labels, logits)
     read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
     is_folder = Path(split_of(request.data[task])[0]).expanduser().is_dir()
-    notes = [sentence(task, request, part, test_part, () if is_folder else read)]
-    notes += distinct.notes
-    notes += [f"{task}: not scored, as {reason}"] if reason else []
-    notes += [f"{task}: {remark}"] if remark else []
-    batches = ImageBatches(part.rows, part.indices, size, processor)
-    return Task(batches, batches.samples, tests, notes, has_repeats=distinct.has_repeats)
+    batches = ImageBatches(rows.samples.rows, rows.samples.indices, size, processor)
+    return rows.opened(batches, tests, () if is_folder else read, [remark] if remark else [])
 
 
 def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[list[int], Any, str]:

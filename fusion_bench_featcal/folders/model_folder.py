@@ -6,6 +6,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fusion_bench_featcal.data.labels import are_unnamed
+from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.families import EveryPosition, Family, Stack, find_stack, resolve_family
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import CLIP_CLASSES, ModelFiles, base_models
@@ -29,10 +30,13 @@ class ModelFolder(ModelFiles):
 
     Attributes:
         name: The task of an expert, else `base` or `merged`.
+        encoder_class: The class of sentence-transformers that its files name, or an empty text.
     """
 
     def __init__(self, name: str, location: str, option: str) -> None:
         """Find the folder, and check config and headers of files.
+
+        Files of sentence-transformers are not checked, as its models open their own.
 
         Args:
             name: The model's name in messages.
@@ -40,11 +44,25 @@ class ModelFolder(ModelFiles):
             option: The option that names it.
         """
         self.name = name
-        label = label_of(name, location, option)
+        label = f"{option} {name}={location}" if option == "--expert" else f"{option} {location}"
         super().__init__(fetch(location, label), label)
         if not self.folder.is_dir():
             raise ValueError(f"{label} is a file: name the folder that the model is in")
-        self.check()
+        self.encoder_class = class_of(self.folder, self.config)
+        if not self.encoder_class:
+            self.check()
+
+    @property
+    def is_text_classifier(self) -> bool:
+        """True for a class with a head for whole texts."""
+        return self.architecture.__name__.endswith("ForSequenceClassification")
+
+    @property
+    def has_one_score(self) -> bool:
+        """True for a classifier with one output, unless it was trained as a regression."""
+        config = self.config or {}
+        outputs = config.get("num_labels"), len(config.get("id2label") or ())
+        return 1 in outputs and config.get("problem_type") != "regression"
 
     @property
     def kind(self) -> Kind:
@@ -70,11 +88,6 @@ class ModelFolder(ModelFiles):
             "classifiers and encoders, and CLIP models. Calibrate others by fusion_bench "
             "method=featcal"
         )
-
-
-def label_of(name: str, location: str, option: str) -> str:
-    """Return the words of messages for a model."""
-    return f"{option} {name}={location}" if option == "--expert" else f"{option} {location}"
 
 
 def refuse_adapter(base: ModelFiles) -> None:

@@ -1,26 +1,55 @@
-"""The protocol of opened models in `featcal calibrate`, and what all implementations share."""
+"""The parts that `featcal calibrate` opens before it calibrates, and runs afterwards."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from torch import nn
+
+from fusion_bench_featcal.folders.heads import ClassifierHeads
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
-class Opened(Protocol):
-    """The models of one request, opened and compared with each other.
+class CardHead(NamedTuple):
+    """Beginning of a model card: keys that name the library, and tags."""
 
-    Weights are what the implementation takes for the merged model's calibrated part: a source of
-    tensors, or the model itself.
+    library: Mapping[str, str]
+    tags: Sequence[str]
 
-    Attributes:
-        request: The request.
-    """
 
-    request: Request
+class Calibrated(Protocol):
+    """The calibrated model."""
+
+    @property
+    def result(self) -> CalibrationResult:
+        """The calibration's log and reads."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences on the model."""
+        ...
+
+    def load(self) -> nn.Module:
+        """Return the model on the device."""
+        ...
+
+    def write(self, folder: Path, heads: Mapping[str, nn.Module]) -> CardHead:
+        """Write the model and all that belongs to it, but no card, to an empty folder.
+
+        Args:
+            folder: The folder.
+            heads: Task -> its expert's head, if experts have heads of their own.
+        """
+        ...
+
+
+class Models(Protocol):
+    """Merged model, base and experts of one request, which fit each other."""
 
     @property
     def title(self) -> str:
@@ -29,7 +58,7 @@ class Opened(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes of the model."""
+        """Bytes of the merged model."""
         ...
 
     @property
@@ -37,72 +66,36 @@ class Opened(Protocol):
         """Bytes of all experts."""
         ...
 
-    @property
-    def notes(self) -> list[str]:
-        """Sentences on the models."""
+    def load_merged(self) -> nn.Module:
+        """Return the merged model on the device."""
         ...
 
-    @property
-    def experts(self) -> Collection[str]:
-        """The experts' tasks."""
-        ...
-
-    @property
-    def has_heads(self) -> bool:
-        """True if every expert has a head of its own."""
-        ...
-
-    @property
-    def own_head(self) -> str:
-        """The model whose head the saved one has, if experts have heads."""
-        ...
-
-    @property
-    def settings(self) -> FeatCalSettings:
-        """Settings of the calibration, all of them set."""
-        ...
-
-    @property
-    def doubts(self) -> Sequence[str]:
-        """Reasons why experts may not read the data as they did when they were tuned."""
-        ...
-
-    @property
-    def merged_weights(self) -> Any:
-        """The merged model's weights."""
-        ...
-
-    def open_tasks(self) -> dict[str, Task]:
-        """Open every task's data."""
-        ...
-
-    def load(self, weights: Any) -> Any:
-        """Return the merged model with other weights, on the device."""
-        ...
-
-    def load_expert(self, task: str) -> Any:
+    def load_expert(self, task: str) -> nn.Module:
         """Return an expert on the device."""
         ...
 
-    def head_of(self, expert: Any) -> Any:
-        """Return an expert without the weights that `with_head` replaces, which are freed."""
-        ...
 
-    def with_head(self, task: str, model: Any, head: Any) -> Any:
-        """Return a model with an expert's head, if experts have heads of their own."""
-        ...
+@dataclass(frozen=True)
+class Opened:
+    """The parts of one run.
 
-    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any, list[str]]:
-        """Calibrate the merged model. Returns the result, the calibrated weights, and notes."""
-        ...
+    Attributes:
+        models: The models.
+        heads: The experts' heads, or None if all tasks share the merged model's.
+        settings: Settings of the calibration, all of them set.
+        calibrated: Calibrates the merged model with these settings and each task's batches.
+        tasks: Task -> its rows.
+        notes: Sentences on the models.
+        doubts: Reasons why experts may not read the data as they did when they were tuned.
+    """
 
-    def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
-        """Write a model and all that belongs to it to an empty folder, without a card."""
-        ...
-
-    def card_head(self, folder: Path) -> tuple[Mapping[str, str], Sequence[str]]:
-        """Return keys of a card's head that name the library, and tags, of a written folder."""
-        ...
+    models: Models
+    heads: ClassifierHeads | None
+    settings: FeatCalSettings
+    calibrated: Callable[[Mapping[str, Any]], Calibrated]
+    tasks: Mapping[str, Task]
+    notes: Sequence[str]
+    doubts: Sequence[str]
 
 
 def notes_on_inputs(request: Request, adapters: Collection[str]) -> list[str]:

@@ -1,33 +1,36 @@
 """Models of sentence-transformers for `featcal calibrate`, which the library opens and saves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fusion_bench_featcal.calibration import rule_and_options
 from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.models import text_on_merged, transformer_of
-from fusion_bench_featcal.encoders.naming import class_of, module_folders
+from fusion_bench_featcal.encoders.naming import module_folders
+from fusion_bench_featcal.encoders.row_scores import EncoderTests
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.likeness import notes_on_experts
-from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.folders.encoder_models import EncoderModels
-from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
+from fusion_bench_featcal.folders.input_models import InputModels
+from fusion_bench_featcal.folders.opened import CardHead, Opened, notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.sentence_rows import open_sentences
-from fusion_bench_featcal.folders.tasks import Part, Task, open_parts, sentence
+from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows
 from fusion_bench_featcal.folders.tokenizers import doubts_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.other_files import copy_other_files, note_on_weights
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.settings.rules import completed, rule_of
 
@@ -45,167 +48,154 @@ _OF_SINGLE_TEXTS = (
 _READING = ("prompts", "default_prompt_name", "max_seq_length", "do_lower_case")
 
 
-class OpenedEncoders:
-    """See `Opened`. Weights are whole models in memory."""
+def open_encoders(inputs: InputModels) -> Opened:
+    """Open models and rows by sentence-transformers.
 
-    has_heads, own_head = False, ""
+    Raises:
+        ValueError: If they do not fit each other, or an option has no part in such models.
+        CalibrationError: If a model or a row cannot be used.
+    """
+    request = inputs.request
+    _refuse_unused(request)
+    require_base(request, is_needed=rule_of(request.settings).needs_base)
+    models = EncoderModels(inputs)
+    # The model itself limits the length of texts.
+    settings = completed(request.settings.replace(max_length=None))
+    return Opened(
+        models,
+        None,
+        settings,
+        partial(CalibratedEncoder.of, models, settings),
+        {task: _open_task(task, request, models) for task in request.expert},
+        _notes(models),
+        _doubts(models),
+    )
 
-    def __init__(self, request: Request, class_name: str) -> None:
-        """Open all models, and compare their modules and vocabularies.
 
-        Args:
-            request: The request.
-            class_name: The library's class of the models.
-        """
-        self.request = request
-        _refuse_unused(request)
-        require_base(request, is_needed=rule_of(request.settings).needs_base)
-        self.models = EncoderModels(request, class_name)
-        self.experts = self.models.experts.keys()
-        # The model itself limits the length of texts.
-        self.settings = completed(request.settings.replace(max_length=None))
-        self.notes, self.doubts = self._notes(), self._doubts()
+@dataclass(frozen=True)
+class CalibratedEncoder:
+    """See `Calibrated`. It is whole in memory.
 
-    @property
-    def title(self) -> str:
-        """The library's class, and that of the transformer."""
-        merged = self.models.merged
-        return f"{type(merged).__name__}: {type(merged.transformers_model).__name__}"
+    Attributes:
+        result: The calibration's log and reads.
+        models: The models of the run.
+        notes: A sentence on modules that stay as merged.
+    """
 
-    @property
-    def size(self) -> int:
-        """Bytes of the model."""
-        return stored_bytes(self.models.merged.state_dict().values())
+    result: CalibrationResult
+    models: EncoderModels
+    notes: Sequence[str]
 
-    @property
-    def read(self) -> int:
-        """Bytes of all experts."""
-        experts = self.models.experts.values()
-        return sum(stored_bytes(expert.state_dict().values()) for expert in experts)
-
-    @property
-    def merged_weights(self) -> Any:
-        """The merged model."""
-        return self.models.merged
-
-    def _doubts(self) -> list[str]:
-        """Describe experts whose tokenizers read texts otherwise."""
-        tokenizer, files = self.models.merged.tokenizer, self.models.files
-        experts = {files[t].label: one.tokenizer for t, one in self.models.experts.items()}
-        tokenizers = tokenizer, *experts.values()
-        if not all(isinstance(one, PreTrainedTokenizerBase) for one in tokenizers):
-            return []
-        return doubts_on_tokens(tokenizer, "the merged model", experts)
-
-    def _notes(self) -> list[str]:
-        """Return sentences on the models, and on experts that may not belong together."""
-        request, models = self.request, self.models
-        home, merged, experts = models.home, models.merged, models.experts
-        notes = notes_on_inputs(request, [t for t in experts if models.files[t].is_adapter])
-        if not class_of(home.folder):
-            way = "as a reranker" if isinstance(merged, st.CrossEncoder) else "by its mean"
-            notes.append(f"no modules.json: sentence-transformers reads {home.label} {way}")
-        elif request.merged is not None and home is not models.files["merged"]:
-            notes.append(f"{request.merged} has no modules.json: modules are those of {home.label}")
-        if "merged" in models.files:
-            notes += note_on_weights(models.files["merged"].folder)
-        for task, expert in experts.items():
-            if other := [n for n in _READING if _reading(expert, n) != _reading(merged, n)]:
-                notes.append(f"expert {task} has other {', '.join(other)} than the merged model")
-        if models.base is None:
-            return [*notes, without_base([*request.expert.values()], "--base {}")]
-        named = {f"expert {task}": _lazy(task, expert) for task, expert in experts.items()}
-        if request.merged is not None:
-            named["the merged model"] = _lazy("merged", merged)
-        return notes + notes_on_experts(named, _lazy("base", models.base))
-
-    def open_tasks(self) -> dict[str, Task]:
-        """Open every task's texts."""
-        return {task: self._open_task(task) for task in self.request.expert}
-
-    def _open_task(self, task: str) -> Task:
-        request, open_rows = self.request, cache(partial(open_sentences, task, self.request))
-        calibration, held = open_parts(task, request, open_rows)
-        held, distinct = held.distinct_from(calibration, task, request, lambda r, n: repr(r[n]))
-        first = calibration.indices[0]
-        try:
-            calls_of(self.models.merged, calibration.rows.at(first), calibration.rows[first])
-        except TypeError as error:
-            raise ValueError(f"{error}. {_OF_SINGLE_TEXTS}") from error
-        tests: Any = self._tests(task, held) if held.indices else None
-        notes = []
-        if isinstance(tests, str):
-            notes, tests = [f"{task}: not scored, as {tests}"], None
-            request = replace(request, no_eval=True)
-            calibration, held = open_parts(task, request, open_rows)
-        rows = [calibration.rows[number] for number in calibration.indices]
-        columns, measure = calibration.rows.columns.values(), tests.measure if tests else ""
-        if unread := calibration.rows.unread:
-            advice = " (--columns NAME=COLUMN reads one)"
-            notes.append(f"{task}: columns that are not read: {', '.join(unread)}{advice}")
-        first_note = sentence(task, request, calibration, held, columns, measure)
-        notes = [first_note, *distinct.notes, *notes]
-        title = tests.columns if tests else Task.title
-        return Task(rows, len(rows), tests, notes, title, distinct.has_repeats)
-
-    def _tests(self, task: str, part: Part) -> Any:
-        """Return tests of held-back rows, or why there are none."""
-        rows = [part.rows[number] for number in part.indices]
-
-        def label(number: int) -> str:
-            return part.rows.at(part.indices[number])
-
-        if prompt := self.request.prompt_of(task, ""):
-            embedder = self.models.merged if self.models.base is None else self.models.base
-            return name_tests(rows, label, embedder, prompt)
-        return encoder_tests(self.models.merged, rows, label)
-
-    def load(self, weights: Any) -> Any:
-        """Return a model, which is its weights."""
-        return weights
-
-    def load_expert(self, task: str) -> Any:
-        """Return an expert."""
-        return self.models.experts[task]
-
-    def head_of(self, expert: Any) -> Any:
-        """Return the expert, which has no head of its own."""
-        return expert
-
-    def with_head(self, task: str, model: Any, head: Any) -> Any:
-        """Return the model, whose head all tasks share."""
-        return model
-
-    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any, list[str]]:
-        """Calibrate the merged model. Returns the result, the calibrated model, and notes."""
-        rule, options = rule_and_options(self.settings, Options())
+    @classmethod
+    def of(
+        cls, models: EncoderModels, settings: FeatCalSettings, batches: Mapping[str, Any]
+    ) -> "CalibratedEncoder":
+        """Calibrate the merged model with each task's rows."""
+        rule, options = rule_and_options(settings, Options())
         result = calibrate_encoder(
-            self.models.merged,
-            self.models.base,
-            self.models.experts,
-            {name: task.batches for name, task in tasks.items()},
+            models.merged,
+            models.base,
+            models.experts,
+            batches,
             rule,
-            batch_size=self.settings.batch_size,
+            batch_size=settings.batch_size,
             **(vars(options) | {"samples_per_task": None}),
         )
         (record,) = result.log.of_kind("as_merged")
         modules = record["modules"]
-        return result, result.model, [text_on_merged(modules)] if modules else []
+        return cls(result, models, [text_on_merged(modules)] if modules else [])
 
-    def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
+    def load(self) -> nn.Module:
+        """Return the model."""
+        return self.result.model
+
+    def write(self, folder: Path, heads: Mapping[str, nn.Module]) -> CardHead:
         """Save by the library, with small files of the merged model that it does not write."""
-        merged = self.models.files.get("merged")
-        write_encoder(weights, folder)
-        if merged is not None:
+        del heads  # all tasks share the model's
+        write_encoder(self.load(), folder)
+        written, tags = read_local(str(folder), CARD), list[str]()
+        if (merged := self.models.inputs.merged) is not None:
             modules = module_folders(merged.folder)
             copy_other_files(merged.folder, folder, skipped_folders=modules)
+            tags = card_tags(merged.folder)
+        library = {key: written[key] for key in ("library_name", "pipeline_tag") if key in written}
+        return CardHead(library, [*tags, *written.get("tags", ())])
 
-    def card_head(self, folder: Path) -> tuple[Mapping[str, str], Sequence[str]]:
-        """Return library and task of the card that the library wrote, and tags of both cards."""
-        written, merged = read_local(str(folder), CARD), self.models.files.get("merged")
-        tags = [] if merged is None else card_tags(merged.folder)
-        head = {key: written[key] for key in ("library_name", "pipeline_tag") if key in written}
-        return head, [*tags, *written.get("tags", ())]
+
+def _doubts(models: EncoderModels) -> list[str]:
+    """Describe experts whose tokenizers read texts otherwise."""
+    tokenizer, folders = models.merged.tokenizer, models.inputs.experts
+    experts = {folders[task].label: one.tokenizer for task, one in models.experts.items()}
+    tokenizers = tokenizer, *experts.values()
+    if not all(isinstance(one, PreTrainedTokenizerBase) for one in tokenizers):
+        return []
+    return doubts_on_tokens(tokenizer, "the merged model", experts)
+
+
+def _notes(models: EncoderModels) -> list[str]:
+    """Return sentences on the models, and on experts that may not belong together."""
+    inputs, home, merged = models.inputs, models.home, models.merged
+    adapters = [task for task, model in inputs.experts.items() if model.is_adapter]
+    notes = notes_on_inputs(inputs.request, adapters)
+    if not home.encoder_class:
+        way = "as a reranker" if isinstance(merged, st.CrossEncoder) else "by its mean"
+        notes.append(f"no modules.json: sentence-transformers reads {home.label} {way}")
+    elif inputs.merged not in (None, home):
+        location = inputs.request.merged
+        notes.append(f"{location} has no modules.json: modules are those of {home.label}")
+    if inputs.merged is not None:
+        notes += note_on_weights(inputs.merged.folder)
+    for task, expert in models.experts.items():
+        if differing := [n for n in _READING if _reading(expert, n) != _reading(merged, n)]:
+            notes.append(f"expert {task} has other {', '.join(differing)} than the merged model")
+    if models.base is None:
+        return [*notes, without_base([*inputs.request.expert.values()], "--base {}")]
+    named = {f"expert {task}": _lazy(task, expert) for task, expert in models.experts.items()}
+    if inputs.merged is not None:
+        named["the merged model"] = _lazy("merged", merged)
+    return notes + notes_on_experts(named, _lazy("base", models.base))
+
+
+def _open_task(task: str, request: Request, models: EncoderModels) -> Task:
+    """Open a task's texts."""
+    rows = TaskRows.open(task, request, partial(open_sentences, task, request))
+    contents = (
+        (repr(part.rows[number]) for number in part.indices) for part in (rows.samples, rows.tests)
+    )
+    rows, _ = rows.without_repeats(*contents)
+    sentences, first = rows.samples.rows, rows.samples.indices[0]
+    try:
+        calls_of(models.merged, sentences.at(first), sentences[first])
+    except TypeError as error:
+        raise ValueError(f"{error}. {_OF_SINGLE_TEXTS}") from error
+    tests = _tests(task, request, models, rows.tests) if rows.tests.indices else None
+    if isinstance(tests, str):
+        rows, tests = rows.unscored(tests), None
+    notes = list[str]()
+    if unread := sentences.unread:
+        advice = "--columns NAME=COLUMN reads one"
+        notes.append(f"columns that are not read: {', '.join(unread)} ({advice})")
+    return rows.opened(
+        [sentences[number] for number in rows.samples.indices],
+        tests,
+        sentences.columns.values(),
+        notes,
+        measure=tests.measure if tests else "",
+        title=tests.columns if tests else Task.title,
+    )
+
+
+def _tests(task: str, request: Request, models: EncoderModels, part: Part) -> EncoderTests | str:
+    """Return tests of test rows, or why there are none."""
+    rows = [part.rows[number] for number in part.indices]
+
+    def label(number: int) -> str:
+        return part.rows.at(part.indices[number])
+
+    if prompt := request.prompt_of(task, ""):
+        embedder = models.merged if models.base is None else models.base
+        return name_tests(rows, label, embedder, prompt)
+    return encoder_tests(models.merged, rows, label)
 
 
 def _refuse_unused(request: Request) -> None:

@@ -1,15 +1,14 @@
 """Models of transformers for `featcal calibrate`: language models, classifiers, CLIP, images."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text, positions_of
 from fusion_bench_featcal.data.text_samples import TextEncoder
-from fusion_bench_featcal.experts.source import total_bytes
+from fusion_bench_featcal.folders.calibrated_transformers import CalibratedTransformers
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
+from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import (
     IMAGE_ENCODER,
     LANGUAGE_MODELS,
@@ -17,191 +16,124 @@ from fusion_bench_featcal.folders.model_folder import (
     ModelFolder,
     class_names,
 )
-from fusion_bench_featcal.folders.models import Models
+from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
 from fusion_bench_featcal.folders.tokenizers import doubts_on_chats, doubts_on_tokens
-from fusion_bench_featcal.folders.writing import (
-    write_heads,
-    write_other_files,
-    write_processor,
-    write_weights,
-)
-from fusion_bench_featcal.models.saving import TRANSFORMERS, card_tags, correct_configs
-from fusion_bench_featcal.run.result import CalibrationResult
+from fusion_bench_featcal.folders.transformers_models import TransformersModels
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.rules import completed
 
 
-class OpenedTransformers:
-    """See `Opened`. Weights are sources, and tensors are read when they are needed."""
+def open_transformers(inputs: InputModels) -> Opened:
+    """Open models and rows.
 
-    def __init__(self, request: Request) -> None:
-        """Find all models, and compare configs, shapes and a sample of the weights."""
-        self.request, self.models = request, Models.of(request)
-        self.processor = self.models.processor()
-        self.experts, self.has_heads = self.models.experts, self.models.has_heads
-        self.own_head = self.models.like.name
-        self.settings = self._settings()
-        self.doubts = list[str]()
-        self.notes = [*self.models.notes, *self._note_on_length()]
+    Raises:
+        ValueError: If they do not fit each other, or an option has no part in the kind of models.
+        CalibrationError: If a model or a row cannot be used.
+    """
+    request, models = inputs.request, TransformersModels(inputs)
+    kind, processor = models.like.kind, models.processor.loaded
+    positions = positions_of(models.like.empty) if kind in TEXT_MODELS else NO_LIMIT
+    settings, note = _settings(request, kind, processor, positions)
+    length = settings.max_length
+    if kind in LANGUAGE_MODELS:
+        encoder = TextEncoder(processor, kind, length, positions, models.ends)
+        tasks = _language_tasks(models, request, encoder)
+    elif kind in TEXT_MODELS:
+        encoder = TextEncoder(processor, "classification", length, positions)
+        tasks = _class_tasks(models, request, encoder)
+    else:
+        heads = {} if request.no_eval else _image_heads(models, request)
+        tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
+    return Opened(
+        models,
+        models.heads,
+        settings,
+        partial(CalibratedTransformers.of, models, settings),
+        tasks,
+        [*models.notes, *note],
+        _doubts_on_texts(models, request, tasks) if kind in TEXT_MODELS else [],
+    )
 
-    def _doubts_on_texts(self, tasks: Mapping[str, Task]) -> list[str]:
-        """Describe experts whose tokenizers, or templates of chats, read texts otherwise."""
-        models = self.models
-        named = self.processor, models.processor_option, models.expert_tokenizers
-        rows = {models.experts[name].label: task.batches.texts for name, task in tasks.items()}
-        doubts = doubts_on_tokens(*named, rows)
-        if self.request.chat_template is None and any(
-            text.form == "chat" for texts in rows.values() for text in texts
-        ):
-            doubts += doubts_on_chats(*named)
-        return doubts
 
-    @property
-    def title(self) -> str:
-        """Kind and class of the models."""
-        like = self.models.like
-        return f"{like.kind}: {like.calibrated_class.__name__}"
-
-    @property
-    def size(self) -> int:
-        """Bytes of the model."""
-        return self.models.like.size
-
-    @property
-    def read(self) -> int:
-        """Bytes of all experts."""
-        return sum(map(total_bytes, self.models.sources.values()))
-
-    @property
-    def merged_weights(self) -> Any:
-        """The merged model's weights."""
-        return self.models.merged_source
-
-    def _settings(self) -> FeatCalSettings:
-        """Return the request's settings with the longest text of the models, None for images."""
-        request, length = self.request, self.request.settings.max_length
-        kind = self.models.like.kind
-        unread = () if kind in LANGUAGE_MODELS else ("calibration_targets", "generated_tokens")
-        unread += () if kind in TEXT_MODELS else ("max_length",)
-        for name in (name for name in unread if name in request.set):
-            raise ValueError(f"--set {name} has no part in a model of kind {kind}: leave it out")
-        if kind not in TEXT_MODELS:
-            length = None
-        elif request.text_tower or request.prompt:
-            raise ValueError(
-                "--text-tower is for CLIP, --prompt for CLIP and encoders, and these are "
-                f"{kind} models"
-            )
-        elif "max_length" not in request.set:
-            length = min(MAX_LENGTH, longest_text(self.processor, self._positions)[0])
-        return completed(request.settings.replace(max_length=length))
-
-    @cached_property
-    def _positions(self) -> int:
-        """Positions of text models."""
-        is_text = self.models.like.kind in TEXT_MODELS
-        return positions_of(self.models.like.empty) if is_text else NO_LIMIT
-
-    def _note_on_length(self) -> list[str]:
-        """Return a sentence on texts that are cut earlier than the tokenizer's limit."""
-        length = self.settings.max_length
-        if length != self._positions or "max_length" in self.request.set:
-            return []
-        most, limit = longest_text(self.processor, self._positions)
-        return [f"texts are cut at {most} tokens: {limit}"] if most == length else []
-
-    def open_tasks(self) -> dict[str, Task]:
-        """Open every task's data, for the kind of models."""
-        models, processor, request = self.models, self.processor, self.request
-        kind, length = models.like.kind, self.settings.max_length
-        if kind in LANGUAGE_MODELS:
-            encoder = TextEncoder(processor, kind, length, self._positions, models.ends)  # type: ignore[arg-type]
-            tasks = {
-                task: open_language_task(task, request, encoder, partial(models.load_expert, task))
-                for task in request.expert
-            }
-            self.doubts += self._doubts_on_texts(tasks)
-            return tasks
-        if kind not in TEXT_MODELS:
-            heads = {} if request.no_eval else _image_heads(models)
-            return {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
-        encoder = TextEncoder(processor, "classification", length, self._positions)
-        heads = {} if request.no_eval else _class_names(models)
-        configs = [model.config for model in (models.like, *models.experts.values())]
-        pads = all(config.get("pad_token_id") is not None for config in configs if config)
-        tasks = {
-            task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
-            for task in request.expert
-        }
-        self.doubts += self._doubts_on_texts(tasks)
-        return tasks
-
-    def load(self, weights: Any) -> Any:
-        """Return the merged model with the given weights of its body, on the device."""
-        return self.models.load(weights)
-
-    def load_expert(self, task: str) -> Any:
-        """Return an expert on the device."""
-        return self.models.load_expert(task)
-
-    def head_of(self, expert: Any) -> Any:
-        """Return an expert's classifier without its body."""
-        return self.models.without_body(expert)
-
-    def with_head(self, task: str, model: Any, head: Any) -> Any:
-        """Return an expert's classifier with a model's body, or the model of other kinds."""
-        models = self.models
-        return models.with_body(task, head, models.body(model)) if self.has_heads else model
-
-    def calibrate(self, tasks: Mapping[str, Task]) -> tuple[CalibrationResult, Any, list[str]]:
-        """Calibrate the merged model. Returns the result, the calibrated weights, and no notes."""
-        models = self.models
-        result = calibrate(
-            models.empty_body,
-            models.base_source,
-            models.sources,
-            {name: task.batches for name, task in tasks.items()},
-            self.settings.replace(family=models.family),
-            device=self.request.device,
-            merged_weights=models.merged_source,
+def _settings(
+    request: Request, kind: str, tokenizer: Any, positions: int
+) -> tuple[FeatCalSettings, list[str]]:
+    """Return settings with the longest text, None for images, and a sentence if texts are cut."""
+    unread = () if kind in LANGUAGE_MODELS else ("calibration_targets", "generated_tokens")
+    unread += () if kind in TEXT_MODELS else ("max_length",)
+    for name in (name for name in unread if name in request.set):
+        raise ValueError(f"--set {name} has no part in a model of kind {kind}: leave it out")
+    settings = request.settings
+    if kind not in TEXT_MODELS:
+        return completed(settings.replace(max_length=None)), []
+    if request.text_tower or request.prompt:
+        raise ValueError(
+            f"--text-tower is for CLIP, --prompt for CLIP and encoders, and these are {kind} models"
         )
-        return result, result.weights, []
-
-    def write(self, weights: Any, heads: Mapping[str, Any], folder: Path) -> None:
-        """Write weights, heads, tokenizer or image processor, and files beside them."""
-        write_weights(self.models, weights, folder)
-        write_heads(self.models, heads, folder)
-        write_processor(self.models, self.processor, folder)
-        write_other_files(self.models, folder)
-        correct_configs(self.models.like.whole, folder)
-
-    def card_head(self, folder: Path) -> tuple[Mapping[str, str], Sequence[str]]:
-        """Return the library, and the tags of the merged model's card."""
-        merged = self.models.merged
-        return TRANSFORMERS, [] if merged is None else card_tags(merged.folder)
+    if "max_length" in request.set:
+        return completed(settings), []
+    most, limit = longest_text(tokenizer, positions)
+    is_cut = most <= MAX_LENGTH and most == positions
+    note = [f"texts are cut at {most} tokens: {limit}"] if is_cut else []
+    return completed(settings.replace(max_length=min(MAX_LENGTH, most))), note
 
 
-def _image_heads(models: Models) -> dict[str, Any]:
+def _language_tasks(
+    models: TransformersModels, request: Request, encoder: TextEncoder
+) -> dict[str, Task]:
+    return {
+        task: open_language_task(task, request, encoder, partial(models.load_expert, task))
+        for task in request.expert
+    }
+
+
+def _class_tasks(
+    models: TransformersModels, request: Request, encoder: TextEncoder
+) -> dict[str, Task]:
+    heads = {} if request.no_eval else _class_names(models)
+    configs = [model.config for model in (models.like, *models.experts.values())]
+    pads = all(config.get("pad_token_id") is not None for config in configs if config)
+    return {
+        task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
+        for task in request.expert
+    }
+
+
+def _doubts_on_texts(
+    models: TransformersModels, request: Request, tasks: Mapping[str, Any]
+) -> Sequence[str]:
+    """Describe experts whose tokenizers, or templates of chats, read texts otherwise."""
+    processor = models.processor
+    named = processor.loaded, processor.option, processor.expert_tokenizers
+    rows = {models.experts[name].label: task.batches.texts for name, task in tasks.items()}
+    doubts = doubts_on_tokens(*named, rows)
+    has_chats = any(text.form == "chat" for texts in rows.values() for text in texts)
+    if request.chat_template is None and has_chats:
+        doubts += doubts_on_chats(*named)
+    return doubts
+
+
+def _image_heads(models: TransformersModels, request: Request) -> dict[str, Any]:
     """Return each task's class names, or zero-shot heads."""
     if models.like.kind == IMAGE_ENCODER:
         raise ValueError(f"{models.like.label} has no head to be scored with: give --no-eval")
     is_clip = models.like.kind == "clip"
-    return dict.fromkeys(models.experts, _zero_shot(models)) if is_clip else _class_names(models)
+    zero_shot = _zero_shot(models, request) if is_clip else None
+    return dict.fromkeys(models.experts, zero_shot) if is_clip else _class_names(models)
 
 
-def _class_names(models: Models) -> dict[str, Any]:
+def _class_names(models: TransformersModels) -> dict[str, Any]:
     return {
         task: class_names(models.base if expert.is_adapter and models.base else expert)
         for task, expert in models.experts.items()
     }
 
 
-def _zero_shot(models: Models) -> ZeroShot | None:
+def _zero_shot(models: TransformersModels, request: Request) -> ZeroShot | None:
     """Return zero-shot heads of a whole CLIP, or None if there is no such model."""
-    request = models.request
     if request.text_tower is not None:
         return ZeroShot(ModelFolder("text tower", request.text_tower, "--text-tower"))
     for model in (models.merged, models.base):

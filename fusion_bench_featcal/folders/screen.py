@@ -1,7 +1,7 @@
 """Output of `featcal calibrate`: its inputs, its needs, and the scores of the models."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
 
@@ -12,26 +12,23 @@ from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.hub import hub_models
 from fusion_bench_featcal.models.plan import Plan, check_room, show_plan
 from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.run import row_of_rule, with_average
-from fusion_bench_featcal.settings import FeatCalSettings
 
 
-def show_start(
-    opened: Opened, settings: FeatCalSettings, tasks: Mapping[str, Task], notes: Sequence[str]
-) -> None:
+def show_start(request: Request, opened: Opened, notes: Sequence[str]) -> None:
     """Print the inputs of the run, its reads and its files.
 
     Raises:
         CalibrationError: If the disk is too small.
     """
-    request, size, read = opened.request, opened.size, opened.read
-    print(f"{opened.title}, {counted(len(tasks), 'task')}")
+    models, settings = opened.models, opened.settings
+    size, read = models.size, models.read
+    print(f"{models.title}, {counted(len(opened.tasks), 'task')}")
     for note in notes:
         print(f"  {masked(note)}")
     if settings.expert_read_budget is not None:

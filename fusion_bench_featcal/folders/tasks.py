@@ -1,11 +1,14 @@
 """One task of `featcal calibrate`: calibration samples and test samples."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
 
 from fusion_bench_featcal.data.draws import sample_order, spread
 from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
+from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.request import Request
 
@@ -28,21 +31,17 @@ class Part(NamedTuple):
     rows: Any
     indices: list[int]
 
-    def distinct_from(
-        self, samples: "Part", task: str, request: Request, content: Callable[[Any, int], Any]
-    ) -> tuple["Part", "Distinct"]:
-        """Return the rows to score, without held-back ones that repeat a sample (`Distinct.of`).
+    def of(self, indices: list[int]) -> "Part":
+        """Return other rows of the same dataset."""
+        return self._replace(indices=indices)
 
-        Args:
-            samples: The calibration rows.
-            task: The task.
-            request: The request.
-            content: Returns what is read of a row, given all rows and its number.
-        """
-        read = {content(samples.rows, number) for number in samples.indices if self.indices}
-        repeated = [content(self.rows, number) in read for number in self.indices]
-        distinct = Distinct.of(task, request, repeated)
-        return self._replace(indices=[self.indices[n] for n in distinct.numbers]), distinct
+
+class Scorer(Protocol):
+    """Test samples that score a model."""
+
+    def score(self, model: nn.Module) -> Score:
+        """Score a model."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,109 +51,154 @@ class Task:
     Attributes:
         batches: Calibration samples: an iterable of the model's inputs.
         samples: Number of calibration samples.
-        tests: Test samples that score a model (`Tests`), or None.
+        tests: Test samples, or None.
         notes: Sentences on the samples.
         title: What the scores are, a share in percent and a loss.
         has_repeats: Whether test samples repeat calibration samples.
     """
 
-    batches: Any
+    batches: Iterable[Any]
     samples: int
-    tests: Any
+    tests: Scorer | None
     notes: Sequence[str] = ()
     title: str = "accuracy % (loss)"
     has_repeats: bool = False
 
 
-def open_parts(
-    task: str, request: Request, open_rows: Callable[[str, str, str], Any]
-) -> tuple[Part, Part]:
-    """Open a task's rows: for calibration, and for evaluation.
+@dataclass(frozen=True)
+class TaskRows:
+    """A task's rows, divided into calibration samples and test rows.
 
     Calibration rows are those that `method=featcal` draws. Held-back rows come from the end of the
     same random order, so the two never overlap. Rows of --eval are spread over their dataset,
     because image folders are sorted by class.
 
-    Args:
+    Attributes:
         task: The task.
         request: The request.
-        open_rows: Returns the rows of a location, a split and a name for messages.
-    """
-    option, settings = f"--data {task}={request.data[task]}", request.settings
-    rows = open_rows(request.data[task], "train", option)
-    available, requested = len(rows), settings.samples_per_task
-    if available == 0:
-        raise ValueError(f"{option} has no rows")
-    order = sample_order(available, task, settings.seed)
-    is_held_back = not request.no_eval and task not in request.eval
-    held_back = min(request.eval_rows, available // HELD_BACK) if is_held_back else 0
-    calibration = Part(option, rows, order[: min(requested, available - held_back)])
-    tests = Part(option, rows, order[available - held_back :])
-    if task in request.eval and not request.no_eval:
-        option = f"--eval {task}={request.eval[task]}"
-        rows = open_rows(request.eval[task], "test", option)
-        if not len(rows):
-            raise ValueError(f"{option} has no rows")
-        tests = Part(option, rows, spread(len(rows), request.eval_rows))
-    if request.strict and not request.no_eval and len(tests.indices) < FEW_ROWS:
-        raise ValueError(
-            f"--strict compares at least {FEW_ROWS} rows per task, and {option} leaves "
-            f"{len(tests.indices)}: give more by --eval {task}=PATH"
-        )
-    return calibration, tests
-
-
-class Distinct(NamedTuple):
-    """Test rows that are scored, as far as they repeat calibration samples.
-
-    Attributes:
-        numbers: Numbers of the rows, as many as there are or those that repeat no sample.
-        notes: A sentence if some repeat a sample.
+        samples: Calibration rows.
+        tests: Test rows, none if nothing is scored.
+        order: Numbers of all rows of --data in random order.
+        reason: Why nothing is scored, or an empty text.
+        notes: Sentences on test rows that repeat samples.
         has_repeats: Whether such rows are scored.
     """
 
-    numbers: list[int]
-    notes: list[str]
-    has_repeats: bool
+    task: str
+    request: Request
+    samples: Part
+    tests: Part
+    order: list[int]
+    reason: str = ""
+    notes: Sequence[str] = ()
+    has_repeats: bool = False
 
     @classmethod
-    def of(cls, task: str, request: Request, repeated: Sequence[bool]) -> "Distinct":
-        """Leave out held-back rows that repeat a sample if enough others remain.
+    def open(
+        cls, task: str, request: Request, open_rows: Callable[[str, str, str], Any]
+    ) -> "TaskRows":
+        """Open a task's rows.
 
         Args:
             task: The task.
-            request: The request. Rows of its --eval are scored as they are.
-            repeated: Whether each test row repeats a calibration sample.
+            request: The request.
+            open_rows: Returns the rows of a location, a split and a name for messages.
+
+        Raises:
+            ValueError: If there are no rows, or too few for --strict.
         """
-        others = [number for number, repeats in enumerate(repeated) if not repeats]
-        if len(others) == len(repeated):
-            return cls(others, [], False)
-        note = f"{task}: {sum(repeated)} of {counted(len(repeated), 'test row')} repeat samples"
-        if task in request.eval or len(others) < FEW_ROWS:
-            return cls([*range(len(repeated))], [f"{note}, and are scored all the same"], True)
-        return cls(others, [f"{note}, and are left out"], False)
 
+        def opened(field: str, location: str, split: str) -> Part:
+            option = f"--{field} {task}={location}"
+            rows = open_rows(location, split, option)
+            if not len(rows):
+                raise ValueError(f"{option} has no rows")
+            return Part(option, rows, [])
 
-def sentence(
-    task: str,
-    request: Request,
-    calibration: Part,
-    tests: Part,
-    columns: Iterable[str] = (),
-    measure: str = "share of right answers",
-) -> str:
-    """Describe a task's samples, the columns to read, and the rows of the evaluation."""
-    named = {column: part for part, column in request.columns_of(task).items()}
-    read = ", ".join(f"{named[c]}={c}" if named.get(c, c) != c else c for c in columns)
-    begin = f"{task}: {counted(len(calibration.indices), 'sample')} of {request.data[task]}"
-    begin += f" ({read})" if read else ""
-    if request.no_eval:
-        return begin
-    if not tests.indices:
-        return f"{begin}; too few rows to hold any back, so it is not evaluated (--eval)"
-    which = "of --eval" if task in request.eval else "of --data, held back"
-    rows = counted(len(tests.indices), "row")
-    return f"{begin}; evaluated on {rows} {which}: {measure}"
+        data, most = opened("data", request.data[task], "train"), request.eval_rows
+        order = sample_order(len(data.rows), task, request.settings.seed)
+        held_back = 0 if request.no_eval or task in request.eval else len(order) // HELD_BACK
+        first_test = len(order) - min(most, held_back)
+        samples = data.of(order[: min(request.settings.samples_per_task, first_test)])
+        tests = data.of(order[first_test:])
+        if task in request.eval and not request.no_eval:
+            tests = opened("eval", request.eval[task], "test")
+            tests = tests.of(spread(len(tests.rows), most))
+        if request.strict and not request.no_eval and len(tests.indices) < FEW_ROWS:
+            raise ValueError(
+                f"--strict compares at least {FEW_ROWS} rows per task, and {tests.option} leaves "
+                f"{len(tests.indices)}: give more by --eval {task}=PATH"
+            )
+        return cls(task, request, samples, tests, order)
+
+    def unscored(self, reason: str) -> "TaskRows":
+        """Return the rows without tests. Those that were held back become samples."""
+        samples = self.samples.of(self.order[: self.request.settings.samples_per_task])
+        return replace(self, samples=samples, tests=self.tests.of([]), reason=reason)
+
+    def without_repeats(
+        self, of_samples: Iterable[Hashable], of_tests: Iterable[Hashable]
+    ) -> tuple["TaskRows", list[int]]:
+        """Leave out held-back rows that repeat a sample if enough others remain.
+
+        Args:
+            of_samples: What is read of each sample.
+            of_tests: What is read of each test row.
+
+        Returns:
+            The rows, and the places of those test rows among the former ones that remain.
+        """
+        read = {*of_samples} if self.tests.indices else set[Hashable]()
+        repeats = [content in read for content in of_tests]
+        new = [place for place, is_repeat in enumerate(repeats) if not is_repeat]
+        if len(new) == len(repeats):
+            return self, new
+        note = f"{sum(repeats)} of {counted(len(repeats), 'test row')} repeat samples"
+        if self.task in self.request.eval or len(new) < FEW_ROWS:
+            notes = [f"{self.task}: {note}, and are scored all the same"]
+            return replace(self, notes=notes, has_repeats=True), [*range(len(repeats))]
+        tests = self.tests.of([self.tests.indices[place] for place in new])
+        return replace(self, tests=tests, notes=[f"{self.task}: {note}, and are left out"]), new
+
+    def opened(
+        self,
+        batches: Iterable[Any],
+        tests: Scorer | None,
+        columns: Iterable[str],
+        notes: Sequence[str] = (),
+        *,
+        measure: str = "share of right answers",
+        title: str = Task.title,
+    ) -> Task:
+        """Return the task with its batches and tests.
+
+        Args:
+            batches: Calibration samples.
+            tests: Test samples, or None.
+            columns: The columns that are read.
+            notes: Further sentences on the rows, without the task's name.
+            measure: What is scored.
+            title: What the scores are.
+        """
+        more = [f"not scored, as {self.reason}"] if self.reason else []
+        named = [f"{self.task}: {note}" for note in (*notes, *more)]
+        texts = [self._sentence(columns, measure), *self.notes, *named]
+        return Task(batches, len(self.samples.indices), tests, texts, title, self.has_repeats)
+
+    def _sentence(self, columns: Iterable[str], measure: str) -> str:
+        """Describe the samples, the columns, and the rows of the evaluation."""
+        task, request = self.task, self.request
+        named = {column: name for name, column in request.columns_of(task).items()}
+        read = ", ".join(f"{named[c]}={c}" if named.get(c, c) != c else c for c in columns)
+        begin = f"{task}: {counted(len(self.samples.indices), 'sample')} of {request.data[task]}"
+        begin += f" ({read})" if read else ""
+        if request.no_eval or self.reason:
+            return begin
+        if not self.tests.indices:
+            return f"{begin}; too few rows to hold any back, so it is not evaluated (--eval)"
+        which = "of --eval" if task in request.eval else "of --data, held back"
+        rows = counted(len(self.tests.indices), "row")
+        return f"{begin}; evaluated on {rows} {which}: {measure}"
 
 
 def head_numbers(

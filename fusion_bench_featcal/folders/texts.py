@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,15 +21,8 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import (
-    Distinct,
-    Part,
-    Task,
-    head_numbers,
-    not_scored,
-    open_parts,
-    sentence,
-)
+from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows, head_numbers, not_scored
+from fusion_bench_featcal.settings import FeatCalSettings
 
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""
@@ -94,32 +87,29 @@ def open_language_task(
     open_rows = partial(
         open_texts, columns=request.columns_of(task), names=_OF_MODELS, usual=FORMATS
     )
-    part, test_part = open_parts(task, request, open_rows)
+    rows = TaskRows.open(task, request, open_rows)
     calibration, test = (
-        _language_batches(p, request, encoder, load_expert) for p in (part, test_part)
+        _language_batches(part, request, encoder, load_expert)
+        for part in (rows.samples, rows.tests)
     )
-    rows = distinct_rows(task, request, calibration, test)
-    test = test.some(rows.numbers)
+    rows, test = _distinct(rows, calibration, test)
     tests, measure = None, ""
     if test.indices:
         tests = Tests(test.checked, targets_of, _counts_tokens(test), ends=[*encoder.ends])
         measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
-    read = calibration.columns
-    tested = test_part._replace(indices=test.indices)
-    notes = [sentence(task, request, part, tested, read, measure), *rows.notes]
-    notes += _notes_of_rows(task, calibration, test)
+    notes = _notes_of_rows(calibration, test)
     are_plain = all(text.form == "prompt" for text in calibration.texts)
     if are_plain and getattr(encoder.tokenizer, "chat_template", None):
         notes.append(
-            f"{task}: prompts are texts, to which the tokenizer's chat template is not applied. If "
-            "the model is used in chats, give rows with messages"
+            "prompts are texts, to which the tokenizer's chat template is not applied. If the "
+            "model is used in chats, give rows with messages"
         )
     if calibration.are_generated:
         unread = calibration.unread
-        names = f"{task}:prompt={read[-1]},target=COLUMN"
+        names = f"{task}:prompt={calibration.columns[-1]},target=COLUMN"
         advice = f". If {' or '.join(unread)} has them: --columns {names}" if unread else ""
-        notes.append(f"{task}: no targets in --data, so its expert writes them{advice}")
-    return Task(calibration, calibration.samples, tests, notes, has_repeats=rows.has_repeats)
+        notes.append(f"no targets in --data, so its expert writes them{advice}")
+    return rows.opened(calibration, tests, calibration.columns, notes, measure=measure)
 
 
 def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:
@@ -147,7 +137,7 @@ def _counts_tokens(batches: TextBatches) -> bool:
 
 
 def _notes_of_rows(
-    task: str, calibration: TextBatches, test: TextBatches, used: Sequence[str] = ()
+    calibration: TextBatches, test: TextBatches, used: Sequence[str] = ()
 ) -> list[str]:
     """Describe columns that are not read, rows that do not count, and texts that are cut."""
     unread = [column for column in calibration.unread if column not in used]
@@ -158,15 +148,15 @@ def _notes_of_rows(
         notes.append(f"of the samples, {cut}")
     if cut := test.remark_on_length(test.inputs):
         notes.append(f"of the rows to evaluate on, {cut}")
-    return [f"{task}: {note}" for note in notes]
+    return notes
 
 
-def distinct_rows(
-    task: str, request: Request, calibration: TextBatches, test: TextBatches
-) -> Distinct:
+def _distinct(
+    rows: TaskRows, calibration: TextBatches, test: TextBatches
+) -> tuple[TaskRows, TextBatches]:
     """Compare test rows with samples, as models read them."""
-    samples = {repr(sample) for sample in calibration.inputs}
-    return Distinct.of(task, request, [repr(sample) in samples for sample in test.inputs])
+    rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
+    return rows, test.some(places)
 
 
 def open_class_task(
@@ -186,48 +176,36 @@ def open_class_task(
         classes: Class names of the expert's head, by number.
         pads: Whether the models know their padding token. Others are evaluated text by text.
     """
-    names = _OF_CLASSIFIERS
-    columns = request.columns_of(task)
-    open_rows = cache(partial(open_texts, columns=columns, names=names, usual=names))
-    calibration_part, test_part = open_parts(task, request, open_rows)
-    column = calibration_part.rows.columns.get(LABEL, LABEL)
-    reason = remark = ""
-    if test_part.indices:
-        values = _labels_of(test_part)
+    names, columns = _OF_CLASSIFIERS, request.columns_of(task)
+    open_rows = partial(open_texts, columns=columns, names=names, usual=names)
+    rows = TaskRows.open(task, request, open_rows)
+    column = rows.samples.rows.columns.get(LABEL, LABEL)
+    if rows.tests.indices:
+        values = _labels_of(rows.tests)
+        reason = not_scored(values, classes)
         if task not in request.eval and all(value is None for value in values):
             reason = (
                 f"its rows have no {column} (--columns {task}:label=COLUMN, or labelled rows by "
                 "--eval)"
             )
-        else:
-            reason = not_scored(values, classes)
-    if reason:
-        request = replace(request, no_eval=True)
-        calibration_part, test_part = open_parts(task, request, open_rows)
+        rows = rows.unscored(reason) if reason else rows
 
-    def batches(part: Part, settings: Any) -> TextBatches:
-        rows, device = (part.rows, part.indices), request.device
-        return TextBatches(*rows, settings, encoder, load_expert=nn.Identity, device=device)
+    def batches(part: Part, settings: FeatCalSettings) -> TextBatches:
+        of_part, device = (part.rows, part.indices), request.device
+        return TextBatches(*of_part, settings, encoder, load_expert=nn.Identity, device=device)
 
-    settings, labels = request.settings, [column]
-    calibration, tests = batches(calibration_part, settings), None
-    inputs = batches(test_part, settings if pads else settings.replace(batch_size=1))
-    distinct = distinct_rows(task, request, calibration, inputs)
-    inputs = inputs.some(distinct.numbers)
-    test_part = test_part._replace(indices=inputs.indices)
-    if test_part.indices:
-        more_labels = (
-            _labels_of(calibration_part) if test_part.rows is calibration_part.rows else []
-        )
-        numbers, remark = head_labels(test_part, classes, more_labels)
-        tests = class_tests(inputs.checked, inputs.batch_size, numbers)
-    read = [*calibration.columns, *(labels if tests else [])]
-    notes = [sentence(task, request, calibration_part, test_part, read), *distinct.notes]
-    notes += _notes_of_rows(task, calibration, inputs, labels)
-    if reason:
-        notes.append(f"{task}: not scored, as {reason}")
-    notes += [f"{task}: {remark}"] if remark else []
-    return Task(calibration, calibration.samples, tests, notes, has_repeats=distinct.has_repeats)
+    settings, tests, remark = request.settings, None, ""
+    calibration = batches(rows.samples, settings)
+    test = batches(rows.tests, settings if pads else settings.replace(batch_size=1))
+    rows, test = _distinct(rows, calibration, test)
+    if test.indices:
+        shares_rows = rows.tests.rows is rows.samples.rows
+        more_labels = _labels_of(rows.samples) if shares_rows else []
+        numbers, remark = head_labels(rows.tests, classes, more_labels)
+        tests = class_tests(test.checked, test.batch_size, numbers)
+    notes = [*_notes_of_rows(calibration, test, [column]), *filter(None, [remark])]
+    read = [*calibration.columns, *([column] if tests else [])]
+    return rows.opened(calibration, tests, read, notes)
 
 
 def _labels_of(part: Part) -> list[Any]:

@@ -12,6 +12,7 @@ from fusion_bench_featcal.models.hub import needed_files
 
 _STUB = (0,)
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_OF_POINTERS = 200  # bytes, more than a version, a sha256 and a size take
 _WRAPPERS = {
     "_orig_mod.": "torch.compile", "module.": "DataParallel", "_fsdp_wrapped_module.": "FSDP",
     "base_model.model.": "PEFT",
@@ -34,13 +35,13 @@ def loading_cause(error: BaseException) -> str:
 
 def pointer_text(folder: Path) -> str:
     """Return a text on a file of git-lfs that has no content, or an empty one."""
-    for name in needed_files(file.name for file in folder.iterdir() if file.is_file()):
-        with (folder / name).open("rb") as stream:
-            if stream.read(len(_POINTER)) == _POINTER:
-                return (
-                    f"{folder / name} is a pointer of git-lfs, not the file that it names: run git "
-                    "lfs pull in the folder"
-                )
+    small = (f for f in folder.iterdir() if f.is_file() and f.stat().st_size < _OF_POINTERS)
+    for name in needed_files(file.name for file in small):
+        if (folder / name).read_bytes().startswith(_POINTER):
+            return (
+                f"{folder / name} is a pointer of git-lfs, not the file that it names: run git lfs "
+                "pull in the folder"
+            )
     return ""
 
 

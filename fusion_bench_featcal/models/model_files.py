@@ -1,5 +1,6 @@
 """One model in a folder: its config, its class, its structure without weights, its weights."""
 
+import copy
 from collections.abc import Container, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -79,9 +80,12 @@ class ModelFiles:
     def weights(self) -> SafetensorsExpert | None:
         """Its safetensors files, with headers read, or None if it has none of a whole model."""
         try:
-            return None if self.is_adapter else self._labelled(SafetensorsExpert)
+            weights = None if self.is_adapter else self._labelled(SafetensorsExpert)
         except FileNotFoundError:
             return None
+        if weights is not None and self.folder.is_dir():
+            weights.config = self.config  # read once
+        return weights
 
     def check(self) -> None:
         """Read config, indexes and headers. Refuses a folder without them."""
@@ -188,19 +192,29 @@ class ModelFiles:
         return sum({id(t): t.nbytes for t in self.whole.parameters()}.values())
 
     def _empty(self, kind: Any) -> nn.Module:
-        from transformers import AutoConfig
-
         try:
-            config: Any = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-            dtype = self._dtype(config)
-            if kind is not self.architecture:
-                config = getattr(config, "vision_config", config)
+            config = self._config_of(kind)
             tensors = None if self.weights is None else len(self.weights.names())
-            return without_weights(kind, config, dtype, tensors)
+            return without_weights(kind, config, self._dtype(config), tensors)
         except CalibrationError:
             raise
         except Exception as error:  # any error of the class about its config's values
             raise self._error(f"config.json: {first_line(error)}") from error
+
+    def _config_of(self, kind: Any) -> Any:
+        """Return a config of transformers for the model's class, or for a part of it."""
+        whole: Any = self.architecture
+        declared, usual = (self.config or {}).get("model_type"), whole.config_class.model_type
+        if declared not in (None, usual):
+            raise self._error(
+                f"{self.folder / 'config.json'}: model_type is {declared!r}, and its class "
+                f"{whole.__name__} is a {usual!r}. Correct one of them; code beside a model is not "
+                "run"
+            )
+        # transformers writes infinite numbers as mappings.
+        decoded = getattr(whole.config_class, "_decode_special_floats", copy.deepcopy)(self.config)
+        config = whole.config_class.from_dict(decoded, name_or_path=str(self.folder))
+        return config if kind is whole else getattr(config, "vision_config", config)
 
     def _dtype(self, config: Any) -> torch.dtype:
         """Return the dtype of the model's files, which is kept even if its config has another."""
@@ -239,6 +253,7 @@ class ModelFiles:
         try:
             model, info = kind.from_pretrained(
                 self.folder,
+                config=self._config_of(kind),
                 dtype=self.empty.dtype,
                 weights_only=True,
                 output_loading_info=True,

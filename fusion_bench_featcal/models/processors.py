@@ -8,7 +8,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, BaseImageProcessor, 
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, RELEASE, read_config
+from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, RELEASE, refuse_code
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.other_files import refuse_links
 
@@ -38,7 +38,7 @@ def read_processor(folder: Path, kind: Any, option: str) -> Any:
         ValueError: If a file of the folder is a link out of it.
     """
     refuse_links(folder)
-    read_config(folder)  # raises for code that transformers 4 would run
+    refuse_code(folder)
     name = "tokenizer" if "Tokenizer" in kind.__name__ else "image processor"
     try:
         return kind.from_pretrained(folder, trust_remote_code=False)

@@ -9,14 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fusion_bench_featcal.experts.source import ExpertSource, total_bytes
+from fusion_bench_featcal.files.tensors import update_digest
 
-WHOLE = 10**9
-"""Bytes of a model from which on only some rows of its matrices are read for a digest."""
-ROWS = 16
 _SHORT = 32  # hexadecimal digits: 128 bits
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -34,26 +30,7 @@ def digest_text(text: str) -> str:
 def digest_tensor(tensor: Tensor) -> str:
     """Return the digest of a tensor's dtype, shape and content."""
     digest = hashlib.sha256()
-    _update(digest, "", tensor)
-    return digest.hexdigest()[:_SHORT]
-
-
-def digest_model(source: ExpertSource) -> str:
-    """Return a digest of names, shapes, dtypes and content of a model's tensors.
-
-    Of matrices of a model of `WHOLE` bytes or more, some rows count, spread over each.
-    """
-    # A source that cannot read rows alone would read the whole tensor for each.
-    is_whole = type(source).rows is ExpertSource.rows or total_bytes(source) < WHOLE
-    digest = hashlib.sha256()
-    for name in sorted(source.names()):
-        shape = source.shape(name)
-        digest.update(f"{name} {shape}\n".encode())
-        if is_whole or len(shape) < 2:
-            _update(digest, "", source.tensor(name))
-        else:
-            for row in sorted({number * (shape[0] - 1) // (ROWS - 1) for number in range(ROWS)}):
-                _update(digest, str(row), source.rows(name, row, row + 1))
+    update_digest(digest, tensor)
     return digest.hexdigest()[:_SHORT]
 
 
@@ -74,19 +51,13 @@ class InputsDigest:
         self._digest.update(b"batch\n")
         for name, value in entries:
             if isinstance(value, Tensor):
-                _update(self._digest, str(name), value)
+                update_digest(self._digest, value, str(name))
             else:
                 self._digest.update(f"{name} {without_addresses(repr(value))}\n".encode())
 
     def text(self) -> str:
         """Return the digest of all batches so far."""
         return self._digest.hexdigest()[:_SHORT]
-
-
-def _update(digest: Any, name: str, tensor: Tensor) -> None:
-    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    digest.update(flat.view(torch.uint8).numpy())
 
 
 def own_code(kind: type) -> str | None:

@@ -6,7 +6,6 @@ from fusion_bench_featcal.core.float32_products import products_in_force
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.run.digests import (
     InputsDigest,
-    digest_model,
     digest_tensor,
     own_code,
     versions_of_software,
@@ -30,7 +29,7 @@ def digest_of_run(problem: Problem, options: Options) -> str:
         for batch in batches:
             samples[task].add(batch.inputs)
     texts = {task: digest.text() for task, digest in samples.items()}
-    texts |= {f"model {n}": digest_model(model.source) for n, model in problem.models.items()}
+    texts |= {f"model {n}": model.source.digest for n, model in problem.models.items()}
     whole = dict(problem.merged.named_buffers()) | problem.merged.state_dict()
     with streams.autocast():
         on = torch.is_autocast_enabled(device)
@@ -45,7 +44,7 @@ def digest_of_run(problem: Problem, options: Options) -> str:
         [own_code(type(value)) for value in (problem.rule, streams.family)],
         {name: digest_tensor(tensor) for name, tensor in whole.items()}
         if working.is_in_memory
-        else digest_model(working.source),
+        else working.source.digest,
         processes.size,
         [device, autocast, products_in_force(), problem.kernel],
         versions_of_software(),

@@ -20,6 +20,7 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import scoring
 from fusion_bench_featcal.files.json_files import read_lines
 from fusion_bench_featcal.files.locks import locked_target
+from fusion_bench_featcal.folders import calibrated_transformers
 from fusion_bench_featcal.models import saving
 
 FAST = ("--preset", "paper", "--no-eval", "--set", "modules=[q_proj]")
@@ -160,7 +161,7 @@ def test_a_block_that_is_damaged_before_it_is_saved_is_named(folder: Path, monke
         change(block)
         write(*arguments)
 
-    monkeypatch.setattr("fusion_bench_featcal.folders.writing.write_shards", damaging)
+    monkeypatch.setattr(calibrated_transformers, "write_shards", damaging)
     message = error_of(*words(folder, *FAST))
     assert f"{block} (--out) cannot be used: its tensor" in message and "--resume" in message
     assert not (folder / "out").exists() and block.exists()

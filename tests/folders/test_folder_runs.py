@@ -32,8 +32,9 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.errors.plurals import bytes_text
-from fusion_bench_featcal.folders import calibrate_folder, models, options, screen
-from fusion_bench_featcal.folders.inputs import repeats
+from fusion_bench_featcal.folders import calibrate_folder, options, screen, transformers_models
+from fusion_bench_featcal.folders.digests import digests_of, repeats
+from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results import read_run
@@ -160,7 +161,7 @@ def test_options_have_priority_over_a_recipe(finished):
 def test_models_that_do_not_fit_are_merged_and_evaluated_from_files(finished, folder, monkeypatch):
     whole = finished("llama")  # merged before, not during the run
     with monkeypatch.context() as patch:
-        patch.setattr(models, "free_bytes", lambda device: 0)
+        patch.setattr(transformers_models, "free_bytes", lambda device: 0)
         patch.setattr(ModelFolder, "load", None)  # no model is in memory
         patch.setattr("fusion_bench_featcal.models.saving.LARGEST_FILE", 2000)
         more = ("--merge", "task_arithmetic:0.4", "--set", f"samples_per_task={ROWS}")
@@ -238,16 +239,16 @@ def test_text_classifiers_keep_their_heads(finished):
 
 def test_one_body_is_in_memory_while_classifiers_are_scored(tmp_path, monkeypatch):
     classifier_folders(tmp_path)
-    load, bodies = models.Models.load_expert, list[Any]()
+    load, bodies = transformers_models.TransformersModels.load_expert, list[Any]()
 
-    def watched(self: models.Models, task: str) -> Any:
+    def watched(self: transformers_models.TransformersModels, task: str) -> Any:
         gc.collect()
         assert not any(body() for body in bodies)
         expert: Any = load(self, task)
         bodies.append(weakref.ref(expert.bert))
         return expert
 
-    monkeypatch.setattr(models.Models, "load_expert", watched)
+    monkeypatch.setattr(transformers_models.TransformersModels, "load_expert", watched)
     assert featcal(*words(tmp_path, *PAPER)).code == 0 and len(bodies) == 2
 
 
@@ -354,13 +355,13 @@ def test_strict_refuses_what_it_cannot_trust_before_a_model_is_opened(copied):
 
 
 def test_splits_of_one_folder_are_different_data(tmp_path):
-    rows = {"text": ["a b", "c"]}
-    splits: Any = {name: datasets.Dataset.from_dict(rows) for name in ("fit", "more")}
+    splits: Any = {n: datasets.Dataset.from_dict({"text": ["a b", n]}) for n in ("fit", "more")}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     names = {"a": f"{tmp_path}/saved:fit", "b": f"{tmp_path}/saved:more", "c": "org/data:train"}
-    assert repeats(Request(data=names)) == []
-    again = {"a": f"{tmp_path}/saved/fit", "c": "org/data:train"}
-    both = repeats(Request(data=names, eval=again))
+    again: Any = {"a": f"{tmp_path}/saved/fit", "c": "org/data:train"}
+    inputs = [InputModels(Request(data=names, eval=held)) for held in ({}, again)]
+    none, both = (repeats(one, digests_of(one)) for one in inputs)
+    assert none == []
     assert both == [f"--data {name} and --eval {name} are the same data" for name in "ac"]
 
 

@@ -8,7 +8,8 @@ from reports import error_of, featcal
 from tiny_texts import WORDS, word_tokenizer
 
 from fusion_bench_featcal.experts.config_files import IS_RELEASE_4
-from fusion_bench_featcal.folders.inputs import digests_of
+from fusion_bench_featcal.folders.digests import digests_of
+from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models import other_files
 from fusion_bench_featcal.models.other_files import copy_other_files
@@ -64,7 +65,7 @@ def test_licences_are_no_inputs_of_a_run(folder):
         option = {task: str(folder / task) for task in ("one", "two")}
         data = {task: f"{path}.jsonl" for task, path in option.items()}
         values = {"merged": str(folder / "merged"), "expert": option, "data": data, "out": "x"}
-        return digests_of(Request.of(values))
+        return digests_of(InputModels(Request.of(values)))
 
     before = digests()
     write(folder / "merged", {"LICENSE", "NOTICE", "LICENSE.txt"})

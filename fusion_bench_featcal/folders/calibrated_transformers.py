@@ -1,0 +1,84 @@
+"""A calibrated model of transformers: loading and writing it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fusion_bench_featcal.experts.pairing import pair_names
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.folders.opened import CardHead
+from fusion_bench_featcal.folders.transformers_models import TransformersModels
+from fusion_bench_featcal.models.other_files import copy_other_files
+from fusion_bench_featcal.models.saving import (
+    TRANSFORMERS,
+    card_tags,
+    correct_configs,
+    write_shards,
+)
+from fusion_bench_featcal.run.finished import FinishedBlocks
+from fusion_bench_featcal.run.result import CalibrationResult
+from fusion_bench_featcal.settings import FeatCalSettings
+
+
+@dataclass(frozen=True)
+class CalibratedTransformers:
+    """See `Calibrated`. Its weights are the files of finished blocks.
+
+    Attributes:
+        result: The calibration's log and reads.
+        models: The models of the run.
+        blocks: The calibrated weights.
+    """
+
+    result: CalibrationResult
+    models: TransformersModels
+    blocks: FinishedBlocks
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls, models: TransformersModels, settings: FeatCalSettings, batches: Mapping[str, Any]
+    ) -> "CalibratedTransformers":
+        """Calibrate the merged model with each task's batches."""
+        result = models.calibrate(settings, batches)
+        assert result.weights is not None  # as the merged model is in files
+        return cls(result, models, result.weights)
+
+    def load(self) -> nn.Module:
+        """Return the model on the device."""
+        return self.models.load(self.blocks)
+
+    def write(self, folder: Path, heads: Mapping[str, nn.Module]) -> CardHead:
+        """Write weights, heads, tokenizer or image processor, and files beside them."""
+        models = self.models
+        self._write_weights(folder)
+        if models.heads is not None:
+            models.heads.write(heads, folder)
+        models.processor.write(folder)
+        if models.merged is not None:
+            copy_other_files(models.merged.folder, folder, of_processor=False)
+        correct_configs(models.like.whole, folder)
+        tags = [] if models.merged is None else card_tags(models.merged.folder)
+        return CardHead(TRANSFORMERS, tags)
+
+    def _write_weights(self, folder: Path) -> None:
+        """Write config and weights, in one file up to 5 GB, else one for each block."""
+        models, like, stored = self.models, self.models.like, self.models.stored
+        if not isinstance(stored, SafetensorsExpert):  # transformers uses other names in files
+            self.load().save_pretrained(folder)  # type: ignore[operator]
+            return
+        configs = {"config.json": like.config, "generation_config.json": like.generation_config}
+        for name in (name for name, config in configs.items() if config is not None):
+            text = json.dumps(configs[name], indent=2, ensure_ascii=False)
+            (folder / name).write_text(f"{text}\n", encoding="utf-8")
+        keys, calibrated = pair_names(like.label, stored, like.whole).values(), self.blocks.names()
+        outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated}
+        # A classifier's head comes with its own tail, such as a pooler.
+        if models.heads is not None and like.name in models.experts:
+            of_body = pair_names(like.label, stored, models.empty_body)
+            outside_blocks |= {of_body[n]: t for n, t in models.tail(like.name).items()}
+        write_shards(folder, self.blocks, outside_blocks)

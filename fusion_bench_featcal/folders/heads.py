@@ -1,0 +1,60 @@
+"""Heads of classifiers: the part of an expert that is not merged."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.files.tensors import write_tensors
+from fusion_bench_featcal.folders.model_folder import body_name
+
+HEADS = "heads"
+"""Folder of the heads inside a saved model's folder."""
+
+
+class ClassifierHeads:
+    """Each expert's own head, which replaces that of the merged model for the expert's task.
+
+    Attributes:
+        of_saved: Name of the model whose head the saved model has.
+    """
+
+    def __init__(
+        self, of_saved: str, empty_body: nn.Module, tail: Callable[[str], Mapping[str, Tensor]]
+    ) -> None:
+        """Set the parts.
+
+        Args:
+            of_saved: As the attribute.
+            empty_body: The body without weights, which stands in a head that is stored.
+            tail: Returns a task's tensors of the body that belong to its head, such as those of a
+                pooler.
+        """
+        self.of_saved, self._empty_body, self._tail = of_saved, empty_body, tail
+
+    def head_of(self, classifier: Any) -> nn.Module:
+        """Return an expert's classifier with an empty body, which frees its own."""
+        setattr(classifier, body_name(classifier), self._empty_body)
+        return classifier
+
+    def with_body(self, task: str, head: Any, model: Any) -> nn.Module:
+        """Return an expert's classifier with the body of a model, which gets the expert's tail."""
+        body = model.get_submodule(body_name(model))
+        body.load_state_dict(self._tail(task), strict=False)
+        setattr(head, body_name(head), body)
+        return head
+
+    def write(self, heads: Mapping[str, Any], folder: Path) -> None:
+        """Write each expert's head, with its tail, to a folder of its own."""
+        for task, classifier in heads.items():
+            head = folder / HEADS / task
+            head.mkdir(parents=True)
+            body = f"{body_name(classifier)}."
+            tensors = classifier.state_dict().items()
+            outside = {name: tensor for name, tensor in tensors if not name.startswith(body)}
+            outside |= {f"{body}{name}": tensor for name, tensor in self._tail(task).items()}
+            write_tensors(head / "head.safetensors", outside)
+            config = json.dumps(classifier.config.to_dict(), indent=2, sort_keys=True, default=str)
+            (head / "config.json").write_text(config + "\n", encoding="utf-8")

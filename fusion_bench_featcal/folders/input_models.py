@@ -1,0 +1,69 @@
+"""The models of one `featcal calibrate`, each looked up and opened once."""
+
+from functools import cached_property
+
+from fusion_bench_featcal.encoders.naming import DEFAULT, RERANKER
+from fusion_bench_featcal.folders.model_folder import ENCODER, ModelFolder
+from fusion_bench_featcal.folders.request import Request
+
+
+class InputModels:
+    """Merged model, experts and base of a request.
+
+    Attributes:
+        request: The request.
+        by_name: Name (`merged`, a task, `base`) -> its folder. Names of absent models are missing.
+        merged: The merged model, or None if it is merged during the run.
+        base: The base, or None.
+        experts: Task -> expert.
+    """
+
+    def __init__(self, request: Request) -> None:
+        """Find all models. Those of the hub are downloaded.
+
+        Raises:
+            CalibrationError: If a model is missing or damaged.
+            ValueError: If one is not a folder.
+        """
+        self.request, named = request, dict[str, ModelFolder]()
+        if request.merged is not None:
+            named["merged"] = ModelFolder("merged", request.merged, "the merged model")
+        for task, location in request.expert.items():
+            named[task] = ModelFolder(task, location, "--expert")
+        if request.base is not None:
+            named["base"] = ModelFolder("base", request.base, "--base")
+        self.by_name = named
+        self.merged, self.base = named.get("merged"), named.get("base")
+        self.experts = {task: named[task] for task in request.expert}
+
+    @property
+    def whole(self) -> list[ModelFolder]:
+        """All models that are no adapters."""
+        return [model for model in self.by_name.values() if not model.is_adapter]
+
+    @cached_property
+    def class_of_encoders(self) -> str:
+        """The class of sentence-transformers that opens all models, or an empty text.
+
+        The merged model decides, or else the experts. If it names no class, as mergekit writes it,
+        then the others do, unless it is a classifier and they are none, or the reverse. If none
+        names a class, models without a head and with a head of one output are opened as the library
+        opens them.
+        """
+        if self.merged is not None and self.merged.encoder_class:
+            return self.merged.encoder_class
+        if not (whole := self.whole):
+            return ""
+        classes = {model.encoder_class for model in self.by_name.values()} - {""}
+        if len(classes) == 1 and all(model.encoder_class for model in whole):
+            return classes.pop()
+        like, is_classifier = whole[0], whole[0].is_text_classifier
+        if len(classes) == 1:
+            name = classes.pop()
+            return name if is_classifier == (name == RERANKER) else ""
+        if classes or (not is_classifier and like.kind != ENCODER):
+            return ""
+        if is_classifier:
+            return RERANKER if like.has_one_score else ""
+        experts = (model for model in whole[1:] if model is not self.base)
+        return "" if any(model.is_text_classifier for model in experts) else DEFAULT

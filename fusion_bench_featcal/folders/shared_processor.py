@@ -1,0 +1,97 @@
+"""The tokenizer or image processor of all inputs of one `featcal calibrate`."""
+
+import shutil
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+
+from fusion_bench_featcal.data.pictures import check_channels
+from fusion_bench_featcal.folders.input_models import InputModels
+from fusion_bench_featcal.folders.model_folder import TEXT_MODELS, ModelFolder
+from fusion_bench_featcal.models.hub import fetch
+from fusion_bench_featcal.models.other_files import copy_other_files
+from fusion_bench_featcal.models.processors import (
+    check_processors,
+    check_tokenizers,
+    has_processor,
+    load_tokenizers,
+    read_processor,
+)
+
+
+class SharedProcessor:
+    """That of --tokenizer, else of the first model that has one.
+
+    Attributes:
+        folder: Its folder.
+        option: Its name in messages.
+        loaded: The tokenizer or image processor. For a whole CLIP, both in one object.
+        note: A sentence if it is an expert's, or an empty text.
+    """
+
+    def __init__(self, inputs: InputModels, like: ModelFolder) -> None:
+        """Load it, and compare it with those of the experts.
+
+        Args:
+            inputs: The models of the request.
+            like: The model that defines the class of the calibrated one.
+
+        Raises:
+            CalibrationError: If there is none, or experts have other ones.
+            ValueError: If it gives images that the model does not take.
+        """
+        self._request, self._is_text = inputs.request, like.kind in TEXT_MODELS
+        self._experts = {expert.label: expert.folder for expert in inputs.experts.values()}
+        self.folder, self.note = self._find(inputs, like), ""
+        self.option = f"--tokenizer {self.folder}"
+        owner = next((e for e in inputs.experts.values() if e.folder == self.folder), None)
+        if owner not in (None, like) and self._request.tokenizer is None:
+            name = "tokenizer" if self._is_text else "image processor"
+            self.note = f"the {name} is that of {owner.label}, as MERGED and --base have none"
+        self.loaded = self._load(like)
+
+    def _find(self, inputs: InputModels, like: ModelFolder) -> Path:
+        """Return the folder that has it."""
+        if (named := self._request.tokenizer) is not None:
+            return fetch(named, f"--tokenizer {named}", weights=False)
+        models = filter(None, (like, inputs.base, *inputs.experts.values()))
+        folders = (model.folder for model in models)
+        is_image = not self._is_text
+        return next((f for f in folders if has_processor(f, is_image=is_image)), like.folder)
+
+    def _load(self, like: ModelFolder) -> Any:
+        if not self._is_text:
+            is_whole_clip = like.architecture.__name__ == "CLIPModel"
+            kind = AutoProcessor if is_whole_clip else AutoImageProcessor
+            loaded = read_processor(self.folder, kind, "--tokenizer")
+            check_processors(loaded, self.option, self._experts)
+            check_channels(loaded, getattr(like.empty.config, "num_channels", None), like.label)
+            return loaded
+        loaded = read_processor(self.folder, AutoTokenizer, "--tokenizer")
+        check_tokenizers(loaded, self.option, self.expert_tokenizers)
+        loaded.padding_side = "right"
+        if (file := self._request.chat_template) is not None:
+            loaded.chat_template = Path(file).expanduser().read_text("utf-8")
+        return loaded
+
+    @cached_property
+    def expert_tokenizers(self) -> Mapping[str, Any]:
+        """An expert in the words of messages -> its tokenizer, if it has one."""
+        return load_tokenizers(self._experts)
+
+    def write(self, folder: Path) -> None:
+        """Save it, by copying its original files if it has them.
+
+        transformers 5 writes tokenizers that release 4 cannot load.
+        """
+        existing_files = set(folder.iterdir())
+        self.loaded.save_pretrained(folder)
+        is_new_template = self._request.chat_template is not None
+        for file in set(folder.iterdir()) - existing_files:
+            original = self.folder / file.name
+            if original.is_file() and not (is_new_template and file.suffix == ".jinja"):
+                shutil.copyfile(original, file)
+        copy_other_files(self.folder, folder, of_processor=True)

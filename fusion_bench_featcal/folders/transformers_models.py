@@ -1,0 +1,300 @@
+"""Models of transformers in one `featcal calibrate`, compared before they are loaded."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.data.text_limits import end_tokens
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
+from fusion_bench_featcal.experts.likeness import notes_on_experts
+from fusion_bench_featcal.experts.model_config import check_same_function
+from fusion_bench_featcal.experts.source import total_bytes
+from fusion_bench_featcal.experts.working_model import offloaded
+from fusion_bench_featcal.families import Family, stages_of
+from fusion_bench_featcal.files.memory import free_bytes
+from fusion_bench_featcal.folders.heads import ClassifierHeads
+from fusion_bench_featcal.folders.input_models import InputModels
+from fusion_bench_featcal.folders.model_folder import (
+    CLASSIFIERS,
+    IMAGE_ENCODER,
+    LANGUAGE_MODELS,
+    ModelFolder,
+    body_of,
+    family_of,
+    refuse_adapter,
+)
+from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
+from fusion_bench_featcal.folders.shared_processor import SharedProcessor
+from fusion_bench_featcal.models.merging import MergedOnRead
+from fusion_bench_featcal.models.other_files import note_on_weights, refuse_links
+from fusion_bench_featcal.models.structure import fill
+from fusion_bench_featcal.models.vocabulary import VocabularyRows
+from fusion_bench_featcal.modules.models import tail_of
+from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.run.result import CalibrationResult
+from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.rules import rule_of
+
+
+class TransformersModels:
+    """See `Models`. Tensors are read when they are needed.
+
+    Attributes:
+        merged: The merged model, or None if it is merged during the run.
+        base: The base, or None.
+        experts: Task -> expert.
+    """
+
+    def __init__(self, inputs: InputModels) -> None:
+        """Compare configs, names and shapes of all models.
+
+        Raises:
+            CalibrationError: If they do not fit, or one cannot be loaded.
+            ValueError: If the base is missing or an adapter, experts are of another kind, or a
+                setting does not fit.
+        """
+        self._inputs, self._request = inputs, inputs.request
+        self.merged, self.base, self.experts = inputs.merged, inputs.base, inputs.experts
+        rule = rule_of(self._request.settings)
+        require_base(self._request, is_needed=rule.needs_base)
+        if self.base is not None:
+            refuse_adapter(self.base)
+        for model in inputs.by_name.values():
+            if model.encoder_class:  # others are checked already
+                model.check()
+        patterns = self._request.settings.modules
+        norm = rule.calibrate_norm
+        find_all_modules(self.empty_body, self._stages, patterns, calibrate_norm=norm)
+        self._compare()
+
+    def _compare(self) -> None:
+        """Refuse models that do not fit each other, or that cannot be loaded."""
+        like = self.like
+        refuse_links(like.folder)
+        whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
+        for model in (like, *filter(None, [self.base]), *whole.values()):
+            name = f"expert {model.name!r}" if model.name in whole else model.label
+            check_same_function(name, model.config, like.config, other=like.label)
+        for expert in whole.values():
+            if expert.kind != like.kind:
+                raise ValueError(
+                    f"{expert.label} is of kind {expert.kind}, and {like.label} of kind "
+                    f"{like.kind}: experts must share it. Check its folder"
+                )
+        _ = self._opened_experts, self._opened_base
+        if (
+            self.heads is not None or not self._request.no_eval
+        ):  # they are loaded after the calibration
+            for model in (like, *whole.values()):
+                model.check_loading()
+
+    # --- structure ---
+
+    @cached_property
+    def like(self) -> ModelFolder:
+        """The model that defines class and structure of the calibrated one.
+
+        This is the merged model, else the base, or an expert if the base has another head than all
+        experts (a masked language model that classifiers were tuned from). For vision towers merged
+        into a whole CLIP it is that CLIP.
+        """
+        if self.merged is not None:
+            return self.merged
+        assert self.base is not None
+        whole = [expert for expert in self.experts.values() if not expert.is_adapter]
+        named = {expert.architecture for expert in whole if expert.kind != "clip"}
+        return whole[0] if len(named) == 1 and self.base.architecture not in named else self.base
+
+    @cached_property
+    def empty_body(self) -> nn.Module:
+        """The part that experts share, which is calibrated, without weights."""
+        return self.body(self.like.empty)
+
+    def body(self, model: nn.Module) -> nn.Module:
+        """Return the part of a model that experts share."""
+        return body_of(model, self.like.kind)
+
+    @cached_property
+    def family(self) -> Family:
+        """The family of the calibrated part."""
+        return family_of(self._request.settings.family, self.empty_body, self.like.kind)
+
+    @cached_property
+    def _stages(self) -> list[list[str]]:
+        """The blocks of the calibrated part."""
+        return stages_of(self.family, self.empty_body)
+
+    @cached_property
+    def heads(self) -> ClassifierHeads | None:
+        """The experts' heads, or None if all tasks share one."""
+        if self.like.kind not in CLASSIFIERS:
+            return None
+        return ClassifierHeads(self.like.name, self.empty_body, self.tail)
+
+    def tail(self, task: str) -> dict[str, Tensor]:
+        """Return an expert's tensors of the body that belong to its head, such as a pooler."""
+        return {name: self._opened_experts[task].stored(name) for name in self._tail}
+
+    @cached_property
+    def _tail(self) -> list[str]:
+        """Names of the body's tensors behind the blocks that differ between experts."""
+        first, *more = self._opened_experts.values()
+        return [
+            name
+            for name in tail_of(self.empty_body, self._stages[-1][-1])
+            if not all(torch.equal(first.stored(name), expert.stored(name)) for expert in more)
+        ]
+
+    # --- weights ---
+
+    @cached_property
+    def stored(self) -> ExpertSource:
+        """Weights of `like`, by the names of its files if these can be read tensor by tensor."""
+        return self.like.source(self.base)
+
+    @cached_property
+    def _sources(self) -> dict[str, ExpertSource]:
+        """Name -> a model's weights, with as many rows per token as the calibrated model has."""
+        sources = {self.like.name: self.stored}
+        for name, model in self._inputs.by_name.items():
+            whole = self.base if model.is_adapter and self.base is not None else model
+            before, after = ((m.config or {}).get("vocab_size") for m in (whole, self.like))
+            if model is self.like:
+                continue
+            if before is None or after is None or before == after:
+                sources[name] = model.source(self.base, self.empty_body)
+            else:
+                sources[name] = VocabularyRows(model.source(self.base), after, self.stored)
+        return sources
+
+    @cached_property
+    def _opened_experts(self) -> dict[str, LazyModel]:
+        """Task -> expert, with all names and shapes checked."""
+        owner = "the merged model" if self.merged is not None else self.like.label
+        return {
+            task: LazyModel(f"expert {task!r}", self._sources[task], self.empty_body, owner=owner)
+            for task in self.experts
+        }
+
+    @cached_property
+    def _opened_base(self) -> LazyModel | None:
+        """The base. A tail that it lacks (a pooler) is the experts' average."""
+        if self.base is None:
+            return None
+        body, source = self.empty_body, self._sources["base"]
+        try:
+            return LazyModel(self.base.label, source, body)
+        except CalibrationError:
+            if self.like.kind not in (*CLASSIFIERS, IMAGE_ENCODER):
+                raise
+        experts = self._opened_experts.values()
+        spare = {
+            name: torch.stack([expert.stored(name).double() for expert in experts]).mean(0)
+            for name in tail_of(body, self._stages[-1][-1])
+        }
+        loaded = InMemoryExpert(self.base.load(type(body), spare))
+        return LazyModel(self.base.label, loaded, body)
+
+    @cached_property
+    def _merged_source(self) -> ExpertSource:
+        """Weights of the merged model's body. Without MERGED they are merged on reading."""
+        if self.merged is not None:
+            return self.stored
+        assert self._opened_base is not None
+        name, scale = self._request.merger
+        like = LazyModel(self.like.label, self.stored, self.empty_body)
+        experts = [*self._opened_experts.values()]
+        scale = None if name == "simple_average" else scale
+        return MergedOnRead(like, self._opened_base, experts, scale)
+
+    # --- what a run does with them ---
+
+    @property
+    def title(self) -> str:
+        """Kind and class of the models."""
+        return f"{self.like.kind}: {self.like.calibrated_class.__name__}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the merged model."""
+        return self.like.size
+
+    @property
+    def read(self) -> int:
+        """Bytes of all experts."""
+        return sum(total_bytes(self._sources[task]) for task in self.experts)
+
+    def load_merged(self) -> nn.Module:
+        """Return the merged model on the device."""
+        return self.load(self._merged_source)
+
+    def load(self, body: ExpertSource) -> nn.Module:
+        """Return the merged model with the given weights of its body, on the device."""
+
+        def load() -> nn.Module:
+            model = self.like.load()
+            if self.merged is None or body is not self._merged_source:  # else already loaded
+                fill(self.body(model), body)
+            return model
+
+        return self._on_device(body, load)
+
+    def load_expert(self, task: str) -> nn.Module:
+        """Return an expert on the device."""
+        expert = self.experts[task]
+        return self._on_device(self._sources[task], lambda: expert.loaded_with(self.base))
+
+    def _on_device(self, body: ExpertSource, load: Callable[[], nn.Module]) -> nn.Module:
+        """Return a model in memory, or offloaded if it is a language model too large for that."""
+        device = torch.device(self._request.device)
+        free = free_bytes(device)
+        is_large = free is not None and 2 * self.like.size >= free
+        if is_large and self.like.kind in LANGUAGE_MODELS:
+            return offloaded(LazyModel("the model", body, self.empty_body, device=device), device)
+        return load().to(device)
+
+    def calibrate(self, settings: FeatCalSettings, batches: Mapping[str, Any]) -> CalibrationResult:
+        """Calibrate the merged model with each task's batches."""
+        base = self._opened_base
+        return calibrate(
+            self.empty_body,
+            None if base is None else base.source,
+            {task: self._sources[task] for task in self.experts},
+            batches,
+            settings.replace(family=self.family),
+            device=self._request.device,
+            merged_weights=self._merged_source,
+        )
+
+    # --- what is known of them ---
+
+    @cached_property
+    def processor(self) -> SharedProcessor:
+        """The tokenizer or image processor of all inputs."""
+        return SharedProcessor(self._inputs, self.like)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """End tokens that any of the models declares."""
+        models = self._inputs.by_name.values()
+        return end_tokens(*(c for m in models for c in (m.config, m.generation_config)))
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on the models, and on experts that may not belong together."""
+        adapters = [task for task, expert in self.experts.items() if expert.is_adapter]
+        notes = notes_on_inputs(self._request, adapters)
+        notes += [] if self.merged is None else note_on_weights(self.merged.folder)
+        notes += filter(None, [self.processor.note])
+        if self._opened_base is None:
+            return notes
+        named = {f"expert {task}": expert for task, expert in self._opened_experts.items()}
+        if self.merged is not None:
+            merged = LazyModel(self.merged.label, self.stored, self.empty_body)
+            named["the merged model"] = merged
+        return notes + notes_on_experts(named, self._opened_base)
