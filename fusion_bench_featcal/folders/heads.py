@@ -1,6 +1,5 @@
 """Heads of classifiers: the part of an expert that is not merged."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,5 +55,4 @@ class ClassifierHeads:
             outside = {name: tensor for name, tensor in tensors if not name.startswith(body)}
             outside |= {f"{body}{name}": tensor for name, tensor in self._tail(task).items()}
             write_tensors(head / "head.safetensors", outside)
-            config = json.dumps(classifier.config.to_dict(), indent=2, sort_keys=True, default=str)
-            (head / "config.json").write_text(config + "\n", encoding="utf-8")
+            classifier.config.save_pretrained(head)

@@ -131,29 +131,41 @@ def write_shards(
     write_index(folder, dict(sorted(weights.items())), size)
 
 
-def correct_configs(model: Any, folder: Path) -> None:
-    """Correct the saved configs of a model, so that any release of transformers loads it.
+def corrected_config(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Return the content of a model's config.json that any release of transformers reads.
 
     `auto_map` goes, because it names code of the original folder. `tie_word_embeddings` becomes
     false if the head is not tied: transformers 5 gives every T5 `true`, and older releases would
     then replace the head by the embeddings and rescale its input.
     """
+    corrected = {name: value for name, value in config.items() if name != "auto_map"}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    is_untied = head is not None and head.weight is not model.get_input_embeddings().weight
-    for file in folder.glob("*config.json"):
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        corrected["tie_word_embeddings"] = False
+    return corrected
+
+
+def correct_configs(model: Any, folder: Path, *, skipped: str = "") -> None:
+    """Correct the saved configs of a model, its processor and its generation.
+
+    Args:
+        model: The model.
+        folder: Its folder.
+        skipped: Name of a file that is correct already.
+    """
+    for file in (file for file in folder.glob("*config.json") if file.name != skipped):
         try:
             config = read_json(file)
         except ValueError:  # of another program
             continue
-        if not isinstance(config, dict):
-            continue
-        corrected = {name: value for name, value in config.items() if name != "auto_map"}
-        if is_untied and file.name == "config.json":
-            corrected["tie_word_embeddings"] = False
+        corrected = corrected_config(config, model if file.name == "config.json" else None)
         if corrected != config:
-            file.write_text(
-                json.dumps(corrected, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-            )
+            write_config(file, corrected)
+
+
+def write_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Write a config as transformers does."""
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def card_text(
