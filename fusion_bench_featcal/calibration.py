@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.source import refuse_unusable
 from fusion_bench_featcal.families.open_clip import fused
@@ -23,7 +24,7 @@ from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.devices import check_device
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
-from fusion_bench_featcal.run.memory import naming_memory, return_freed_memory
+from fusion_bench_featcal.run.memory import memory_cause, return_freed_memory
 from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, check_merged, open_problem
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
@@ -172,7 +173,7 @@ def calibrate_inputs(
     if inputs.merged_weights is not None:
         return_freed_memory()
     with (
-        naming_memory(device, lambda: processes.doing),
+        at(cause=lambda error: memory_cause(device, processes.doing, error)),
         open_checkpoint(options, processes) as output,
     ):
         problem = open_problem(inputs, rule, options, runtime, output)

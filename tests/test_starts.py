@@ -169,7 +169,7 @@ def test_a_plan_refuses_what_its_run_refuses(line: str, tmp_path: Path) -> None:
 
 def test_a_plan_opens_test_data_of_fusion_benchs_own_task_pool() -> None:
     split = "modelpool.default_taskpool.test_datasets.mini_mnist.split=dev"
-    with pytest.raises(CalibrationError, match=r"^taskpool cannot be loaded: .* split 'dev'"):
+    with pytest.raises(CalibrationError, match=r"^taskpool: it cannot be loaded: .* split 'dev'"):
         plan_run(["modelpool=resnet-mini_TA3", split, CPU])
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert
@@ -87,10 +88,8 @@ class LazyModel:
                 integers in place of real numbers.
         """
         key = self.keys[name]
-        try:
+        with at(self._label, remedy=self.advice):
             stored = self.source.tensor(key)
-        except CalibrationError as error:
-            raise CalibrationError(f"{self._label}: {error}. {self.advice}") from error
         if key not in self.sizes:
             self.sizes[key] = self.source.nbytes(key)
         if stored.shape != (shape := tuple(self.source.shape(key))):

@@ -187,6 +187,13 @@ def link_or_copy(file: str | Path, copy: str | Path) -> None:
         shutil.copy2(file, copy)
 
 
+def unwritten(error: Exception) -> str | None:
+    """Return why a file cannot be written, as a cause for `errors.place.at`."""
+    return (
+        f"it cannot be written: {error.strerror or error}" if isinstance(error, OSError) else None
+    )
+
+
 def _unwritable(path: Path, setting: str, error: OSError) -> ReportError:
-    reason = error.strerror or str(error)
-    return ReportError(f"cannot write {path}: {reason}. Change {setting} to a writable directory.")
+    hint = f"Change {setting} to a writable directory."
+    return ReportError(f"cannot write {path}: {error.strerror or error}. {hint}")

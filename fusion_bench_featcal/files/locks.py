@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.files import PART, prepare_directory, remove
+from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.files import PART, prepare_directory, remove, unwritten
 
 log = logging.getLogger(__name__)
 
@@ -86,21 +87,12 @@ def _locked(lock: Path, label: str) -> Iterator[None]:
             if former := file.read().strip():
                 log.warning("%s: taken over from %s, which has ended", label, former)
             file.truncate(0)
-            with _naming(lock):
+            with at(lock, cause=unwritten):
                 file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
                 file.flush()
             yield
         finally:
             lock.unlink(missing_ok=True)  # before the release: nobody else has this file
-
-
-@contextmanager
-def _naming(lock: Path) -> Iterator[None]:
-    """Context that names the lock's file if it cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise CalibrationError(f"cannot write {lock}: {error.strerror}") from error
 
 
 def _remove_leftovers(folder: Path, names: str) -> None:
@@ -126,7 +118,7 @@ def _acquired(lock: Path, label: str) -> Iterator[IO[str]]:
     """Yield the open file of a lock that this process has."""
     import fcntl  # absent on Windows
 
-    with _naming(lock):
+    with at(lock, cause=unwritten):
         opened = open(lock, "a+", encoding="utf-8")  # noqa: SIM115  closed below
     with opened as file:
         file.seek(0)

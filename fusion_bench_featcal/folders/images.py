@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import class_tests, own_logits
 from fusion_bench_featcal.data.tables import split_of
 from fusion_bench_featcal.data.text_limits import longest_text, positions_of
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows, head_numbers, not_scored
@@ -118,6 +119,6 @@ def _items(
     location: str, split: str, option: str, *, columns: Mapping[str, str | None]
 ) -> ImageItems:
     """Open images at a path or on the hub, with or without `:SPLIT`."""
-    with naming_setting(option):
+    with at(option, cause=unloadable):
         keys: Any = {f"{name}_column": column for name, column in columns.items()}
         return load_images(location, usual_split=split, **keys)

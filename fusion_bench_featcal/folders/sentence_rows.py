@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_bench_featcal.data.labels import LABEL
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.encoders.texts import (
@@ -13,6 +13,7 @@ from fusion_bench_featcal.encoders.texts import (
     text_names,
 )
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.folders.request import Request
 
 
@@ -98,7 +99,7 @@ def open_sentences(
         ValueError: If it has no rows, or not the columns that are named, or no texts.
     """
     columns = request.columns_of(task)
-    with naming_setting(option):
+    with at(option, cause=unloadable):
         table = load_texts(location, split)
         rows = TextRows(table, option)
     available = [*table.column_names]

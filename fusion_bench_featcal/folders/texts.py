@@ -10,7 +10,7 @@ from torch import nn
 
 from fusion_bench_featcal.data.generation import targets_of
 from fusion_bench_featcal.data.labels import LABEL
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Tests, class_tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
@@ -18,6 +18,7 @@ from fusion_bench_featcal.data.text_formats import FORMATS
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.folders.request import Request
@@ -53,7 +54,7 @@ def open_texts(
         usual: Standard columns, one of which is needed if `columns` is empty.
     """
     refuse_unknown(columns, names, f"{option}: --columns ")
-    with naming_setting(option):
+    with at(option, cause=unloadable):
         table = load_texts(location, split)
     available = {*table.column_names}
     if not len(table):
@@ -69,7 +70,7 @@ def open_texts(
         )
     if columns and names == usual:
         columns = {n: n for n in usual if n in available} | dict(columns)
-    with naming_setting(option):
+    with at(option, cause=unloadable):
         return TextRows(table, option, columns)
 
 

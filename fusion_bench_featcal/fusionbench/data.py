@@ -13,7 +13,7 @@ from fusion_bench_featcal.data.corruptions import corrupted
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.tables import load_texts, split_of
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_limits import NO_LIMIT
@@ -21,6 +21,7 @@ from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import text_kind
@@ -151,7 +152,8 @@ def _open(modelpool: Any, task: str, split: str, settings: FeatCalSettings | Non
     name = f"task {task!r}, {setting}"
     entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
     path = entry.get("path") if isinstance(entry, Mapping) else entry
-    with naming_setting(setting, path if isinstance(path, str) else None):
+    place = f"{setting}={path!r}" if isinstance(path, str) else setting
+    with at(place, cause=unloadable):
         if isinstance(entry, str) and is_text:
             rows = load_texts(entry, split)
         elif isinstance(entry, str) and Path(split_of(entry)[0]).expanduser().exists():

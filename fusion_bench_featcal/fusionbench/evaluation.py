@@ -11,8 +11,9 @@ from fusion_bench import BaseTaskPool
 from torch import nn
 
 from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.results import AVERAGE
 
 
@@ -47,7 +48,7 @@ def open_tests(taskpool: Any) -> None:
     """
     if getattr(taskpool, "opened", None) is not None:
         return
-    with naming_setting("taskpool"):
+    with at("taskpool", cause=unloadable):
         for task in task_names(taskpool) or ():
             rows = getattr(taskpool.test_dataloaders[task], "dataset", None)
             if isinstance(rows, Sized):  # a pool of a user's may have anything there

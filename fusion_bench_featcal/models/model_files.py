@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Container, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.empty import without_weights
@@ -68,7 +70,8 @@ class ModelFiles:
     @cached_property
     def config(self) -> dict[str, Any] | None:
         """Content of its config.json. None without one, as for an adapter or a single file."""
-        return None if self.folder.is_file() else self._labelled(open_config)
+        with self._place:
+            return None if self.folder.is_file() else open_config(self.folder)
 
     @cached_property
     def generation_config(self) -> dict[str, Any] | None:
@@ -80,7 +83,8 @@ class ModelFiles:
     def weights(self) -> SafetensorsExpert | None:
         """Its safetensors files, with headers read, or None if it has none of a whole model."""
         try:
-            weights = None if self.is_adapter else self._labelled(SafetensorsExpert)
+            with self._place:
+                weights = None if self.is_adapter else SafetensorsExpert(self.folder)
         except FileNotFoundError:
             return None
         if weights is not None and self.folder.is_dir():
@@ -91,11 +95,11 @@ class ModelFiles:
         """Read config, indexes and headers. Refuses a folder without them."""
         if self.folder.is_file():
             return
-        if problem := self._labelled(pointer_text):
-            raise self._error(problem)
-        if self.is_adapter:
-            self._labelled(check_adapter)
-            return
+        with self._place:
+            if problem := pointer_text(self.folder):
+                raise CalibrationError(problem)
+            if self.is_adapter:
+                return check_adapter(self.folder)
         self.check_indexes()
         if self.config is None:
             inside = sorted({str(f.parent) for place in _INSIDE for f in self.folder.glob(place)})
@@ -119,16 +123,18 @@ class ModelFiles:
     def check_indexes(self) -> None:
         """Refuse shards outside the folder, of which transformers would read any file."""
         for index in sorted(self.folder.glob("*.index.json")):
-            self._labelled(lambda _, index=index: shards_of(index))
+            with self._place:
+                shards_of(index)
 
-    def _labelled(self, read: Any) -> Any:
-        try:
-            return read(self.folder)
-        except (CalibrationError, NotADirectoryError, PermissionError) as error:
-            raise self._error(first_line(error)) from error
+    @property
+    def _place(self) -> AbstractContextManager[None]:
+        """Context that adds the label to errors of reading the files."""
+        return at(self.label, cause=message_of(NotADirectoryError, PermissionError))
 
     def _error(self, text: str) -> CalibrationError:
-        return CalibrationError(f"{self.label}: {text}")
+        error = CalibrationError(text)
+        error.passes([self.label])
+        return error
 
     # --- class and structure ---
 
@@ -322,7 +328,8 @@ class ModelFiles:
 
     def _adapted(self, weights: ExpertSource, base: "ModelFiles", part: str = "") -> AdapterExpert:
         structure = getattr(base.whole, part, base.whole)
-        return self._labelled(lambda folder: AdapterExpert(weights, structure, folder))
+        with self._place:
+            return AdapterExpert(weights, structure, self.folder)
 
     @cached_property
     def weights_of_whole(self) -> ExpertSource:

@@ -1,6 +1,7 @@
 """Modules of a block that receive the same input, in the order of their calls."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch.nn.functional import group_norm, layer_norm
 
 from fusion_bench_featcal.core.linear import Linear, at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.modules.hooks import Recorded
-from fusion_bench_featcal.modules.sites import Site
+from fusion_bench_featcal.modules.sites import Site, exclusion
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Group:
     def kind(self) -> str:
         """Return `linear`, `norm` or `statistics`."""
         return self.sites[0].kind
+
+    def place(self, block: str, task: str) -> AbstractContextManager[None]:
+        """Return a context that adds the first module to errors, and how to exclude it."""
+        remedy = f"Exclude it: {exclusion([self.name], block)}"
+        return at(task=task, block=block, module=self.name, remedy=remedy)
 
     @property
     def convolves(self) -> bool:
@@ -142,10 +149,9 @@ def refuse_idle(block: str, names: Iterable[str], recorded: Recorded) -> None:
         CalibrationError: If there is one.
     """
     if idle := [name for name in names if name not in recorded.inputs]:
-        ends = [name.removeprefix(f"{block}.") for name in idle]
+        ends = ", ".join(name.removeprefix(f"{block}.") for name in idle)
         raise CalibrationError(
-            f"block {block} does not run its {', '.join(ends)}. Exclude them: "
-            f"modules={[f'!{end}' for end in ends]}"
+            f"block {block} does not run its {ends}. Exclude them: {exclusion(idle, block)}"
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import stop_forward, stoppable
+from fusion_bench_featcal.modules.sites import exclusion
 
 
 @dataclass
@@ -57,16 +58,16 @@ def record(
     with stoppable(*hooks):
         recorded.result = run()
     if twice:
-        patterns = [f"!{name.rpartition('.')[2]}" for name in twice]
+        ends = [name.rpartition(".")[2] for name in twice]
         raise CalibrationError(
             f"modules {', '.join(twice)} run twice in their block, and such inputs are not "
-            f"summed. Exclude them: modules={patterns}"
+            f"summed. Exclude them: {exclusion(ends)}"
         )
     for name, x, version in versions:
         if x._version != version:
             raise CalibrationError(
                 f"module {name}: the block overwrites its input afterwards (an in-place "
                 "operation), so that it cannot be summed. Write the block's forward without "
-                f"it, or exclude the module: modules=['!{name}']"
+                f"it, or exclude the module: {exclusion([name])}"
             )
     return recorded

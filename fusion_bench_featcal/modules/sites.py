@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.modules.kinds import is_layer_norm, is_linear, runs_as
 
 
@@ -116,7 +117,7 @@ def find_all_modules(
     for pattern in patterns or ():
         if not any(matches(name, pattern.removeprefix("!")) for name in names):
             raise CalibrationError(
-                f"modules={pattern!r} matches no module of the blocks; there are "
+                f"{option('modules', repr(pattern))} matches no module of the blocks; there are "
                 f"{names[:6]} and {max(len(names) - 6, 0)} more"
             )
     if not any(site.names for modules in blocks.values() for site in modules.sites):
@@ -231,6 +232,11 @@ def matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(leaves[start:]), pattern) for start in range(len(leaves)))
 
 
+def exclusion(names: Iterable[str], block: str = "") -> str:
+    """Return the option that excludes modules, which are named as in their block if it is given."""
+    return option("modules", [f"!{name.removeprefix(f'{block}.')}" for name in names])
+
+
 def _refuse_unusable(
     block: str, name: str, direct: Mapping[str, Tensor], shared: Mapping[int, Sequence[str]]
 ) -> None:
@@ -244,5 +250,5 @@ def _refuse_unusable(
         if len(names) > 1:
             raise CalibrationError(
                 f"block {block}: {name}.{leaf} is one parameter under the names {names}; it has no "
-                f"update of its own. Exclude it: modules=['!{name}']"
+                f"update of its own. Exclude it: {exclusion([name])}"
             )

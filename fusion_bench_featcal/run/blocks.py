@@ -11,6 +11,7 @@ from torch import Tensor
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import (
     load_updates,
@@ -22,7 +23,6 @@ from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.run.trust import with_trust
 from fusion_bench_featcal.streams.checks import Checks
-from fusion_bench_featcal.streams.samples import naming_module
 from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
 
 
@@ -193,7 +193,7 @@ def sums_by_task(
                 if turn:
                     inputs = streams.inputs_of(task, batch, block, turn)
                     for group in sums:
-                        with naming_module(block, group.name, task), exact_products():
+                        with group.place(block, task), exact_products():
                             sums[group].add(batch, inputs[group.name])
                     del inputs  # frees memory before the next batch runs
         if entering is not None:
@@ -215,13 +215,10 @@ def solve(
     problem.progress.at(f"{block} · solve")
     updates, figures = dict[str, Tensor](), dict[str, Any]()
     like = problem.model.state_dict(keep_vars=True)
+    remedy, unsolved = problem.rule.remedy, message_of(UnsolvedError)
     for group in list(sums):
-        try:
+        with at(block=block, module=group.name, cause=unsolved, remedy=remedy):
             solved = sums.pop(group).solve()
-        except UnsolvedError as error:
-            raise CalibrationError(
-                f"block {block}, module {group.name}: {error}. {problem.rule.remedy}"
-            ) from error
         new = group.updates(solved.linear, biases=problem.rule.calibrate_bias)
         updates |= {name: value.to(like[name].dtype) for name, value in new.items()}
         of_group = {"residual": solved.residual, **solved.facts}

@@ -19,7 +19,7 @@ from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.files import destination
 from fusion_bench_featcal.files.locks import locked_folder
 from fusion_bench_featcal.files.tensors import INDEX, write_index
-from fusion_bench_featcal.run.finished import FinishedBlocks, naming_room
+from fusion_bench_featcal.run.finished import FinishedBlocks, writing
 from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
@@ -186,7 +186,7 @@ class CheckpointFolder(Checkpoint):
             names = ((name, file) for file in weights.files for name in weights.names_in(file))
             of_files = {name: file.name for name, file in names if name in tensors}
             size = sum(map(weights.nbytes, of_files))
-            with naming_room(self.folder / INDEX, size):
+            with writing(self.folder / INDEX, size):
                 write_index(self.folder, of_files, size)
         files = self._processes.gather(files)[0]
         for file in files if self._processes.rank > 0 else ():

@@ -1,8 +1,8 @@
 """Finished blocks of a run in files, for resuming, evaluation and saving."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
-from fusion_bench_featcal.files import free_space
+from fusion_bench_featcal.files import free_space, unwritten
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.files.tensors import write_tensors
 from fusion_bench_featcal.run.digests import digest_tensor
@@ -55,7 +56,7 @@ class FinishedBlocks(SafetensorsExpert):
             "records": json.dumps(records),
             "digests": json.dumps(digests),
         }
-        with naming_room(self._folder / file, sum(tensor.nbytes for tensor in tensors.values())):
+        with writing(self._folder / file, sum(tensor.nbytes for tensor in tensors.values())):
             seal = {"seal": _seal(file, metadata)}
             write_tensors(self._folder / file, tensors, metadata | seal)
         self.open(file)
@@ -66,7 +67,7 @@ class FinishedBlocks(SafetensorsExpert):
         Raises:
             CalibrationError: If it belongs to another run, or is damaged.
         """
-        with self._naming_damage(file):
+        with self._reading(file):
             metadata = self._open(self._folder / file)
             seal = metadata.pop("seal", "")
             metadata.pop("format", None)
@@ -94,7 +95,7 @@ class FinishedBlocks(SafetensorsExpert):
         Raises:
             CalibrationError: If it is damaged, or its file is gone or was replaced.
         """
-        with self._naming_damage(self._stored[name].file.name):
+        with self._reading(self._stored[name].file.name):
             return self._checked(name, super().tensor(name))
 
     # Part of a tensor has no digest.
@@ -108,7 +109,7 @@ class FinishedBlocks(SafetensorsExpert):
         """
         mapped = {}
         for file in self.files:
-            with self._naming_damage(file.name):
+            with self._reading(file.name):
                 mapped |= {name: self._checked(name, t) for name, t in load_file(file).items()}
         return mapped
 
@@ -117,16 +118,15 @@ class FinishedBlocks(SafetensorsExpert):
             raise CalibrationError(f"its tensor {name!r} is not as it was written")
         return tensor
 
-    @contextmanager
-    def _naming_damage(self, file: str) -> Iterator[None]:
-        """Context manager that adds the remedy to errors of reading a file."""
-        try:
-            yield
-        except (OSError, SafetensorError, CalibrationError, ValueError, KeyError) as error:
-            raise CalibrationError(
-                f"{self._folder / file} (checkpoint_dir) cannot be used: {error}. Remove it "
-                "to calibrate its block and later ones again (resume=true)"
-            ) from error
+    def _reading(self, file: str) -> AbstractContextManager[None]:
+        """Return a context that adds a file to errors of reading it, and the remedy."""
+        remedy = "Remove it to calibrate its block and later ones again (resume=true)"
+        return at(self._folder / file, cause=_damage, remedy=remedy)
+
+
+def _damage(error: Exception) -> str | None:
+    is_known = isinstance(error, OSError | SafetensorError | ValueError | KeyError)
+    return f"it cannot be used: {error}" if is_known else None
 
 
 def _seal(file: str, metadata: Mapping[str, str]) -> str:
@@ -134,20 +134,15 @@ def _seal(file: str, metadata: Mapping[str, str]) -> str:
     return digest_json([file, metadata])
 
 
-@contextmanager
-def naming_room(path: Path, size: int) -> Iterator[None]:
-    """Context manager that adds the needed and the free space to errors of writing a file.
+def writing(path: Path, size: int) -> AbstractContextManager[None]:
+    """Return a context that adds the needed and the free space to errors of writing a file.
 
     Args:
         path: The file in `checkpoint_dir`.
         size: Its bytes.
     """
-    try:
-        yield
-    except OSError as error:
-        raise CalibrationError(
-            f"cannot write {path}: {error.strerror or error}. It needs {bytes_text(size)}, and "
-            f"{bytes_text(free_space(path.parent))} are free. Make room or change "
-            "checkpoint_dir; with resume=true a run goes on after its last whole "
-            "block"
-        ) from error
+    remedy = (
+        f"It needs {bytes_text(size)}, and {bytes_text(free_space(path.parent))} are free. Make "
+        "room or change checkpoint_dir; with resume=true a run goes on after its last whole block"
+    )
+    return at(path, cause=unwritten, remedy=remedy)

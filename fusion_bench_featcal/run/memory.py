@@ -4,13 +4,9 @@ import ctypes
 import errno
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import psutil
 import torch
-
-from fusion_bench_featcal.errors import CalibrationError
 
 _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
 """Phrases in out-of-memory errors of torch, its libraries, and the system for mapped files."""
@@ -53,25 +49,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(phrase in str(error) for phrase in _PHRASES)
 
 
-@contextmanager
-def naming_memory(device: torch.device, location: Callable[[], str]) -> Iterator[None]:
-    """Context that adds the location and the settings to lower to out-of-memory errors.
+def memory_cause(device: torch.device, location: str, error: Exception) -> str | None:
+    """Return where memory ran out and the settings to lower, or None for other errors.
 
     Args:
         device: Device of the computation.
-        location: Returns the block and task that are processed.
-
-    Raises:
-        CalibrationError: In place of an out-of-memory error. Other errors pass unchanged.
+        location: The block and task that are processed.
+        error: The error.
     """
-    try:
-        yield
-    except CalibrationError:
-        raise
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CalibrationError(
-            f"out of memory ({device.type}) at {location()}: {reason}. {MEMORY_ADVICE}"
-        ) from error
+    if not is_out_of_memory(error):
+        return None
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"out of memory ({device.type}) at {location}: {reason}. {MEMORY_ADVICE}"

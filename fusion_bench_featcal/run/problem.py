@@ -17,7 +17,7 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
-from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import LazyModel, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
@@ -46,7 +46,7 @@ from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import part_of, to_device
-from fusion_bench_featcal.streams.samples import longest_sample, naming_task, take
+from fusion_bench_featcal.streams.samples import longest_sample, take
 from fusion_bench_featcal.streams.storage import storage_for
 from fusion_bench_featcal.streams.streams import Streams
 
@@ -210,7 +210,7 @@ def head_reads_first(
     priority = _, task, number, sample = longest_sample(samples, family, model)
     batch = samples[task][number]
     few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
-    with naming_task(task), runtime.autocast():
+    with at(task=task), runtime.autocast():
         few = to_device(few, device_of(model))
         first = compare_with_model(family, model, few, needs_first=rule.reads_closing_rows)
     return runtime.processes.decided(priority, first)
@@ -249,10 +249,8 @@ def open_models(
     optional, shared = set(tail_of(like, stages[-1][-1])), hollow_copy(like, working.device)
 
     def opened(label: str, model: Any) -> LazyModel:
-        try:
+        with at(label):
             source = source_of(model)
-        except CalibrationError as error:
-            raise CalibrationError(f"{label}: {error}") from error
         options: Any = {"device": working.device, "optional": optional, "module": shared}
         lazy = LazyModel(label, source, like, **options)
         check_same_function(label, source.config, config)

@@ -14,7 +14,6 @@ from fusion_bench_featcal.core.products import multiply
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.run.log import exchanged_samples
 from fusion_bench_featcal.run.problem import Problem
-from fusion_bench_featcal.streams.samples import naming_module
 from fusion_bench_featcal.streams.task_sums import paired_features
 
 logger = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ def moment_of(problem: Problem, block: str, group: Group, number: int, into: Ten
         sums = Moments(into.zero_(), *map(into.new_zeros, shapes))
         for batch in streams.visits(task):
             x = streams.inputs_of(task, batch, block, [group])[group.name]
-            with naming_module(block, group.name, task):
+            with group.place(block, task):
                 for _, rows, _ in paired_features(batch, group, x):
                     sums.add(rows)
         sums.mirrored()

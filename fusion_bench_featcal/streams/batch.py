@@ -75,7 +75,7 @@ class Positions:
         """
         if features.shape[:-1] not in (self.shape, (self.shape.numel(),)):
             raise CalibrationError(
-                f"receives rows {tuple(features.shape[:-1])}, but padding is known for "
+                f"it receives rows {tuple(features.shape[:-1])}, but padding is known for "
                 f"{tuple(self.shape)}"
             )
         flat = features.reshape(-1, features.shape[-1])

@@ -12,6 +12,8 @@ from torch import Tensor
 from fusion_bench_featcal.core.finite import finiteness, read_back
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.modules.sites import exclusion
 
 DEAD_TASK_RATIO = 1e-6
 """Tasks with a smaller Gram norm, relative to the median task, would dominate the bias."""
@@ -46,32 +48,30 @@ class Checks:
         """
         norms: dict[str, dict[str, float]] = defaultdict(dict)
         for task, module, broken, count, norm in chain(*gather(self._read())):
-            place = f"task {task}, block {self._block}"
-            if count == 0:
-                raise CalibrationError(
-                    f"{place}: no position counts in module {module}: all is padding. Check the "
-                    "masks of its data, or exclude the module: "
-                    f"modules=['!{module}']"
-                )
-            if broken:
-                raise CalibrationError(
-                    f"{place}, module {module}: inputs are NaN or infinite, or their sums "
-                    "overflow, while weights and samples are finite: a forward pass overflows. "
-                    "Use float32: models that are stored or loaded in it, and "
-                    "fabric.precision=32-true. Or check the task's expert and data for extreme "
-                    "values"
-                )
+            with at(task=task, block=self._block, module=module):
+                if count == 0:
+                    raise CalibrationError(
+                        "no position counts: all is padding. Check the masks of its data, or "
+                        f"exclude the module: {exclusion([module])}"
+                    )
+                if broken:
+                    raise CalibrationError(
+                        "inputs are NaN or infinite, or their sums overflow, while weights and "
+                        "samples are finite: a forward pass overflows. Use float32: models that "
+                        "are stored or loaded in it, and fabric.precision=32-true. Or check the "
+                        "task's expert and data for extreme values"
+                    )
             norms[module][task] = norm
         for module, by_task in norms.items():
             median = statistics.median(by_task.values())
             for task, norm in by_task.items():
                 if norm < DEAD_TASK_RATIO * median:
-                    raise CalibrationError(
-                        f"task {task}, block {self._block}, module {module}: its inputs are "
-                        f"almost zero (gram norm {norm:.1e}, median task {median:.1e}), so its "
-                        f"weight would swamp the bias. Check its expert and its "
-                        "calibration data, or drop the task"
-                    )
+                    with at(task=task, block=self._block, module=module):
+                        raise CalibrationError(
+                            f"its inputs are almost zero (gram norm {norm:.1e}, median task "
+                            f"{median:.1e}), so its weight would swamp the bias. Check its expert "
+                            "and its calibration data, or drop the task"
+                        )
 
     def _read(self) -> list[tuple[str, str, bool, float, float]]:
         """Return tasks and modules, if sums are not finite, number of rows, and Gram norm."""

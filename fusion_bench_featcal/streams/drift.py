@@ -9,7 +9,7 @@ from torch import Tensor
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.core.solve import solve_dtype
-from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.streams.batch import Batch, Positions, rows_of
 
 Gather = Callable[[Any], list[Any]]
@@ -42,10 +42,8 @@ class DriftLog:
             hidden: The model's features.
             expert: The expert's features.
         """
-        try:
+        with at("a block's output", task=task):
             rows = [self._rows(features, batch.positions.valid) for features in (hidden, expert)]
-        except CalibrationError as error:
-            raise CalibrationError(f"task {task}: a block's output {error}") from error
         new, wide = sums_of(*rows), solve_dtype(hidden.device)
         self.sums[task] = self.sums[task].add_(new) if task in self.sums else new.to(wide)
         self.rows[task] = self.rows.get(task, 0) + rows[0].shape[:-1].numel()

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.rules import Rule
@@ -105,7 +105,7 @@ def take(
     """
     taken = list(take_samples(task, batches, options.samples_per_task, model))
     samples = sum(batch.samples for batch in taken)
-    with naming_task(task):
+    with at(task=task):
         copies = number_of_copies(samples, options.augment or "none", taken[0].inputs)
     if holds_out:
         held_out = drawn_quarter(samples, task, options.seed)
@@ -177,7 +177,7 @@ def with_copies(task: str, batch: Batch, copies: int, seed: int) -> Iterator[Bat
     for copy in range(copies):
         numbers = range(batch.start, batch.start + batch.samples)
         random = [batch_generator("augment", seed, task, n, copy) for n in numbers]
-        with naming_task(task):
+        with at(task=task):
             inputs = jittered(batch.inputs, random)
         yield replace(batch, inputs=inputs, copy=copy + 1)
 
@@ -210,7 +210,7 @@ def longest_sample(
     samples = list[tuple[int, str, int, int]]()
     for task, batches in tasks.items():
         for number, batch in enumerate(batches):
-            with naming_task(task):
+            with at(task=task):
                 mask = family.masks(model, batch.inputs, 0, "all").get("")
             if mask is None:
                 counts = torch.full((batch.samples,), largest_tensor(batch.inputs) // batch.samples)
@@ -218,33 +218,3 @@ def longest_sample(
                 counts = (mask > 0).flatten(1).sum(1)
             samples.append((-int(counts.max()), task, number, int(counts.argmax())))
     return min(samples)
-
-
-@contextmanager
-def naming_task(task: str) -> Iterator[None]:
-    """Context that prefixes calibration errors with the task."""
-    try:
-        yield
-    except CalibrationError as error:
-        raise CalibrationError(f"task {task}: {error}") from error
-    except IndexError as error:
-        if "out of range in self" not in str(error):  # an error of the model's or family's code
-            raise
-        # torch's message for a look-up table that `vocabulary_size` does not cover
-        raise CalibrationError(
-            f"task {task}: an input is outside a table of the model ({error}). Check that token "
-            "ids come from the model's own tokenizer"
-        ) from error
-
-
-@contextmanager
-def naming_module(block: str, name: str, task: str | None = None) -> Iterator[None]:
-    """Context that prefixes calibration errors with a module's name, and its task if it has one."""
-    try:
-        yield
-    except CalibrationError as error:
-        of_task = "" if task is None else f"task {task}, "
-        raise CalibrationError(
-            f"{of_task}block {block}: module {name} {error}. Exclude it: "
-            f"modules=['!{name.removeprefix(f'{block}.')}']"
-        ) from error

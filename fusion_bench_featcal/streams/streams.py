@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import LazyModel
 from fusion_bench_featcal.experts.expert import lacks_values
 from fusion_bench_featcal.experts.working_model import WorkingModel
@@ -18,12 +19,12 @@ from fusion_bench_featcal.families.base import stoppable
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
-from fusion_bench_featcal.modules.sites import Site
+from fusion_bench_featcal.modules.sites import Site, exclusion
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import Batch, Positions, StagePositions
 from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
-from fusion_bench_featcal.streams.samples import naming_task, resolved_decoder_rows
+from fusion_bench_featcal.streams.samples import resolved_decoder_rows
 from fusion_bench_featcal.streams.storage import DeviceStorage
 
 
@@ -84,7 +85,7 @@ class Streams:
         names = tensors_before_stage(self.model, self.stages, index)
         with self.working.loaded(names):
             for task, batches in self.tasks.items():
-                with naming_task(task):
+                with at(task=task):
                     for batch in self.storage.visits(batches):
                         inputs = to_device(batch.inputs, self.working.device)
                         counted = "all" if self.decoder_rows == "auto" else self.decoder_rows
@@ -99,7 +100,7 @@ class Streams:
                         count = valid.count if valid else batch.calibrated.hidden.shape[:-1].numel()
                         batch.later = count - batch.samples
         for task, batches in self.tasks.items() if self.runs_experts else ():
-            with self.experts[task].loaded(names) as expert, naming_task(task):
+            with self.experts[task].loaded(names) as expert, at(task=task):
                 for batch in self.storage.visits(batches):
                     inputs = to_device(batch.inputs, self.working.device)
                     batch.expert = self._begun(expert, inputs, index, batch.expert)
@@ -255,10 +256,10 @@ class Streams:
         recorded = record(self.model, names, run, to_end=False)
         for group in groups:
             if len({id(recorded.inputs.get(site.name)) for site in group.sites}) > 1:
-                names = ", ".join(site.name for site in group.sites)
+                names = [site.name for site in group.sites]
                 raise CalibrationError(
-                    f"task {task}, block {block}: modules {names} share their input in some "
-                    f"batches only. Exclude them: modules=['!{group.name}', ...]"
+                    f"task {task}, block {block}: modules {', '.join(names)} share their input in "
+                    f"some batches only. Exclude them: {exclusion(names)}"
                 )
         return recorded.inputs
 

@@ -7,8 +7,9 @@ from typing import Any
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
 
 from fusion_bench_featcal.data.images import ImageItems, load_images
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.settings.fields import check_values, setting
 
@@ -111,7 +112,7 @@ def open_task(name: str, task: TaskDefinition, rows: Any, setting: str) -> OpenT
             f"use them, or rename the task, its expert and its data, say to 'my_{name}'"
         )
     classnames = entry[0] if entry else task.classnames and [*map(str, task.classnames)]
-    with naming_setting(setting):
+    with at(setting, cause=unloadable):
         items = _items(task, classnames, rows, setting)
     if not items.has_labels:
         raise CalibrationError(

@@ -28,7 +28,7 @@ from fusion_bench_featcal.data.embeddings import (
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.labels import LABEL, encode_labels
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Score, class_tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -36,6 +36,7 @@ from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.optional import pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.settings.fields import check_values, is_integer, is_text_list, setting
@@ -186,14 +187,14 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         opened, reader = (
             (_open_texts, self._tokenized) if self._is_text else (_open_images, self.processor)
         )
-        with naming_setting(setting):
+        with at(setting, cause=unloadable):
             items = opened(rows, f"task {task!r}", head, reader, size)
         if head.file is None and not self._is_text:
             raise CalibrationError(
                 f"images have no class names to embed: set taskpool.heads.{task}.file"
             )
         if head.file is not None:
-            with naming_setting(f"taskpool.heads.{task}.file", head.file):
+            with at(f"taskpool.heads.{task}.file={head.file!r}", cause=unloadable):
                 vectors = load_file(head.file)["head"].float()
             if len(vectors) <= max(items.labels):
                 raise CalibrationError(

@@ -13,9 +13,10 @@ from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
 from transformers import AutoTokenizer
 
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.tasks.item_pool import load_part, refuse_unknown_pool_keys
 
 _CHOICES = ("limit", "apply_chat_template", "confirm_run_unsafe_code")
@@ -121,7 +122,8 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
                     f"{nearest_hint(task, index.all_tasks)}. Set taskpool.include_path to a "
                     "folder with your own tasks"
                 )
-            with naming_setting(f"taskpool.tasks.{task}"):  # a task's object reads its first row
+            # A task's object reads its first row.
+            with at(f"taskpool.tasks.{task}", cause=unloadable):
                 (getattr(index, "load", None) or index.load_task_or_group)([task])
         return tokenizer, index
 

@@ -9,9 +9,10 @@ from typing import Any
 from fusion_bench.utils import count_parameters, instantiate
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.config_checks import refuse_missing_paths
 from fusion_bench_featcal.models.hub import fetch, note_data_set
 from fusion_bench_featcal.run.progress import progress_bar
@@ -162,7 +163,7 @@ def load_part(setting: str, value: Any, kind: Any, **options: Any) -> Any:
     if not isinstance(value, str):
         return build_part(setting, value)
     folder = fetch(value, f"{setting}={value}", weights=issubclass(kind, nn.Module))
-    with naming_setting(setting, value):
+    with at(f"{setting}={value!r}", cause=unloadable):
         return kind.from_pretrained(folder, trust_remote_code=False, **options)
 
 
@@ -174,7 +175,7 @@ def build_part(setting: str, value: Any) -> Any:
     """
     if not (isinstance(value, Mapping) and "_target_" in value):
         return value
-    with naming_setting(setting):
+    with at(setting, cause=unloadable):
         part = instantiate(value)
     note_data_set(part)
     return part

@@ -21,7 +21,7 @@ from fusion_bench_featcal.data.generation import (
     spearman,
     targets_of,
 )
-from fusion_bench_featcal.data.loading import naming_setting
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
@@ -31,6 +31,7 @@ from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import is_integer
@@ -113,7 +114,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
 
     def _open(self, task: str, rows: Any, setting: str) -> TextRows:
         if isinstance(rows, str):
-            with naming_setting(setting):
+            with at(setting, cause=unloadable):
                 rows = load_texts(rows, "test")
         opened = TextRows(rows, f"task {task!r}, {setting}")
         if not len(opened):

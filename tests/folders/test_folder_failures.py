@@ -43,7 +43,7 @@ INTERRUPTED = r"interrupted. If .*/out\.blocks exists, --resume continues"
 # What happens after the first block, given the model's size, and the finished blocks.
 FAULTS: dict[str, tuple[Callable[[int], None], int, str]] = {
     "no room for a block": (lambda _: largest_file(1024), 1,
-        r"cannot write .*block-0001\.safetensors: .*needs .*B are free.*--out"),
+        r"block-0001\.safetensors: it cannot be written: .*needs .*B are free.*--out"),
     "no room for the model": (lambda size: largest_file(size - 1), 2,
         r"the model cannot be saved to --out .*/out: .*File too large.* It needs .*iB are free.*"
         r"--resume: .*/out\.blocks"),

@@ -163,7 +163,7 @@ def test_a_block_that_is_damaged_before_it_is_saved_is_named(folder: Path, monke
 
     monkeypatch.setattr(calibrated_transformers, "write_shards", damaging)
     message = error_of(*words(folder, *FAST))
-    assert f"{block} (--out) cannot be used: its tensor" in message and "--resume" in message
+    assert f"{block}: its tensor" in message and "--resume" in message
     assert not (folder / "out").exists() and block.exists()
 
 

@@ -28,7 +28,7 @@ IMAGES: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "DebertaV2": (CONTENT | {"share_att_key": True}, "key_proj run twice in their block"),
-    "Deberta": (CONTENT, "pos_proj receives rows "),
+    "Deberta": (CONTENT, "pos_proj: it receives rows "),
     "Longformer": (
         {"attention_window": 4},
         "(2, 8, 8), which do not fit its attention_mask (2, ",

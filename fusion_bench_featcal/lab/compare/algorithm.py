@@ -9,8 +9,8 @@ settings, so a study is Hydra's own sweep, whose jobs fill one folder:
 import copy
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
@@ -201,14 +202,14 @@ class ComparisonAlgorithm(DeclaredMethod):
         methods = self._methods
         super().check(inputs)
         for place, method in methods:
-            with _naming(place):
+            with at(place, cause=message_of(ValueError)):
                 method.check(inputs)
 
     def open(self, inputs: MethodInputs) -> None:
         """Open models and data of all methods."""
         super().open(inputs)
         for place, method in self._methods:
-            with _naming(place):
+            with at(place, cause=message_of(ValueError)):
                 method.open(inputs)
 
     @property
@@ -231,15 +232,6 @@ class ComparisonAlgorithm(DeclaredMethod):
             lines = closing_lines_of_a_comparison(folder, store)
             show_run(done)
             print("\n".join(lines))
-
-
-@contextmanager
-def _naming(place: str) -> Iterator[None]:
-    try:
-        yield
-    except (CalibrationError, ValueError) as error:
-        kind = CalibrationError if isinstance(error, CalibrationError) else ValueError
-        raise kind(f"{place}: {error}") from error
 
 
 def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:

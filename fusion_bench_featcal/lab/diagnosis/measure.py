@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
 from fusion_bench_featcal.data.embeddings import Pooling
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import hidden_output, stoppable, without_cache
@@ -28,7 +29,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.rules import value_of
 from fusion_bench_featcal.streams.batch import Positions, StagePositions, rows_of
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
-from fusion_bench_featcal.streams.samples import naming_task, resolved_decoder_rows, take_samples
+from fusion_bench_featcal.streams.samples import resolved_decoder_rows, take_samples
 
 COLUMNS = (
     "drift", "drift_sq", "expert_sq", "mismatch", "propagation", "propagation_sq", "product",
@@ -94,7 +95,7 @@ def measure_drift(
     """
     device = torch.device(device or device_of(model))
     batch_measures = []
-    with running(model, device), running(expert, device), naming_task(task):
+    with running(model, device), running(expert, device), at(task=task):
         with autocast():
             for batch in take_samples(task, batches, settings.samples_per_task, model):
                 inputs = to_device(batch.inputs, device)

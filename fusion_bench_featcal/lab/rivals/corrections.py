@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import GENERATORS, text_kind
@@ -23,7 +24,6 @@ from fusion_bench_featcal.lab.rivals.features import (
 from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature, FinalState, ProjectedFeature
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import same_as, setting
-from fusion_bench_featcal.streams.samples import naming_task
 
 Fitted = tuple[dict[str, Sequence[nn.Module]], dict[str, Any]]
 """Corrections by task, one for each corrected feature, and the curves of their trainings."""
@@ -162,7 +162,7 @@ class FeatureCorrection(SampleSettings):
             data = source.checked(merged) if isinstance(source, TextBatches) else list(source)
             data = [{name: part.to(device) for name, part in batch.items()} for batch in data]
             expert = load_pool_model(pool, task).to(device).eval()
-            with naming_task(task), torch.no_grad():
+            with at(task=task), torch.no_grad():
                 lessons[task] = self.lessons(merged, expert, data, site)
                 _refuse_not_finite(lessons[task])
             del expert

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
@@ -22,7 +23,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import same_as, setting
 from fusion_bench_featcal.streams.batch import Positions, rows_of
 from fusion_bench_featcal.streams.inputs import to_device
-from fusion_bench_featcal.streams.samples import naming_task, take_samples
+from fusion_bench_featcal.streams.samples import take_samples
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Distillation(SampleSettings, option="featcal_baselines/distillation", sour
         student = copied(merged, inputs.fabric.device).to(wide)
         batches, lessons = self.take_batches(inputs), {}
         for task in inputs.modelpool.model_names:
-            with naming_task(task):
+            with at(task=task):
                 lessons[task] = self._lessons(student, task, batches[task], inputs)
         stages = resolve_family(self.family, student).stages(student)
         blocks = [block for stage in stages for block in stage]

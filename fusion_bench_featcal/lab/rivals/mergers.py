@@ -28,7 +28,7 @@ from fusion_bench_featcal.settings import FeatCalSettings, Options
 from fusion_bench_featcal.settings.fields import same_as
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.checks import Checks
-from fusion_bench_featcal.streams.samples import check_inputs, naming_module
+from fusion_bench_featcal.streams.samples import check_inputs
 from fusion_bench_featcal.streams.task_sums import empty_task_sums
 
 
@@ -129,7 +129,7 @@ class Merger(Rule, SampleSettings):
                 for batch in problem.streams.visits(task):
                     inputs = self.expert_inputs(problem, block, expert, batch, groups)
                     for group in groups:
-                        with naming_module(block, group.name, task), exact_products():
+                        with group.place(block, task), exact_products():
                             rows[group].add(batch, inputs[group.name])
                 with exact_products():
                     for group in groups:

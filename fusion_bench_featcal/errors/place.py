@@ -1,0 +1,61 @@
+"""The place of a failure, which an error collects on its way up."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from . import CalibrationError
+
+Cause = Callable[[Exception], str | None]
+"""Returns what an error of another library means here, or None if it is not known."""
+
+
+@contextmanager
+def at(
+    *places: object,
+    task: str | None = None,
+    block: str | None = None,
+    module: str | None = None,
+    cause: Cause = lambda _: None,
+    remedy: str = "",
+) -> Iterator[None]:
+    """Context that adds a place to errors of calibrations, with their class, as they pass.
+
+    Args:
+        *places: An option, a setting or a file, as the user has it.
+        task: The task.
+        block: The block.
+        module: The module.
+        cause: Knows errors of other libraries, in addition to torch's for ids outside a table.
+        remedy: Sentence after the message.
+
+    Raises:
+        CalibrationError: In place of an error of another library whose cause is known.
+    """
+    named = {"task": task, "block": block, "module": module}
+    texts = [*map(str, places), *(f"{kind} {name}" for kind, name in named.items() if name)]
+    try:
+        yield
+    except CalibrationError as error:
+        error.passes(texts, remedy)
+        raise
+    except Exception as error:
+        if (text := cause(error) or _outside_table(error)) is None:
+            raise
+        known = CalibrationError(text)
+        known.passes(texts, remedy)
+        raise known from error
+
+
+def message_of(*kinds: type[Exception]) -> Cause:
+    """Return a cause that knows some kinds of errors by their own messages."""
+    return lambda error: str(error) if isinstance(error, kinds) else None
+
+
+def _outside_table(error: Exception) -> str | None:
+    """Return torch's message for a look-up table that no check of token ids covers in words."""
+    if not (isinstance(error, IndexError) and "out of range in self" in str(error)):
+        return None  # an error of the model's or family's code
+    return (
+        f"an input is outside a table of the model ({error}). Check that token ids come from the "
+        "model's own tokenizer"
+    )

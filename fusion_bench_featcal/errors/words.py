@@ -1,0 +1,51 @@
+"""Words of messages that differ between the doors of the package: names of options and models."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of a door.
+
+    Attributes:
+        prefix: Text before the name of a setting.
+        names: Settings, also with a value as in `resume=true`, that have another name here, and
+            words of `word`.
+    """
+
+    prefix: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+_PYTHON = Words("", {"expert": "experts[{!r}]", "batches": "batches[{!r}]", "base": "base"})
+_words: ContextVar[Words] = ContextVar("words")
+
+
+@contextmanager
+def speaking(words: Words) -> Iterator[None]:
+    """Context in which messages have the words of a door. Without one they are Python's."""
+    token = _words.set(words)
+    try:
+        yield
+    finally:
+        _words.reset(token)
+
+
+def option(name: str, value: object = None) -> str:
+    """Return a setting, with its value if there is one, as the user's door takes it."""
+    words, text = _words.get(_PYTHON), name if value is None else f"{name}={value}"
+    own = words.names.get(text) or words.names.get(name)
+    return own or f"{words.prefix}{text}"
+
+
+def word(key: str, *values: object) -> str:
+    """Return what a thing of a run is called at the user's door.
+
+    Args:
+        key: Its name here, such as `expert`.
+        *values: What the words have a place for, such as the task.
+    """
+    return {**_PYTHON.names, **_words.get(_PYTHON).names}[key].format(*values)
