@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.source import refuse_unusable
 from fusion_bench_featcal.families.open_clip import fused
@@ -131,7 +132,9 @@ def calibrate(
     if device is not None:
         check_device(str(torch.device(device)), f"device={device}")
     if merged_weights is not None and options.checkpoint_dir is None:
-        raise ValueError("merged_weights needs checkpoint_dir, where the calibrated model goes")
+        raise ValueError(
+            f"merged_weights needs {option('checkpoint_dir')}, where the calibrated model goes"
+        )
     runtime = Runtime(
         torch.device(device or ("cpu" if merged_weights else device_of(merged))),
         autocast or nullcontext,

@@ -86,15 +86,10 @@ def plan_command(options: argparse.Namespace) -> None:
     if not options.words:
         raise ValueError("plan needs the words of a run, or --shapes FOLDER")
 
-    from fusion_bench_featcal.errors import CalibrationError
     from fusion_bench_featcal.fusionbench.plan_run import plan_run
     from fusion_bench_featcal.models.plan import show_plan
-    from fusion_bench_featcal.settings import with_prefix
 
-    try:
-        plan = plan_run(options.words)
-    except (CalibrationError, ValueError) as error:
-        raise type(error)(with_prefix(str(error), "method.")) from error
+    plan = plan_run(options.words)
     if options.json:
         print(masked(json.dumps(plan.as_dict(), indent=1)))
     else:

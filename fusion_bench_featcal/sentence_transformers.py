@@ -25,6 +25,7 @@ from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, enc
 from fusion_bench_featcal.encoders.texts import TextRow, read_texts, record_batches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.words import word
 from fusion_bench_featcal.files import check_target, destination
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.files.untrusted import read_json
@@ -109,8 +110,8 @@ def calibrate_encoder(
     evaluators = evaluators if evaluator else {}
     if not {*evaluators} <= {*experts, None}:
         raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
-    tuned = {task: open_like(merged, f"experts[{task!r}]", one) for task, one in experts.items()}
-    origin = None if base is None else open_like(merged, "base", base)
+    tuned = {task: open_like(merged, word("expert", task), one) for task, one in experts.items()}
+    origin = None if base is None else open_like(merged, word("base"), base)
     if origin is None:
         sources = [location_of(expert) for expert in experts.values()]
         logger.warning(without_base(sources, "base={!r}"))

@@ -10,6 +10,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from fusion_bench_featcal.errors.words import PYTHON, speaking
+
 # Imports make a million objects that stay: looking for garbage takes a quarter of their time.
 gc.disable()
 # Before transformers or datasets are imported: they read these once.
@@ -50,10 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def handlers_of_the_process() -> Iterator[None]:
-    """Restore the handlers that a program sets for the rest of its process."""
+    """Restore handlers and words that a program sets for the rest of its process."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     handlers, hook = [signal.getsignal(number) for number in numbers], sys.excepthook
-    yield
+    with speaking(PYTHON):
+        yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
     sys.excepthook = hook

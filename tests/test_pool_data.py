@@ -87,7 +87,7 @@ def test_too_few_samples_are_all_used_with_one_warning(caplog: pytest.LogCapture
     assert sorted(numbers_of(pool, ("a", "b"))["a"]) == list(range(9))
     numbers_of(pool)  # a run opens its data more than once
     assert [record.getMessage() for record in caplog.records] == [
-        "task a has 9 samples, fewer than samples_per_task = 10: all of them are used"
+        "task a has 9 samples, fewer than samples_per_task=10: all of them are used"
     ]
 
 

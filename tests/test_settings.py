@@ -54,8 +54,8 @@ PUBLISHED = {  # lambda, rho, alpha, norms
 }
 CLASHES: list[tuple[dict[str, Any], str]] = [
     ({"rule": "plus", "mix_alpha": 0.5},
-     r"mix_alpha=0\.5 has no part in the rule plus: leave .*, or choose method=featcal$"),
-    ({"task_weights": {"a": 2}}, r"has no part in the rule paper: .* choose method=featcal/plus$"),
+     r"mix_alpha=0\.5 has no part in the rule plus: leave .*, or choose rule=paper$"),
+    ({"task_weights": {"a": 2}}, r"has no part in the rule paper: .* choose rule=plus$"),
     ({"rule": "plus", "calibrate_norm": True},
      r"calibrate_norm=True has no part in the rule plus: leave"),
     ({"rule": Paper(calibrate_norm=False), "calibrate_norm": True},

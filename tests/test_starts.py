@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.errors.block import error_block
+from fusion_bench_featcal.errors.words import speaking
 from fusion_bench_featcal.folders import calibrate_folder
 from fusion_bench_featcal.fusionbench import upstream
 from fusion_bench_featcal.fusionbench.config_checks import (
@@ -21,7 +22,7 @@ from fusion_bench_featcal.fusionbench.config_checks import (
     check_config,
     check_root_keys,
 )
-from fusion_bench_featcal.fusionbench.console import FeatCalJob, explained
+from fusion_bench_featcal.fusionbench.console import WORDS, FeatCalJob, explained
 from fusion_bench_featcal.fusionbench.plan_run import plan_run
 from fusion_bench_featcal.fusionbench.program_processes import open_fabric
 from fusion_bench_featcal.fusionbench.report import Report
@@ -58,6 +59,7 @@ def options(group: str) -> list[str]:
     return [file.relative_to(CONFIG / group).with_suffix("").as_posix() for file in files]
 
 
+@speaking(WORDS)
 def run(folder: Path, *words: str) -> None:
     """Run as the program does, with the checks of the console, up to the first block."""
     with as_job(folder, *words) as config:
@@ -129,7 +131,7 @@ CARELESS = {
     "+modelpool.default_taskpool.tasks.mini_korean.clasnames=[a]": "clasnames is unknown .nearest",
     "+modelpool.default_taskpool.tasks.other={}": "'other' has no test data: set taskpool.tasks",
     "modelpool.test_datasets.mini_korean=./nowhere": "mini_korean=./nowhere: there is no such file",
-    "modelpool.test_datasets.mini_korean.split=dev": "mini_korean cannot be loaded: .* split 'dev'",
+    "modelpool.test_datasets.mini_korean.split=dev": "mini_korean: it .* loaded: .* split 'dev'",
     "method=compare modelpool.test_datasets.mini_korean.split=dev": "cannot be loaded: .*'dev'",
     "modelpool.default_taskpool.processor=./nowhere": "taskpool.processor=./nowhere: there is no",
     "modelpool.models.mini_korean=5": "modelpool.models.mini_korean is 5, which is no model",

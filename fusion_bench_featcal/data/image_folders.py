@@ -11,6 +11,7 @@ from fusion_bench_featcal.data.tables import is_saved, read_saved, read_table
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.words import word
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,7 @@ def check_column(table: datasets.Dataset, column: str, name: str) -> None:
     if column not in table.column_names:
         raise ValueError(
             f"{name}: no column {column!r} of images{nearest_hint(column, table.column_names)}; "
-            f"there are: {', '.join(table.column_names)}. Name it (image_column of load_images or "
-            "of a task, --columns image=NAME)"
+            f"there are: {', '.join(table.column_names)}. Name it by {word('image_column')}"
         )
 
 
@@ -42,7 +42,7 @@ def with_files(table: datasets.Dataset, root: Path, name: str, column: str) -> d
         if file is not None and not file.exists():
             raise CalibrationError(
                 f"{name}, item {number}: there is no file {file} (relative paths start at "
-                f"{root.absolute()}). Correct the table or set image_column (now {column!r})"
+                f"{root.absolute()}). Correct the table or {word('image_column')} (now {column!r})"
             )
     paths = [None if file is None else str(file) for file in files]
     return table.remove_columns(column).add_column(column, paths)  # type: ignore[call-arg]
@@ -60,7 +60,9 @@ def read_folder(
             split = usual_split
             if split not in splits:
                 names = " or ".join(sort_names(splits))
-                raise ValueError(f"data {str(root)!r} has splits: set split to {names}")
+                raise ValueError(
+                    f"data {str(root)!r} has splits: name one by {word('split')}, {names}"
+                )
     folder = root if split is None else _split_folder(root, split)
     classes = {name: files for name, files in _class_folders(folder).items() if files}
     if folder != root and not classes and not _metadata(folder) and (file := _metadata(root)):

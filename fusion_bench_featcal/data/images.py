@@ -19,6 +19,7 @@ from fusion_bench_featcal.data.tables import (
     split_of,
 )
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import word
 
 PictureChange = Callable[[Image.Image, int], Image.Image]
 
@@ -119,7 +120,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             if self._image_column not in item:
                 raise CalibrationError(
                     f"{self.at(index)} has no {self._image_column!r}; it has: "
-                    f"{', '.join(map(str, item))}. Check image_column"
+                    f"{', '.join(map(str, item))}. Check {word('image_column')}"
                 )
             item = item[self._image_column], item.get(self._label_column)
         image, label, *_ = (*item, None) if isinstance(item, tuple | list) else (item, None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.words import word
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def class_numbers(
     classes: Sequence[str] | None,
     item: Callable[[int], str],
     owner: str = "",
-    advice: str = ". Check classnames and label_column",
+    advice: str | None = None,
     *,
     are_own: bool = False,
 ) -> list[int]:
@@ -52,7 +53,7 @@ def class_numbers(
         classes: The names of the classes by number, or None if there are none.
         item: Returns the name of an item in messages, by its position.
         owner: Of what they are the classes, for the message.
-        advice: End of the message.
+        advice: End of the message. None names the column.
         are_own: Whether the names are those of the data, which numbers count in any case.
 
     Raises:
@@ -71,6 +72,7 @@ def class_numbers(
         advice = f". Write labels as names of classes, which have numbers inside{advice}"
     if classes:
         reason = f"is none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
+    advice = f". Check {word('label_column')}" if advice is None else advice
     raise CalibrationError(f"{item(position)}: label {value!r:.60} {reason}{advice}")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import word
 
 Processor = ProcessorMixin | BaseImageProcessor | Callable[[Image.Image], Tensor]
 
@@ -63,8 +64,8 @@ def _used(value: Any, item: str, use: Callable[[Image.Image], Any]) -> Any:
     value = _stored(value)
     if not isinstance(value, str | Path | bytes | Image.Image):
         raise CalibrationError(
-            f"{item}: not an image but {type(value).__name__}. Check image_column, or store PIL "
-            "images, paths or the bytes of image files"
+            f"{item}: not an image but {type(value).__name__}. Check {word('image_column')}, or "
+            "store PIL images, paths or the bytes of image files"
         )
     is_file = isinstance(value, str | Path)
     try:

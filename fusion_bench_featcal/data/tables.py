@@ -17,6 +17,7 @@ from pyarrow import parquet
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.plurals import bytes_text
+from fusion_bench_featcal.errors.words import word
 from fusion_bench_featcal.files import TABLES, can_be_hub_id
 from fusion_bench_featcal.files.memory import free_bytes
 from fusion_bench_featcal.files.untrusted import parse_sample
@@ -125,7 +126,7 @@ def read_saved(folder: Path, split: str | None, usual_split: str | None) -> data
     split = split or usual_split
     if split is None:
         names = " or ".join(sorted(map(str, loaded)))
-        raise ValueError(f"data {str(folder)!r} has splits: set split to {names}")
+        raise ValueError(f"data {str(folder)!r} has splits: name one by {word('split')}, {names}")
     if split not in loaded:
         raise ValueError(f"data {str(folder)!r} has no split {split!r}, only {sorted(loaded)}")
     return loaded[split]
@@ -263,7 +264,8 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
     if split is None:
         raise ValueError(
             f"data {name!r} is neither a file nor a folder at {source.absolute()}: correct the "
-            "path, or, if it is the id of a hub dataset, set split (often train or test)"
+            "path, or, if it is the id of a hub dataset, name its split by "
+            f"{word('split')} (often train or test)"
         )
     return load_hub_split(repository, config or None, split)
 

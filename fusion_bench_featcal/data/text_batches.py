@@ -14,6 +14,7 @@ from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_token_ids
 
@@ -81,7 +82,11 @@ class TextBatches:
         """Return a sentence on inputs that are cut, or no text."""
         cut, texts = sum(sample.is_cut for sample in inputs), counted(self.samples, "text")
         limit = self.encoder.max_length
-        return f"{cut} of {texts} are longer than max_length = {limit}, and cut" if cut else ""
+        return (
+            f"{cut} of {texts} are longer than {option('max_length', limit)}, and cut"
+            if cut
+            else ""
+        )
 
     def _noted(self, inputs: list[Sample]) -> list[Sample]:
         """Warn once of what is left out of samples. `featcal calibrate` has notes instead."""

@@ -19,6 +19,7 @@ from fusion_bench_featcal.data.templates import (
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option, word
 from fusion_bench_featcal.families.base import NO_TARGET
 
 TextKind = Literal["seq2seq", "causal", "classification"]
@@ -97,7 +98,8 @@ class TextEncoder:
         most, limit = longest_text(self.tokenizer, self.positions)
         if self.max_length is not None and self.max_length > most:
             raise CalibrationError(
-                f"max_length = {self.max_length} is more than {most} tokens, {limit}: lower it"
+                f"{option('max_length', self.max_length)} is more than {most} tokens, {limit}: "
+                "lower it"
             )
 
     def sample(self, text: Text) -> Sample:
@@ -113,12 +115,12 @@ class TextEncoder:
         if self.kind == "seq2seq" and ids.target is None:
             raise CalibrationError(
                 f"{name}: no target, which an encoder-decoder needs. Give the rows labels (or a "
-                "target), or set calibration_targets=generated"
+                f"target), or use {option('calibration_targets', 'generated')}"
             )
         if ids.target is not None and not self._has_words(ids.scored or ids.target):
             raise CalibrationError(
-                f"{name}: the target is empty. Give it a text, leave the row out, or set "
-                "calibration_targets=generated"
+                f"{name}: the target is empty. Give it a text, leave the row out, or use "
+                f"{option('calibration_targets', 'generated')}"
             )
         return self._cut(ids, name)
 
@@ -206,7 +208,7 @@ class TextEncoder:
             raise CalibrationError(
                 f"{text.name}: messages need a decoder-only model or classifier and a tokenizer "
                 "with a chat template; give rows with prompt and target, or "
-                "a tokenizer that has one"
+                f"{word('template')}"
             )
         chat = rendered_chat(self.tokenizer, text)
         read = chat.answer if self.kind == "classification" else None
@@ -310,8 +312,8 @@ class TextEncoder:
             of_answer = self._limit - limit
             raise CalibrationError(
                 f"{name}: {length} tokens, but {longest_text(self.tokenizer, self.positions)[1]} "
-                f"is {self._limit}{f', with {of_answer} for the answer' if of_answer else ''}. Set "
-                "max_length to cut long texts"
+                f"is {self._limit}{f', with {of_answer} for the answer' if of_answer else ''}. "
+                f"{option('max_length')} cuts long texts"
             )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.encoders.library import MultiVectorMask, st
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts.source import InMemoryExpert
 from fusion_bench_featcal.families import Stack, resolve_family
 from fusion_bench_featcal.families.base import Masks, call_model, hidden_output, stoppable
@@ -123,8 +124,8 @@ def encoder_family(
     stages = stack.stages(model.transformer)
     if not isinstance(stack, Stack):
         raise ValueError(
-            f"family={stack.name}: the blocks of an encoder must be in one list. Set family to the "
-            "list of their names"
+            f"{option('family', stack.name)}: the blocks of an encoder must be in one list. Give "
+            "the list of their names"
         )
     blocks = [f"{model.prefix}.{block}" for block in stages[0]]
     few = part_of(inputs, len(inputs["input_ids"]), slice(2))

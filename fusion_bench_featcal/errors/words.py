@@ -20,13 +20,31 @@ class Words:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-_PYTHON = Words("", {"expert": "experts[{!r}]", "batches": "batches[{!r}]", "base": "base"})
+PYTHON = Words(
+    "",
+    {
+        "base": "base",
+        "expert": "experts[{!r}]",
+        "batches": "batches[{!r}]",
+        "image_column": "image_column",
+        "label_column": "classnames and label_column",
+        "split": "split",
+        "template": "a tokenizer that has one",
+        "float32": "models that are stored or loaded in it, without autocast",
+        "processes": "",
+    },
+)
 _words: ContextVar[Words] = ContextVar("words")
+
+
+def speak(words: Words) -> None:
+    """Let messages of this process have the words of a door. Without one they are Python's."""
+    _words.set(words)
 
 
 @contextmanager
 def speaking(words: Words) -> Iterator[None]:
-    """Context in which messages have the words of a door. Without one they are Python's."""
+    """Context in which messages have the words of a door."""
     token = _words.set(words)
     try:
         yield
@@ -36,7 +54,7 @@ def speaking(words: Words) -> Iterator[None]:
 
 def option(name: str, value: object = None) -> str:
     """Return a setting, with its value if there is one, as the user's door takes it."""
-    words, text = _words.get(_PYTHON), name if value is None else f"{name}={value}"
+    words, text = _words.get(PYTHON), name if value is None else f"{name}={value}"
     own = words.names.get(text) or words.names.get(name)
     return own or f"{words.prefix}{text}"
 
@@ -48,4 +66,4 @@ def word(key: str, *values: object) -> str:
         key: Its name here, such as `expert`.
         *values: What the words have a place for, such as the task.
     """
-    return {**_PYTHON.names, **_words.get(_PYTHON).names}[key].format(*values)
+    return {**PYTHON.names, **_words.get(PYTHON).names}[key].format(*values)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts.expert import LazyModel
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors
 from fusion_bench_featcal.files.budgets import budget_in_bytes
@@ -124,7 +125,8 @@ def limit_reads(
     grant = grant_of(budget, {task: of_all[task] for task in tasks})
     if budget is not None and not grant.bytes:
         raise CalibrationError(
-            f"expert_read_budget={budget} is less than one module of one expert: give more"
+            f"{option('expert_read_budget', budget)} is less than one module of one "
+            "expert: give more"
         )
     for task, expert in experts.items():
         if grant.omitted[task]:

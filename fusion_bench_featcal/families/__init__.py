@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import Call, Family, stages_of
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
 from fusion_bench_featcal.families.stack import CLIP, LLAMA, STACK, EveryPosition, Stack, find_stack
@@ -78,9 +79,9 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     if find_stack(model):
         return STACK
     raise ValueError(
-        f"family=auto does not know {type(model).__name__} (model type {model_type!r}), "
-        "and no list of modules of one class clearly holds its blocks. Set family to a list "
-        "of the blocks' names, or to a family of your own (docs/models.md)"
+        f"{option('family', 'auto')} does not know {type(model).__name__} (model type "
+        f"{model_type!r}), and no list of modules of one class clearly holds its blocks. Name the "
+        "blocks in a list, or a family of your own (docs/models.md)"
     )
 
 
@@ -94,7 +95,9 @@ def _family(family: Any) -> Family:
         return _BY_NAME[family]
     if isinstance(family, list | tuple) and family and all(isinstance(n, str) for n in family):
         return Stack(tuple(family))
-    raise ValueError(f"family must be {_KNOWN}, or an object of a Family, got {family!r}")
+    raise ValueError(
+        f"{option('family')} must be {_KNOWN}, or an object of a Family, got {family!r}"
+    )
 
 
 def _family_of_target(_target_: Any, **options: Any) -> Family:
@@ -103,7 +106,7 @@ def _family_of_target(_target_: Any, **options: Any) -> Family:
     try:
         family = kind(**options)
     except Exception as error:  # a user's class may raise anything
-        raise ValueError(f"family: {_target_}: {error}") from error
+        raise ValueError(f"{option('family')}: {_target_}: {error}") from error
     if not isinstance(family, Family):
-        raise ValueError(f"family: {_target_} made {family!r}, which is no Family")
+        raise ValueError(f"{option('family')}: {_target_} made {family!r}, which is no Family")
     return family

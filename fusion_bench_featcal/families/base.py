@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 
 HIDDEN = "hidden_states"
 """Input features of a block of transformers that receives them by name."""
@@ -114,14 +115,14 @@ def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
     stages = family.stages(model)
     if not stages or not all(isinstance(stage, list | tuple) and stage for stage in stages):
         raise CalibrationError(
-            f"family={family.name}: stages gives {stages!r}, but must give one list of "
+            f"{option('family', family.name)}: stages gives {stages!r}, but must give one list of "
             "names for each stage, [[block, ...], ...]"
         )
     modules = dict(model.named_modules())
     for block in (block for stage in stages for block in stage):
         if block not in modules:
             raise CalibrationError(
-                f"family={family.name}: {type(model).__name__} has no block {block!r}"
+                f"{option('family', family.name)}: {type(model).__name__} has no block {block!r}"
             )
     return stages
 
@@ -255,8 +256,8 @@ def labelled_rows(inputs: Any, *, needed: bool) -> Tensor | None:
     labels = mask_named(inputs, "labels")
     if labels is None and needed:
         raise CalibrationError(
-            "decoder_rows=targets needs labels, but the inputs are "
-            f"{names_of(inputs)}. Give labels, or set decoder_rows=all"
+            f"{option('decoder_rows', 'targets')} needs labels, but the inputs are "
+            f"{names_of(inputs)}. Give labels, or use {option('decoder_rows', 'all')}"
         )
     return None if labels is None else (labels != NO_TARGET).long()
 

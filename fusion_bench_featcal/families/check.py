@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import (
     Family,
     call_model,
@@ -42,8 +43,8 @@ def compare_with_model(
     try:
         if family.compared and (reason := _difference(family, model, inputs)):
             raise CalibrationError(
-                f"family={family.name}: the blocks of {type(model).__name__} cannot be run "
-                f"one by one: {reason}. Write or correct a family (docs/models.md)"
+                f"{option('family', family.name)}: the blocks of {type(model).__name__} cannot "
+                f"be run one by one: {reason}. Write or correct a family (docs/models.md)"
             )
         return needs_first and family.reads_first(model, inputs)
     finally:

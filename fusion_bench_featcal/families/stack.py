@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import (
     Call,
     Family,
@@ -95,8 +96,8 @@ class Stack(Family):
             blocks = [name for name in names if re.fullmatch(self.pattern, name)]
         if not blocks:
             raise CalibrationError(
-                f"family={self.name} finds no blocks in {type(model).__name__}: it has no "
-                f"{lacks}. Choose another family, or write one (docs/models.md)"
+                f"{option('family', self.name)} finds no blocks in {type(model).__name__}: it has "
+                f"no {lacks}. Choose another family, or write one (docs/models.md)"
             )
         return [blocks]
 

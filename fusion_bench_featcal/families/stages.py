@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import Call, Family, captured, hidden_output, run_block
 
 
@@ -31,8 +32,8 @@ class Stages(Family):
             if names := [f"{prefix}{name}" for name in _blocks(tower)]:
                 return [names]
         raise CalibrationError(
-            f"family=stages does not fit {type(model).__name__}, which is not built like a "
-            "ResNet, ConvNeXt or SegFormer. Write a family (docs/models.md)"
+            f"{option('family', 'stages')} does not fit {type(model).__name__}, which is not "
+            "built like a ResNet, ConvNeXt or SegFormer. Write a family (docs/models.md)"
         )
 
     def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Call:

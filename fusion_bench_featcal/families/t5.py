@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import (
     Call,
     Family,
@@ -75,8 +76,8 @@ class EncoderDecoder(Family):
         stages = [[name for name in names if f"{part}." in name] for part in ("encoder", "decoder")]
         if not all(stages):
             raise CalibrationError(
-                f"family={self.name} finds no blocks in {type(model).__name__}: it has no "
-                f"modules of encoder and decoder named {self.block}. Choose another family"
+                f"{option('family', self.name)} finds no blocks in {type(model).__name__}: it has "
+                f"no modules of encoder and decoder named {self.block}. Choose another family"
             )
         return stages
 

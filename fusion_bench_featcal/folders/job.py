@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from fusion_bench_featcal.errors import CalibrationError, NotImproved
+from fusion_bench_featcal.errors import NotImproved
+from fusion_bench_featcal.errors.words import speaking
 from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders.digests import changed_inputs, digests_of, repeats, write_inputs
@@ -13,7 +14,7 @@ from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.opened_transformers import open_transformers
-from fusion_bench_featcal.folders.options import INPUTS_FILE, in_words_of_the_command
+from fusion_bench_featcal.folders.options import INPUTS_FILE, WORDS
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.saving import REPORT, is_complete, save_folder
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
@@ -26,6 +27,7 @@ from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.run.devices import check_device
 
 
+@speaking(WORDS)
 def run_request(request: Request) -> Path:
     """Calibrate models in folders, and return the folder of the calibrated model.
 
@@ -33,15 +35,8 @@ def run_request(request: Request) -> Path:
         ValueError: If models or data do not fit, or an option cannot be used.
         CalibrationError: If the calibration cannot go on. Messages name the command's options.
     """
-    try:
-        with quiet(), nullcontext() if request.plan else locked_target(request.folder, "--out"):
-            return _run(request)
-    except NotImproved:
-        raise
-    except CalibrationError as error:
-        raise CalibrationError(in_words_of_the_command(error)) from error
-    except ValueError as error:
-        raise ValueError(in_words_of_the_command(error)) from error
+    with quiet(), nullcontext() if request.plan else locked_target(request.folder, "--out"):
+        return _run(request)
 
 
 def _run(request: Request) -> Path:
@@ -65,7 +60,8 @@ def _run(request: Request) -> Path:
         opened, digests = open_request(inputs), digests_of(inputs)
         doubts = [*repeats(inputs, digests), *opened.doubts]
         _refuse(request, opened, digests, doubts)
-        notes = _notes(request, opened)
+        notes = [note for task in opened.tasks.values() for note in task.notes]
+        notes += [*request.notes, *opened.notes, *opened.settings.extremes]
         show_start(request, opened, [*notes, *doubts])
         if not request.plan:
             _calibrate(Evaluation(request, opened, [*notes, *doubts], digests, doubts))
@@ -114,13 +110,6 @@ def _refuse(
             f"{', '.join(changed)} changed since the blocks in {request.checkpoints} were "
             "calibrated: restore what they were made of, or remove that folder to begin again"
         )
-
-
-def _notes(request: Request, opened: Opened) -> list[str]:
-    """Return sentences on rows, models and settings."""
-    of_tasks = [note for task in opened.tasks.values() for note in task.notes]
-    texts = [*opened.notes, *opened.settings.extremes]
-    return [*of_tasks, *request.notes, *map(in_words_of_the_command, texts)]
 
 
 def _calibrate(evaluation: Evaluation) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -10,14 +9,34 @@ from typing import Any, get_args
 import yaml
 
 from fusion_bench_featcal.errors.masking import masked
+from fusion_bench_featcal.errors.words import Words
 from fusion_bench_featcal.files.untrusted import parse_yaml
-from fusion_bench_featcal.settings import with_prefix
 from fusion_bench_featcal.settings.fields import setting, settings_of
 
 RECIPE = "recipe.yaml"
 """File next to a result with the options of its run."""
 INPUTS_FILE = "inputs.json"
 """File beside finished blocks, and in a saved model's report: option -> digest of its files."""
+WORDS = Words(
+    "--set ",
+    {
+        "resume": "--resume",
+        "checkpoint_dir": "--out",
+        "rule=plus": "--preset plus",
+        "rule=paper": "--preset paper",
+        "base": "--base",
+        "expert": "--expert {}",
+        "batches": "--data {}",
+        "image_column": "--columns image=NAME",
+        "label_column": "--columns label=NAME",
+        "split": "PATH:SPLIT",
+        "template": "--chat-template FILE",
+        "float32": "save MERGED, --base and every --expert in it, by "
+        "model.float().save_pretrained(DIR)",
+        "processes": "",
+    },
+)
+"""Its own options in messages of shared rooms."""
 
 
 def pair(word: str) -> dict[str, Any]:
@@ -181,37 +200,3 @@ def _existing(value: str) -> str | None:
     """Return the path that exists in `PATH` or `PATH:SPLIT`, or None."""
     paths = (value, value.rpartition(":")[0])
     return next((path for path in paths if path and Path(path).exists()), None)
-
-
-_WORDS = (
-    ("a tokenizer that has one", "name a template by --chat-template FILE"),
-    ("--set resume=true", "--resume"),
-    ("--set checkpoint_dir", "--out"),
-    ("method=featcal/plus", "--preset plus"),
-    ("choose method=featcal", "choose --preset paper"),
-    (
-        "models that are stored or loaded in it, and fabric.precision=32-true",
-        "save MERGED, --base and every --expert in it, by model.float().save_pretrained(DIR)",
-    ),
-    ("image_column of load_images or of a task, --columns", "--columns"),
-    ("set image_column", "give --columns image=NAME"),
-    ("Check image_column", "Check --columns image=NAME"),
-    ("Check classnames and label_column", "Check --columns label=NAME"),
-    ("set split to", "name one, as in PATH:SPLIT, of"),
-    ("set split (", "name its split, as in ID:SPLIT ("),
-    (" (fabric.devices, fabric.num_nodes)", ""),
-    ("(fabric.precision=32-true, or models in a wider dtype)", "(models in a wider dtype)"),
-)
-"""Settings and words of other doors -> the command's option."""
-
-
-def in_words_of_the_command(error: Exception | str) -> str:
-    """Return a message with the command's options in place of settings."""
-    text = with_prefix(str(error), "--set ")
-    if isinstance(error, Exception):  # shared rooms call the model by its role
-        text = re.sub(r"^base\b", "--base", text)
-        text = re.sub(r"\bexperts\['([^']*)'\]", r"--expert \1", text)
-        text = re.sub(r"\bbatches\['([^']*)'\]", r"--data \1", text)
-    for words, option in _WORDS:
-        text = text.replace(words, option)
-    return re.sub(r"\b([sS])et (?=--)", lambda m: "Give " if m[1] == "S" else "give ", text)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.words import speaking
 from fusion_bench_featcal.files import check_target, destination, is_missing
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.files.untrusted import read_yaml
@@ -110,6 +111,7 @@ class Request:
     by_config: tuple[str, ...] = ()
 
     @classmethod
+    @speaking(options.WORDS)
     def of(cls, values: Mapping[str, Any], source: str = "featcal calibrate") -> "Request":
         """Build a request from options, and from a recipe if `config` names one.
 
@@ -128,10 +130,7 @@ class Request:
             }
         request = cls(**chosen)._completed()
         request._check()
-        try:
-            _ = request.settings, request.merger
-        except ValueError as error:
-            raise ValueError(options.in_words_of_the_command(error)) from error
+        _ = request.settings, request.merger
         return request
 
     @cached_property

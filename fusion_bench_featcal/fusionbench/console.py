@@ -26,8 +26,8 @@ from fusion_bench_featcal.errors.block import error_block
 from fusion_bench_featcal.errors.masking import hide, masked
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.signals import Interruption, exit_code, raise_interruptions
+from fusion_bench_featcal.errors.words import Words, speak
 from fusion_bench_featcal.files import write_atomic
-from fusion_bench_featcal.settings import with_prefix
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -40,6 +40,16 @@ _INTERRUPTED = (
     "interrupted. The same command goes on after the finished cells of method=compare, and with "
     "method.checkpoint_dir and method.resume=true after the last finished block"
 )
+WORDS = Words(
+    "method.",
+    {
+        "rule=plus": "method=featcal/plus",
+        "rule=paper": "method=featcal",
+        "float32": "models that are stored or loaded in it, and fabric.precision=32-true",
+        "processes": " (fabric.devices, fabric.num_nodes)",
+    },
+)
+"""Settings in messages of shared rooms."""
 _hook_before: Any = None
 
 
@@ -53,6 +63,7 @@ class FeatCalJob(Callback):
     def __init__(self) -> None:
         """Create the callback after the config is composed."""
         stop_explaining()
+        speak(WORDS)
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the config before FusionBench makes anything of it.
@@ -109,6 +120,7 @@ class FeatCalJob(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Hide private texts, and adapt FusionBench before it makes the pools."""
+        speak(WORDS)  # a job of a sweep may have a process of its own
         hide_private_texts(config)
         import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
         from fusion_bench.utils.instantiate_utils import set_print_function_call_permeanent
@@ -128,7 +140,7 @@ class FeatCalJob(Callback):
         error = job_return._return_value
         if not isinstance(error, Exception) or os.environ.get(FULL_ERROR) == "1":
             return
-        text = with_prefix(error_block(error), "method.")
+        text = error_block(error)
         if is_helper(os.environ):
             job_return.return_value = SystemExit(1)
         elif not text.startswith("error: unexpected"):

@@ -18,7 +18,7 @@ from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import Facts, calibration_log, file_suffix
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
-from fusion_bench_featcal.settings import FeatCalSettings, with_prefix
+from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.rules import completed, rule_of
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class FeatCal(FeatCalSettings, Method):
             ReportError: If the folder cannot be written.
         """
         for sentence in self.extremes:
-            log.warning(with_prefix(sentence, "method."))
+            log.warning(sentence)
         with open_checkpoint(self, inputs.processes):
             pass  # raises if it cannot be used
         if rule_of(self).needs_base:

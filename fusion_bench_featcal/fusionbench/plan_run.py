@@ -15,10 +15,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fusion_bench_featcal.errors.words import speaking
 from fusion_bench_featcal.files import is_missing
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench.config_checks import check_config
-from fusion_bench_featcal.fusionbench.console import explained, make_importable
+from fusion_bench_featcal.fusionbench.console import WORDS, explained, make_importable
 from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.fusionbench.pool_models import LORA_KEYS, NAME
 from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, model_downloads
@@ -31,6 +32,7 @@ _OLD_LOADERS = {  # of configs without `_target_`
 }
 
 
+@speaking(WORDS)
 def plan_run(overrides: Sequence[str]) -> Plan:
     """Return the plan of a run, or of a sweep, with these command-line overrides.
 

@@ -122,7 +122,7 @@ def find_all_modules(
             )
     if not any(site.names for modules in blocks.values() for site in modules.sites):
         if patterns:
-            raise CalibrationError("modules leaves no module to calibrate")
+            raise CalibrationError(f"{option('modules')} leaves no module to calibrate")
         raise CalibrationError(
             f"the blocks of {type(model).__name__} have no linear module or convolution of images "
             f"to calibrate, only {', '.join(left_out(blocks)) or 'norms'}"
@@ -244,7 +244,8 @@ def _refuse_unusable(
         if not parameter.is_floating_point():
             raise CalibrationError(
                 f"block {block}: {name}.{leaf} is quantised ({parameter.dtype}); load the merged "
-                "model in a floating dtype, or exclude the module (modules)"
+                "model in a floating dtype, or exclude the module: "
+                f"{exclusion([name])}"
             )
         names = shared[id(parameter)]
         if len(names) > 1:

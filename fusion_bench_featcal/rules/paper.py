@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_dtype, solve_ridge
+from fusion_bench_featcal.errors.words import option, word
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.norms import NormSums
 from fusion_bench_featcal.rules.rule import EPS, GroupSums, Linear, Rule, Solved, check_number
@@ -54,17 +55,17 @@ class Paper(Rule):
     @property
     def remedy(self) -> str:
         """Return advice for a system without a solution."""
-        return f"Raise ridge_lambda (now {self.ridge_lambda}) or samples_per_task"
+        ridge = f"{option('ridge_lambda')} (now {self.ridge_lambda})"
+        return f"Raise {ridge} or {option('samples_per_task')}"
 
     def doubt(self, features: torch.dtype) -> str:
         """Return a warning if a small lambda amplifies the rounding of bfloat16 features."""
         if self.ridge_lambda >= SINGLE_RIDGE or features != torch.bfloat16:
             return ""
         return (
-            f"ridge_lambda = {self.ridge_lambda:g} with bfloat16 features, whose rounding "
-            "moves updates by 1 to 7 % at 1e-5, and by more with few samples. Raise "
-            f"ridge_lambda to {SINGLE_RIDGE:g} or more, or use float32: models that are stored "
-            "or loaded in it, and fabric.precision=32-true"
+            f"{option('ridge_lambda', f'{self.ridge_lambda:g}')} with bfloat16 features, whose "
+            "rounding moves updates by 1 to 7 % at 1e-5, and by more with few samples. Raise it to "
+            f"{SINGLE_RIDGE:g} or more, or use float32: {word('float32')}"
         )
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:

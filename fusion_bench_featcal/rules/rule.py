@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.linear import Linear
+from fusion_bench_featcal.errors.words import option
 
 EPS = 1e-8
 """Stabiliser of the paper's system, and smallest norm of a Gram matrix (Eqs. 14, 17)."""
@@ -117,7 +118,7 @@ class Rule(ABC):
     @property
     def remedy(self) -> str:
         """Return advice for a system without a solution."""
-        return "Raise samples_per_task"
+        return f"Raise {option('samples_per_task')}"
 
     def doubt(self, features: torch.dtype) -> str:
         """Return a warning about features of a dtype, or nothing."""

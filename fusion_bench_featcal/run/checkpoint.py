@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError, ReportError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
@@ -88,8 +89,9 @@ class CheckpointFolder(Checkpoint):
         self.folder, self._processes = folder, processes
         if not resume and any(folder.glob("block-*.safetensors")):
             raise CalibrationError(
-                f"checkpoint_dir {folder} holds the finished blocks of a run. Set "
-                "resume=true to go on with it, or choose another folder, or remove this one"
+                f"{option('checkpoint_dir')} {folder} holds the finished blocks of a run. Use "
+                f"{option('resume', 'true')} to go on with it, or choose another folder, or remove "
+                "this one"
             )
         self._finished: list[str] = []
         self._logged = 0
@@ -121,8 +123,8 @@ class CheckpointFolder(Checkpoint):
                 self._finished.append(block)
         if len(set(map(tuple, self._processes.gather(self._finished)))) > 1:
             raise CalibrationError(
-                f"processes see different files in checkpoint_dir {self.folder}. Choose a "
-                "folder that all machines share"
+                f"processes see different files in {option('checkpoint_dir')} {self.folder}. "
+                "Choose a folder that all machines share"
             )
         self.is_complete = len(self._finished) == len(self._files)
         if self._finished:
@@ -228,11 +230,12 @@ def open_checkpoint(options: Any, processes: Processes) -> Iterator[Checkpoint]:
     if options.checkpoint_dir is None:
         yield Checkpoint()
         return
-    folder, refusal = destination(options.checkpoint_dir, "checkpoint_dir"), None
+    setting = option("checkpoint_dir")
+    folder, refusal = destination(options.checkpoint_dir, setting), None
     with ExitStack() as stack:
         if processes.rank == 0:
             try:
-                stack.enter_context(locked_folder(folder, "checkpoint_dir", WRITTEN))
+                stack.enter_context(locked_folder(folder, setting, WRITTEN))
             except (CalibrationError, ReportError) as error:
                 refusal = str(error)
         if refusal := processes.gather(refusal)[0]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import bytes_text
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files import free_space, unwritten
@@ -78,7 +79,7 @@ class FinishedBlocks(SafetensorsExpert):
                 raise CalibrationError("it has other tensors than were written")
         if metadata["run"] != self._run:
             raise CalibrationError(
-                f"checkpoint_dir {self._folder} belongs to another run: it had other "
+                f"{option('checkpoint_dir')} {self._folder} belongs to another run: it had other "
                 "settings, models, samples, versions or processes. Choose another folder, or "
                 "remove this one. Nothing in it was changed"
             )
@@ -120,7 +121,9 @@ class FinishedBlocks(SafetensorsExpert):
 
     def _reading(self, file: str) -> AbstractContextManager[None]:
         """Return a context that adds a file to errors of reading it, and the remedy."""
-        remedy = "Remove it to calibrate its block and later ones again (resume=true)"
+        remedy = (
+            f"Remove it to calibrate its block and later ones again ({option('resume', 'true')})"
+        )
         return at(self._folder / file, cause=_damage, remedy=remedy)
 
 
@@ -143,6 +146,7 @@ def writing(path: Path, size: int) -> AbstractContextManager[None]:
     """
     remedy = (
         f"It needs {bytes_text(size)}, and {bytes_text(free_space(path.parent))} are free. Make "
-        "room or change checkpoint_dir; with resume=true a run goes on after its last whole block"
+        f"room or change {option('checkpoint_dir')}; with {option('resume', 'true')} a run goes on "
+        "after its last whole block"
     )
     return at(path, cause=unwritten, remedy=remedy)

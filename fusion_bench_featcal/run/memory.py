@@ -8,13 +8,10 @@ import sys
 import psutil
 import torch
 
+from fusion_bench_featcal.errors.words import option
+
 _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
 """Phrases in out-of-memory errors of torch, its libraries, and the system for mapped files."""
-
-MEMORY_ADVICE = (
-    "What lowers it: activations=host beside a GPU, a lower batch_size or "
-    "samples_per_task, modules without the widest modules"
-)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -60,4 +57,8 @@ def memory_cause(device: torch.device, location: str, error: Exception) -> str |
     if not is_out_of_memory(error):
         return None
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"out of memory ({device.type}) at {location}: {reason}. {MEMORY_ADVICE}"
+    return (
+        f"out of memory ({device.type}) at {location}: {reason}. What lowers it: "
+        f"{option('activations', 'host')} beside a GPU, a lower {option('batch_size')} or "
+        f"{option('samples_per_task')}, {option('modules')} without the widest modules"
+    )

@@ -19,6 +19,7 @@ from fusion_bench_featcal.core.kernels import (
 )
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.words import word
 from fusion_bench_featcal.experts import LazyModel, hollow_copy, source_of
 from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.likeness import warn_of_strangers
@@ -143,7 +144,7 @@ def open_problem(
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
     if base is not None and budget is None:
-        named = {f"experts[{task!r}]": expert for task, expert in experts.items()}
+        named = {word("expert", task): expert for task, expert in experts.items()}
         warn_of_strangers({**named, "merged": working}, base)
     grant = limit_reads(experts, budget, order, working.merged, tasks, processes.gather)
     modules = with_estimated_statistics(modules, rule, working, experts, processes)
@@ -258,9 +259,9 @@ def open_models(
         return lazy
 
     has_base = inputs.base is not None and rule.reads_base
-    base = opened("base", inputs.base) if has_base else None
+    base = opened(word("base"), inputs.base) if has_base else None
     tasks = runtime.processes.share(inputs.experts)
-    return working, base, {t: opened(f"experts[{t!r}]", inputs.experts[t]) for t in tasks}
+    return working, base, {t: opened(word("expert", t), inputs.experts[t]) for t in tasks}
 
 
 def with_estimated_statistics(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError, LostProcessError
+from fusion_bench_featcal.errors.words import option, word
 
 Value = TypeVar("Value")
 
@@ -47,7 +48,7 @@ class Processes:
         if self.size > len(tasks):
             raise CalibrationError(
                 f"{self.size} processes cannot share {len(tasks)} tasks, as each works on whole "
-                f"tasks. Start at most {len(tasks)} (fabric.devices, fabric.num_nodes)"
+                f"tasks. Start at most {len(tasks)}{word('processes')}"
             )
         return tasks[self.rank :: self.size]
 
@@ -120,6 +121,6 @@ class TorchProcesses(Processes):
             raise LostProcessError(
                 f"process {self.rank} of {self.size} has lost contact with another one, which "
                 f"failed (see its message), was ended, or has lost its machine ({error}). Start "
-                "all of them again: with checkpoint_dir and resume=true a run goes "
-                "on after its last whole block"
+                f"all of them again: with {option('checkpoint_dir')} and "
+                f"{option('resume', 'true')} a run goes on after its last whole block"
             ) from error

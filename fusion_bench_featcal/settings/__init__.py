@@ -1,11 +1,11 @@
 """Every setting of a calibration, declared once: default, accepted values and help text."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError as CalibrationError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.settings.fields import (
     Settings,
     is_integer,
@@ -18,7 +18,7 @@ from fusion_bench_featcal.settings.options import OPTIONS_BY_RULE, SETTINGS_OF_T
 
 __all__ = [
     "BY_RULE", "CORRUPTIONS", "OF_RULES", "SETTINGS_OF_THE_RUN", "SEVERITIES", "CalibrationError",
-    "FeatCalSettings", "Options", "Settings", "remedy_of", "with_prefix",
+    "FeatCalSettings", "Options", "Settings", "remedy_of",
 ]  # fmt: skip
 
 OF_RULES = (
@@ -192,13 +192,13 @@ class FeatCalSettings(Settings):
         sentences, strengths = [], self.strengths
         if (ridge := strengths.get("ridge_lambda", 0)) >= _STRONG_RIDGE:
             sentences.append(
-                f"ridge_lambda={ridge:g} is very large: Gram matrices have norm 1, so that the "
-                "samples hardly count"
+                f"{option('ridge_lambda', f'{ridge:g}')} is very large: Gram matrices have "
+                "norm 1, so that the samples hardly count"
             )
         if abs(rho := strengths.get("anchor_rho", 0)) > _FAR_ANCHOR:
             sentences.append(
-                f"anchor_rho={rho:g} is far: the anchor is {abs(rho):g} times as far from the base "
-                "as the merged model"
+                f"{option('anchor_rho', f'{rho:g}')} is far: the anchor is {abs(rho):g} times "
+                "as far from the base as the merged model"
             )
         return sentences
 
@@ -216,26 +216,10 @@ class FeatCalSettings(Settings):
         return {name: _plain(getattr(self, name)) for name in FeatCalSettings.names()}
 
 
-def with_prefix(message: str, prefix: str) -> str:
-    """Return a message that says how settings are set at one door of the package.
-
-    Messages have bare names of settings. A name counts if it has an underscore or is followed by a
-    value, as `seed=3`, or "must be", and does not follow a prefix or a key.
-
-    Args:
-        message: The message.
-        prefix: What stands before a name there, such as `method.` for FusionBench.
-    """
-    names = "|".join(FeatCalSettings.names())
-    return re.sub(
-        rf"(?<![\w.@/'-])(?<!--set )(?=\w+(?:_|=| must be ))({names})\b", rf"{prefix}\1", message
-    )
-
-
 def remedy_of(setting: str) -> str:
     """Return the remedy, for messages, where the rule does not have a setting of `OF_RULES`."""
-    choice = "featcal/plus" if setting == "task_weights" else "featcal"
-    return f"leave it at its default, or choose method={choice}"
+    rule = option("rule", "plus" if setting == "task_weights" else "paper")
+    return f"leave it at its default, or choose {rule}"
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.words import option
 
 T = TypeVar("T")
 _BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -122,7 +123,8 @@ def check_values(kind: type, values: Mapping[str, Any], prefix: str = "") -> Non
     fields = {field.name: field for field in settings_of(kind)}
     refuse_unknown(values, fields, prefix)
     problems = [
-        f"{prefix}{name} must be {accepted_values(fields[name])}, got {value!r:.100}"
+        f"{prefix + name if prefix else option(name)} must be {accepted_values(fields[name])}, "
+        f"got {value!r:.100}"
         for name, value in values.items()
         if not _accepts(fields[name], value)
     ]

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.files.budgets import is_read_budget
 from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
 
@@ -78,12 +79,13 @@ class Options(Settings):
         check=lambda value: isinstance(value, str | os.PathLike) and bool(os.fspath(value)),
         convert=os.fspath,
     )
-    resume: bool = setting(False, "Go on from the blocks in checkpoint_dir, if there are any.")
+    resume: bool = setting(False, "Go on from finished blocks, if there are any.")
 
     def clashes(self) -> Iterator[str]:
         """Yield a phrase if `resume` has no folder."""
         if self.resume and self.checkpoint_dir is None:
-            yield "resume needs checkpoint_dir, the folder that keeps the blocks"
+            folder = option("checkpoint_dir")
+            yield f"{option('resume')} needs {folder}, the folder that keeps the blocks"
 
     def of_rule(self, rule: Any) -> "Options":
         """Return a copy with the rule's values in place of null."""

@@ -6,6 +6,7 @@ from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_type_hints
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.files.classes import named_class
 from fusion_bench_featcal.rules import Rule
 from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings, remedy_of
@@ -87,4 +88,4 @@ def _refuse_changes(
         value = getattr(settings, setting)
         if value not in (getattr(FeatCalSettings, setting), getattr(rule, setting, None)):
             text = remedy or remedy_of(setting)
-            raise ValueError(f"{setting}={value} has no part in the rule {name}: {text}")
+            raise ValueError(f"{option(setting, value)} has no part in the rule {name}: {text}")

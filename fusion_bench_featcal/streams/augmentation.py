@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 
 ENOUGH, MOST = 256, 7
 """Number of samples beyond which copies gain little, and the largest number of copies of each."""
@@ -32,8 +33,8 @@ def number_of_copies(samples: int, augment: str, inputs: Any) -> int:
         return 0
     if images_of(inputs) is None:
         raise CalibrationError(
-            "augment=jitter needs images [batch, channels, height, width], and the inputs "
-            "hold none. Set augment to none, or to auto (which changes images only)"
+            f"{option('augment', 'jitter')} needs images [batch, channels, height, width], and the "
+            f"inputs hold none. Use {option('augment', 'auto')}, which changes images only"
         )
     return max(1, min(ceil(ENOUGH / samples) - 1, MOST))
 
@@ -63,7 +64,7 @@ def jittered(inputs: Any, generators: Sequence[torch.Generator]) -> Any:
     if images is None:
         raise CalibrationError(
             "a batch has no floating-point images [batch, channels, height, width], unlike the "
-            "task's first batch: convert it, or set augment=none"
+            f"task's first batch: convert it, or use {option('augment', 'none')}"
         )
     draws = torch.cat([torch.rand(1, 4, generator=generator) for generator in generators])
     height, width = images.shape[-2:]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import counted as counted_as
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import Masks
 from fusion_bench_featcal.modules.sites import matches
 
@@ -39,8 +40,8 @@ class Positions:
             raise CalibrationError(
                 f"no position of {len(empty)} of {counted_as(len(mask), 'sample')} of a batch "
                 f"counts (rows {empty[:5]}): they are all padding, or have no target (labels all "
-                "-100). Check the data and max_length, or set "
-                "decoder_rows=all where targets are missing"
+                f"-100). Check the data and {option('max_length')}, or use "
+                f"{option('decoder_rows', 'all')} where targets are missing"
             )
         flat = mask.reshape(-1)
         index = (flat > 0).nonzero().flatten()

@@ -13,6 +13,7 @@ from fusion_bench_featcal.core.finite import finiteness, read_back
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.words import word
 from fusion_bench_featcal.modules.sites import exclusion
 
 DEAD_TASK_RATIO = 1e-6
@@ -57,9 +58,8 @@ class Checks:
                 if broken:
                     raise CalibrationError(
                         "inputs are NaN or infinite, or their sums overflow, while weights and "
-                        "samples are finite: a forward pass overflows. Use float32: models that "
-                        "are stored or loaded in it, and fabric.precision=32-true. Or check the "
-                        "task's expert and data for extreme values"
+                        "samples are finite: a forward pass overflows. Use float32: "
+                        f"{word('float32')}. Or check the task's expert and data for extreme values"
                     )
             norms[module][task] = norm
         for module, by_task in norms.items():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.words import option, word
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.rules import Rule
 from fusion_bench_featcal.settings.options import Options
@@ -52,9 +53,9 @@ def check_inputs(
             raise TypeError(f"{name} must map names of tasks to their values, not {mapping!r:.80}")
     if base is None and rule.needs_base:
         rho = getattr(rule, "anchor_rho", None)
-        remedy = "" if rho is None else "; without one set anchor_rho to 1"
+        remedy = "" if rho is None else f"; without one use {option('anchor_rho', 1)}"
         raise ValueError(
-            f"{type(rule).__name__ if rho is None else f'anchor_rho = {rho}'} needs the base "
+            f"{type(rule).__name__ if rho is None else option('anchor_rho', rho)} needs the base "
             f"model{remedy}"
         )
     if not experts:
@@ -73,13 +74,14 @@ def check_inputs(
         if isinstance(values, Tensor | Mapping | str):
             shape = f" {list(values.shape)}" if isinstance(values, Tensor) else ""
             raise CalibrationError(
-                f"batches[{task!r}] is one {type(values).__name__}{shape}, but must be an iterable "
-                "of batches: put a single batch into a list, [batch]"
+                f"{word('batches', task)} is one {type(values).__name__}{shape}, but must be an "
+                "iterable of batches: put a single batch into a list, [batch]"
             )
     weights = getattr(rule, "task_weights", None)  # RegMean's is a text
     if unknown := sorted(set(weights if isinstance(weights, Mapping) else ()) - set(experts)):
         raise CalibrationError(
-            f"task_weights names tasks {unknown} that have no expert; experts are {sorted(experts)}"
+            f"{option('task_weights')} names tasks {unknown} that have no expert; experts are "
+            f"{sorted(experts)}"
         )
 
 
@@ -133,7 +135,7 @@ def take_samples(
     taken, rank = 0, None
     for number, batch in enumerate(batches):
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
-        size, dimensions = size_and_rank(label := f"batches[{task!r}][{number}]", inputs)
+        size, dimensions = size_and_rank(label := f"{word('batches', task)}[{number}]", inputs)
         if dimensions != (rank := dimensions if rank is None else rank):
             raise CalibrationError(
                 f"{label} has {dimensions} dimensions, and the first batch {rank}: a single sample "
@@ -147,7 +149,7 @@ def take_samples(
         if taken == limit:
             return
     if taken == 0:
-        raise CalibrationError(f"batches[{task!r}] have no sample. Give the task data")
+        raise CalibrationError(f"{word('batches', task)} have no sample. Give the task data")
     if limit is not None and getattr(batches, "samples", None) is None:
         warn_of_few_samples(task, taken, limit)
 
@@ -155,10 +157,10 @@ def take_samples(
 def warn_of_few_samples(task: str, available: int, limit: int) -> None:
     """Warn that a task has fewer samples than the settings require."""
     log.warning(
-        "task %s has %s, fewer than samples_per_task = %d: all of them are used",
+        "task %s has %s, fewer than %s: all of them are used",
         task,
         counted(available, "sample"),
-        limit,
+        option("samples_per_task", limit),
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import LazyModel
 from fusion_bench_featcal.experts.expert import lacks_values
 from fusion_bench_featcal.experts.working_model import WorkingModel
@@ -138,9 +139,9 @@ class Streams:
             if not lacks_values(error):
                 raise
             raise CalibrationError(
-                f"family={self.family.name}: the step of {block} needs weights that are not "
-                f"in memory ({error}). It has those of its block: compute everything else in begin "
-                "and hand it on in the call (docs/models.md)"
+                f"{option('family', self.family.name)}: the step of {block} needs weights that are "
+                f"not in memory ({error}). It has those of its block: compute everything else in "
+                "begin and hand it on in the call (docs/models.md)"
             ) from error
 
     def tensors_of(self, block: str) -> list[str]:

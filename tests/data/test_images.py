@@ -126,7 +126,7 @@ def test_a_folder_may_have_splits(tmp_path):
         write_class_folders(tmp_path / split, seed=seed)
     assert contents(load_images(str(tmp_path), split="test")) == PICTURES
     assert contents(load_images(str(tmp_path), usual_split="test")) == PICTURES
-    with pytest.raises(ValueError, match="has splits: set split to test or train"):
+    with pytest.raises(ValueError, match="has splits: name one by split, test or train"):
         load_images(str(tmp_path))
     with pytest.raises(ValueError, match=r"no folder for split 'tset' \(nearest: 'test'\)"):
         load_images(str(tmp_path), split="tset")
@@ -217,7 +217,7 @@ def test_saved_datasets_of_images(shapes, tmp_path, has_splits):
     for items in (load_images(path, "fit"), load_images(f"{path}:fit")):
         assert contents(items) == PICTURES and items.classnames == list(SHAPES)
     assert len(load_images(path, usual_split="test")) == 1
-    with pytest.raises(ValueError, match=r"has splits: set split to fit or test"):
+    with pytest.raises(ValueError, match=r"has splits: name one by split, fit or test"):
         load_images(path)
 
 

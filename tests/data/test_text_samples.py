@@ -77,7 +77,7 @@ MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
 def test_rows_without_a_usable_sample_are_named(row: Any, options: dict[str, Any], message: str):
     with pytest.raises(CalibrationError, match=rf"task 'a', .*train.*, item 0.*{message}"):
         sample(row, **options)
-    with pytest.raises(CalibrationError, match="max_length = 9 is more than 8 tokens"):
+    with pytest.raises(CalibrationError, match="max_length=9 is more than 8 tokens"):
         sample(PAIR, max_length=9, model_max_length=8)
 
 

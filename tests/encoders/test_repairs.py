@@ -236,7 +236,7 @@ def test_embeddings_that_differ_stay_and_are_named(encoders: Any, caplog: Any, t
 
 def test_few_texts_are_noted_as_for_other_models(encoders: Any, caplog: Any) -> None:
     repaired_by(encoders, samples_per_task=100)
-    text = "fewer than samples_per_task = 100: all of them are used"
+    text = "fewer than samples_per_task=100: all of them are used"
     assert caplog.text.count(text) == len(TASKS)
 
 

@@ -37,7 +37,7 @@ def test_the_list_that_is_clearly_the_largest_has_the_blocks():
     equal = of_lists(layers=linears(2, 9), others=linears(2, 8))
     with pytest.raises(CalibrationError, match=r"family=stack .*Module: it has no list .*write"):
         STACK.stages(equal)
-    with pytest.raises(ValueError, match=r"auto does not know Module .*list of the blocks' names"):
+    with pytest.raises(ValueError, match=r"auto does not know Module .*Name the blocks in a list"):
         resolve_family("auto", equal)
 
 

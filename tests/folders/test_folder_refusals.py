@@ -19,7 +19,6 @@ from tiny_texts import WORDS, llama_model, sentences, word_tokenizer, write, wri
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.folders import calibrate_folder
-from fusion_bench_featcal.folders.options import in_words_of_the_command
 
 MERGE_CONFIG = "merged/mergekit_config.yml"
 NO_MODELS: dict[str, Any] = {"base": None, "experts": ()}
@@ -205,7 +204,7 @@ DATA: list[Case] = [
     ("llama", {"one.jsonl": '[{"prompt": "a", "target": "\\udC00"}]'}, {},
      ["--data one", "is not readable as jsonl: ", "surrogates not allowed"]),
     ("llama", {"one.jsonl": [{"prompt": "a", "target": ""}]}, {},
-     [*ROW, "leave the row out, or give --set calibration_targets=generated"]),
+     [*ROW, "leave the row out, or use --set calibration_targets=generated"]),
     ("vit", {"one-images/circle/00.png": sixteen_bits}, {"data": "{}-images", "more": "--plan"},
      ["data '", "one-images', item ", "00.png cannot be read as an image (mode I;16: store 8"]),
     ("vit", {"one-images/circle/00.png": lambda p: p.write_bytes(b"GIF")},
@@ -252,19 +251,6 @@ def test_numbers_that_are_rarely_meant_are_noted(made, tmp_path, more, note):
     assert done.code == 0, done.err
     texts = ("times as far", "very large")
     assert sum(text in done.out for text in texts) == bool(note) and note in done.out
-
-
-def test_a_users_path_is_no_setting():
-    """A folder may be called like one."""
-    text = "checkpoint_dir /a/checkpoint_dir holds blocks. Set resume=true, or lower max_length"
-    expected = "--out /a/checkpoint_dir holds blocks. Give --resume, or lower --set max_length"
-    assert in_words_of_the_command(text) == expected
-
-
-def test_experts_and_batches_are_options():
-    error = CalibrationError("experts['a b']: tensor 'x' has NaN. See batches['a b'][3]")
-    expected = "--expert a b: tensor 'x' has NaN. See --data a b[3]"
-    assert in_words_of_the_command(error) == expected
 
 
 def test_a_base_with_nan_is_named_as_the_option(folder, capsys):

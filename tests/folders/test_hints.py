@@ -10,8 +10,10 @@ import pytest
 
 import fusion_bench_featcal
 from fusion_bench_featcal.data.images import load_images
+from fusion_bench_featcal.errors import words
+from fusion_bench_featcal.errors.words import speaking
 from fusion_bench_featcal.folders import images, options, request, texts
-from fusion_bench_featcal.folders.options import flag_of, in_words_of_the_command
+from fusion_bench_featcal.folders.options import WORDS, flag_of
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import settings_of
@@ -24,6 +26,7 @@ SETTINGS = {*FeatCalSettings.names()} - OTHERS
 # Encoders take any name, `score` as a target.
 COLUMNS = {*texts._OF_MODELS, *texts._OF_CLASSIFIERS, *images._COLUMNS, "score"}
 # Keywords of functions and keys of YAML, which are no words of the command.
+OF_OTHER_DOORS = ("remarks.py", "words.py")  # remarks: of several rows, which FusionBench has
 FOREIGN = {*OTHERS, *inspect.signature(load_images).parameters} - {"path", "resume"}
 
 
@@ -50,9 +53,13 @@ def reachable() -> dict[Path, ast.Module]:
 
 
 def text_of(node: ast.AST) -> str | None:
-    """A text, with ... for values that are filled in."""
+    """A text, with ... for values that are filled in, and the words of the command."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
+    if isinstance(node, ast.FormattedValue) and isinstance(call := node.value, ast.Call):
+        name, values = ast.unparse(call.func), [text_of(value) or "..." for value in call.args]
+        with speaking(WORDS):
+            return getattr(words, name)(*values) if name in ("option", "word") else None
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) or "..." for part in node.values)
     return None
@@ -73,7 +80,7 @@ def sentences(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def refused_hints(text: str) -> list[str]:
     """Hints of a message that the command does not take."""
-    shown = re.sub(r"fusion_bench method[^,;]*", "", in_words_of_the_command(text))
+    shown = re.sub(r"fusion_bench method[^,;]*", "", text)
     shown = shown.replace("--set '", "--set ")  # quoted for the shell
     wrong = [flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown) if flag not in FLAGS]
     wrong += [n for n in re.findall(r"--set ([a-z_]+)", shown) if n not in SETTINGS]
@@ -93,29 +100,16 @@ def test_every_hint_of_the_door_is_accepted():
     found = [
         (f"{file.relative_to(ROOT)}:{line}", hints, text)
         for file, tree in reachable().items()
-        if file.name != "remarks.py"  # of several rows, which only FusionBench has
+        if file.name not in OF_OTHER_DOORS
         for line, text in sentences(tree)
         if (hints := refused_hints(text))
     ]
     assert found == []
 
 
-def test_the_door_itself_uses_the_words_of_the_command():
-    """Its own sentences, such as verdicts and notes, are not translated."""
-    found = [
-        text
-        for file in (ROOT / "folders").glob("*.py")
-        if file.name != "options.py"  # it translates
-        for _, text in sentences(ast.parse(file.read_text(encoding="utf-8")))
-        if in_words_of_the_command(text) != text
-    ]
-    assert found == []
-
-
 def test_the_search_finds_hints():
     texts = [text for tree in reachable().values() for _, text in sentences(tree)]
-    shown = [in_words_of_the_command(text) for text in texts]
-    assert sum("--" in text for text in shown) > 50 and len(texts) > 500
+    assert sum("--" in text for text in texts) > 50 and len(texts) > 500
 
 
 @pytest.mark.parametrize(
@@ -123,6 +117,5 @@ def test_the_search_finds_hints():
     ["choose another calibration_split", "set checkpoint_dirs, or --sett x=1", "Check image_column",
      "set split to a", "fabric.precision=32-true", "--columns labels=NAME", "--set max_lenght=1"],
 )  # fmt: skip
-def test_hints_of_other_doors_are_noticed(hint, monkeypatch):
-    monkeypatch.setattr(options, "_WORDS", ())
+def test_hints_of_other_doors_are_noticed(hint):
     assert refused_hints(hint)

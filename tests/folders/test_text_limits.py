@@ -135,10 +135,10 @@ def test_classifiers_in_folders_are_cut_at_their_positions(tmp_path):
     assert done.code == 0 and sentence in done.out, done.err
     for length in (11, 1024):  # the second is the default, which is lowered
         line = error_of(*words(tmp_path, "--set", f"max_length={length}"))
-        assert f"--set max_length = {length} is more than 10 tokens, the model's positions" in line
+        assert f"--set max_length={length} is more than 10 tokens, the model's positions" in line
     done = featcal(*words(tmp_path, "--set", "max_length=9"))
     assert done.code == 0 and "texts are cut" not in done.out, done.err
-    assert "7 of 12 texts are longer than max_length = 9, and cut" in done.out
+    assert "7 of 12 texts are longer than --set max_length=9, and cut" in done.out
 
 
 def test_experts_in_folders_write_answers_within_their_positions(tmp_path):
@@ -160,7 +160,7 @@ def test_pools_refuse_texts_beyond_the_positions(tmp_path, is_in_memory):
     inputs = inputs_of(pool)
     with pytest.raises(CalibrationError, match=r"42 tokens, but the model's positions .* is 12"):
         next(iter(inputs.batches(FeatCalSettings())["one"]))
-    with pytest.raises(CalibrationError, match="max_length = 13 is more than 12 tokens, the model"):
+    with pytest.raises(CalibrationError, match="max_length=13 is more than 12 tokens, the model"):
         inputs.batches(FeatCalSettings(max_length=13))
     batch = next(iter(inputs.batches(FeatCalSettings(max_length=12))["one"]))
     assert batch["input_ids"].shape[1] == 12
