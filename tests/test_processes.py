@@ -141,7 +141,7 @@ def test_each_process_reads_the_experts_of_its_tasks_and_must_have_one():
 
     assert in_processes(2, work) == [["task_0", "task_2"], ["task_1"]]
     for error in together(clip_suite(tasks=1), 2):
-        assert "2 processes cannot share 1 tasks" in str(error) and "fabric.devices" in str(error)
+        assert "2 processes cannot share 1 tasks" in str(error)
 
 
 def test_a_model_with_functions_of_its_loader_is_not_sent_but_named():

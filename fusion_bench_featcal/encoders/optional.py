@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at, message_of
 
 
 def pooled_encoder(folder: Path, label: str) -> Any:
@@ -12,8 +12,6 @@ def pooled_encoder(folder: Path, label: str) -> Any:
     Raises:
         CalibrationError: If the library is missing, or the folder cannot be opened.
     """
-    try:
+    with at(label, cause=message_of(ImportError)):
         from fusion_bench_featcal.encoders.pooling import PooledEncoder
-    except ImportError as error:
-        raise CalibrationError(f"{label} {error}") from error
     return PooledEncoder(folder, label)

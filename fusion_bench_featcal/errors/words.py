@@ -1,39 +1,30 @@
 """Words of messages that differ between the doors of the package: names of options and models."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """The words of a door.
 
     Attributes:
         prefix: Text before the name of a setting.
-        names: Settings, also with a value as in `resume=true`, that have another name here, and
-            words of `word`.
+        names: Other names that settings have here, and words of `word`.
     """
 
-    prefix: str = ""
-    names: Mapping[str, str] = field(default_factory=dict)
+    prefix: str
+    names: dict[str, str]
 
 
-PYTHON = Words(
-    "",
-    {
-        "base": "base",
-        "expert": "experts[{!r}]",
-        "batches": "batches[{!r}]",
-        "image_column": "image_column",
-        "label_column": "classnames and label_column",
-        "split": "split",
-        "template": "a tokenizer that has one",
-        "float32": "models that are stored or loaded in it, without autocast",
-        "processes": "",
-    },
-)
+PYTHON = Words("", {
+    "base": "base", "merged": "the merged model", "expert": "experts[{!r}]",
+    "batches": "batches[{!r}]",
+    "image_column": "image_column", "label_column": "classnames and label_column",
+    "split": "split", "template": "a tokenizer that has one", "processes": "",
+    "float32": "models that are stored or loaded in it, without autocast",
+})  # fmt: skip
 _words: ContextVar[Words] = ContextVar("words")
 
 
@@ -66,4 +57,4 @@ def word(key: str, *values: object) -> str:
         key: Its name here, such as `expert`.
         *values: What the words have a place for, such as the task.
     """
-    return {**PYTHON.names, **_words.get(PYTHON).names}[key].format(*values)
+    return (PYTHON.names | _words.get(PYTHON).names)[key].format(*values)

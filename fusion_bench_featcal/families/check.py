@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import (
     Family,
@@ -103,13 +104,9 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            try:
+            remedy = "Write a family for such blocks (docs/models.md)"
+            with at(type(model).__name__, name, cause=message_of(TypeError), remedy=remedy):
                 outputs.append((name, hidden_output(output).clone()))
-            except TypeError as error:
-                raise CalibrationError(
-                    f"{type(model).__name__}, {name}: {error}. Write a family for such blocks "
-                    "(docs/models.md)"
-                ) from error
             if len(outputs) > len(blocks):  # a block runs again
                 raise stop_forward()
 

@@ -17,25 +17,15 @@ RECIPE = "recipe.yaml"
 """File next to a result with the options of its run."""
 INPUTS_FILE = "inputs.json"
 """File beside finished blocks, and in a saved model's report: option -> digest of its files."""
-WORDS = Words(
-    "--set ",
-    {
-        "resume": "--resume",
-        "checkpoint_dir": "--out",
-        "rule=plus": "--preset plus",
-        "rule=paper": "--preset paper",
-        "base": "--base",
-        "expert": "--expert {}",
-        "batches": "--data {}",
-        "image_column": "--columns image=NAME",
-        "label_column": "--columns label=NAME",
-        "split": "PATH:SPLIT",
-        "template": "--chat-template FILE",
-        "float32": "save MERGED, --base and every --expert in it, by "
-        "model.float().save_pretrained(DIR)",
-        "processes": "",
-    },
-)
+WORDS = Words("--set ", {
+    "resume": "--resume", "checkpoint_dir": "--out",
+    "rule=plus": "--preset plus", "rule=paper": "--preset paper",
+    "base": "--base", "expert": "--expert {}", "batches": "--data {}",
+    "image_column": "--columns image=NAME", "label_column": "--columns label=NAME",
+    "split": "PATH:SPLIT", "template": "--chat-template FILE",
+    "float32": "save MERGED, --base and every --expert in it, by model.float().save_pretrained("
+    "DIR)",
+})  # fmt: skip
 """Its own options in messages of shared rooms."""
 
 

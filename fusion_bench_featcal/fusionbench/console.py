@@ -26,7 +26,7 @@ from fusion_bench_featcal.errors.block import error_block
 from fusion_bench_featcal.errors.masking import hide, masked
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.signals import Interruption, exit_code, raise_interruptions
-from fusion_bench_featcal.errors.words import Words, speak
+from fusion_bench_featcal.errors.words import Words, speak, speaking
 from fusion_bench_featcal.files import write_atomic
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -40,15 +40,11 @@ _INTERRUPTED = (
     "interrupted. The same command goes on after the finished cells of method=compare, and with "
     "method.checkpoint_dir and method.resume=true after the last finished block"
 )
-WORDS = Words(
-    "method.",
-    {
-        "rule=plus": "method=featcal/plus",
-        "rule=paper": "method=featcal",
-        "float32": "models that are stored or loaded in it, and fabric.precision=32-true",
-        "processes": " (fabric.devices, fabric.num_nodes)",
-    },
-)
+WORDS = Words("method.", {
+    "rule=plus": "method=featcal/plus", "rule=paper": "method=featcal",
+    "float32": "models that are stored or loaded in it, and fabric.precision=32-true",
+    "processes": " (fabric.devices, fabric.num_nodes)",
+})  # fmt: skip
 """Settings in messages of shared rooms."""
 _hook_before: Any = None
 
@@ -246,6 +242,7 @@ def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> Non
         _hook_before(kind, error, trace)
 
 
+@speaking(WORDS)
 def explained(error: BaseException) -> ValueError:
     """Return a shorter error of composing a config, with the nearest existing name."""
     from fusion_bench_featcal.fusionbench.config_checks import (

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, end_tokens, positions_of
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.source import total_bytes
@@ -229,26 +230,23 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     Raises:
         CalibrationError: If it cannot be found or loaded, naming the model and its entry.
     """
-    try:
-        with checked_adapters():
-            model: Any = local_pool(modelpool, name).load_model(name)
+    entry = modelpool._models.get(name)
+    with at(f"modelpool.models.{name}", cause=partial(_cause, entry)), checked_adapters():
+        model: Any = local_pool(modelpool, name).load_model(name)
         if not isinstance(model, nn.Module):
             raise CalibrationError(
-                f"modelpool.models.{name} gives a {type(model).__name__}, not an nn.Module. "
-                "Sources of weights work from Python, calibrate(...)"
+                f"it gives a {type(model).__name__}, not an nn.Module. Sources of weights work "
+                "from Python, calibrate(...)"
             )
         return bind_own_functions(model)
-    except CalibrationError as error:
-        if f"modelpool.models.{name}" in str(error):
-            raise
-        raise CalibrationError(f"modelpool.models.{name}: {error}") from error
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a loader may raise anything
-        entry, cause = modelpool._models.get(name), loading_cause(error)
-        if cause.startswith("Unsupported model configuration type"):
-            target = f"{{_target_: transformers.<class>.from_pretrained, {NAME}: {entry}}}"
-            cause = f"its model pool takes no plain names. Write {target}"
-        raise CalibrationError(
-            f"model {name!r} ({entry}) cannot be loaded: {cause}. Check modelpool.models.{name}"
-        ) from error
+
+
+def _cause(entry: Any, error: Exception) -> str | None:
+    """Return why an entry of a pool cannot be loaded. A loader may raise anything."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return None
+    cause = loading_cause(error)
+    if cause.startswith("Unsupported model configuration type"):
+        target = f"{{_target_: transformers.<class>.from_pretrained, {NAME}: {entry}}}"
+        cause = f"its model pool takes no plain names. Write {target}"
+    return f"{entry} cannot be loaded: {cause}"

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Container, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
