@@ -19,7 +19,7 @@ class Words(NamedTuple):
 
 
 PYTHON = Words("", {
-    "base": "base", "merged": "the merged model", "expert": "experts[{!r}]",
+    "base": "base", "expert": "experts[{!r}]",
     "batches": "batches[{!r}]",
     "image_column": "image_column", "label_column": "classnames and label_column",
     "split": "split", "template": "a tokenizer that has one", "processes": "",
