@@ -219,7 +219,7 @@ def test_two_runs_at_once_in_one_folder_do_not_mix(tmp_path: Path):
 
         outcomes = in_forks(2, work)
         (winner,) = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-        refused = r"is in use by process \d+ on .*another folder|holds the finished blocks of a run"
+        refused = r"is in use by another process.*another folder|holds the finished blocks of a run"
         assert re.search(rf"checkpoint_dir {folder} ({refused})", str(outcomes[1 - winner]))
         model = run(small_clip(), folder, resume=True, **settings[winner]).model
         assert_identical(model, expected[winner])
@@ -239,8 +239,8 @@ def test_a_lock_of_a_killed_process_is_taken_over_and_its_files_are_removed(
 
     assert in_forks(1, die) == [-signal.SIGKILL]
     with locked_target(target, "--out"):
-        assert "taken over from process" in caplog.text and "out.0123abcd.part" in caplog.text
-        with pytest.raises(CalibrationError, match=f"in use by process {os.getpid()} on "):
+        assert "out.0123abcd.part" in caplog.text
+        with pytest.raises(CalibrationError, match="in use by another process"):
             locked_target(target, "--out").__enter__()
     assert [*tmp_path.iterdir()] == [other]
 
