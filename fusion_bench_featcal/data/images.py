@@ -9,7 +9,7 @@ import datasets
 import torch
 from PIL import Image
 
-from fusion_bench_featcal.data.image_folders import check_column, read_folder, with_files
+from fusion_bench_featcal.data.image_folders import read_folder, with_files
 from fusion_bench_featcal.data.labels import class_numbers, encode_labels
 from fusion_bench_featcal.data.pictures import check_header, digest_of, to_rgb
 from fusion_bench_featcal.data.tables import (
@@ -19,6 +19,7 @@ from fusion_bench_featcal.data.tables import (
     split_of,
 )
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.words import word
 
 PictureChange = Callable[[Image.Image, int], Image.Image]
@@ -69,7 +70,13 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _read_table(self, table: datasets.Dataset) -> None:
         column, label = self._image_column, self._label_column
-        check_column(table, column, self.name)
+        if column not in table.column_names:
+            hint = nearest_hint(column, table.column_names)
+            raise ValueError(
+                f"{self.name}: no column {column!r} of images{hint}; there are: "
+                f"{', '.join(table.column_names)}. Name it by "
+                f"{word('image_column')}"
+            )
         if isinstance(table.features[column], datasets.Image):
             # undecoded, so that messages can name a damaged file
             table = table.cast_column(column, datasets.Image(decode=False))
@@ -206,8 +213,7 @@ def load_images(
         split = split or usual_split
         rows = from_hub(path, source, split)
     else:
-        table = read_table(source, split, label_column)
-        rows = with_files(table, source.parent, f"data {path!r}", image_column)
+        rows = with_files(read_table(source, split, label_column), source.parent, image_column)
     name = f"data {path!r}" + (f", split {split!r}" if split else "")
     return ImageItems(
         rows,
