@@ -19,12 +19,13 @@ from fusion_bench_featcal.files import (
     prepare_directory,
     write_atomic,
 )
-from fusion_bench_featcal.files.json_files import json_text, plain, typed
-from fusion_bench_featcal.files.untrusted import read_bytes, read_json
+from fusion_bench_featcal.files.json_files import json_text
+from fusion_bench_featcal.files.untrusted import read_json
 
 from .columns import AVERAGE, COST, DIMENSIONS, VALUE
 from .frame import frame_of
 from .joining import join
+from .notes import Note
 from .run import ACCURACY, Line, Row, Run, check_row
 
 LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
@@ -34,7 +35,7 @@ SCHEMA = 3
 """Number of this layout of files. Earlier ones are refused."""
 _OF_ROWS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
 _OF_RUNS = ("suite", "merger", "versions", "device")
-_MOST_BYTES = 2**31  # of all flags, unpacked
+_LISTS: dict[str, type] = {"rows": Row, "notes": Note}
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
@@ -56,7 +57,7 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
     content["notes"] = [asdict(note) for note in run.notes]
     texts = {
         LINES_FILE: csv_text(run.all_lines()),
-        RUN_FILE: masked(json_text({"schema": SCHEMA, **plain(content, "run")})),
+        RUN_FILE: masked(json_text({"schema": SCHEMA, **content})),
     }
     folder = prepare_directory(folder, setting)
     (folder / RUN_FILE).unlink(missing_ok=True)  # an earlier run's files are no part of this one
@@ -92,10 +93,10 @@ def read_run(folder: str | Path) -> Run:
             f"{folder / RUN_FILE} has schema {schema!r}, and this version reads {SCHEMA}: run again"
         )
     try:
-        run = typed({key: content[key] for key in (*_OF_RUNS, "rows", "notes")}, Run, "run")
-    except (KeyError, TypeError, ValueError) as error:
-        cause = error if isinstance(error, ValueError) else repr(error)
-        raise ReportError(f"{folder / RUN_FILE} is damaged: {cause}") from error
+        rows, notes = ([of(**values) for values in content[key]] for key, of in _LISTS.items())
+        run = Run(rows=rows, notes=notes, **{key: content[key] for key in _OF_RUNS})
+    except (KeyError, TypeError) as error:
+        raise ReportError(f"{folder / RUN_FILE} is damaged: {error!r}") from error
     _fill(run, read_lines_csv(folder / LINES_FILE))
     if (folder / ITEMS_FILE).exists():
         _unpack(folder / ITEMS_FILE, run.rows)
@@ -225,10 +226,7 @@ def _unpack(path: Path, rows: list[Row]) -> None:
         ReportError: If the file is damaged. The archive has checksums of its members.
     """
     try:
-        with np.load(io.BytesIO(read_bytes(path, _MOST_BYTES)), allow_pickle=False) as archive:
-            size = sum(entry.file_size for entry in archive.zip.infolist())
-            if size > _MOST_BYTES:
-                raise ValueError(f"it unpacks to {size} bytes")
+        with np.load(path, allow_pickle=False) as archive:
             for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
                 flags = rows[row].correct = dict(rows[row].correct or {})
                 flags[task] = archive[f"array_{number}"]

@@ -1,5 +1,6 @@
 """`featcal calibrate` that fails midway has one sentence for it, and loses nothing."""
 
+import json
 import os
 import re
 import resource
@@ -15,8 +16,9 @@ from reports import featcal
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.errors.signals import end_at_once, interruptions
-from fusion_bench_featcal.files.json_files import read_lines
 from fusion_bench_featcal.run import CheckpointFolder
+
+LOG = "out/featcal/calibration_log.jsonl"
 
 
 def largest_file(size: int) -> None:
@@ -78,7 +80,7 @@ def test_a_fault_is_one_sentence_and_loses_nothing(name, folder: Path, monkeypat
     assert finished_blocks(folder / "out.blocks") == blocks
     assert main([*command, "--resume"]) == 0
     assert model.read_bytes() == (folder / "usual" / model.name).read_bytes()
-    log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")
+    log = [*map(json.loads, (folder / LOG).read_text().splitlines())]
     assert [record["blocks"] for record in log if record["kind"] == "resumed"] == [blocks]
 
 

@@ -1,6 +1,7 @@
 """`featcal calibrate` that ended early, or runs twice: what the next command does."""
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -18,12 +19,13 @@ from safetensors.torch import load_file
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import scoring
-from fusion_bench_featcal.files.json_files import read_lines
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders import calibrated_transformers
 from fusion_bench_featcal.models import saving
 
 FAST = ("--preset", "paper", "--no-eval", "--set", "modules=[q_proj]")
+
+LOG = "out/featcal/calibration_log.jsonl"
 
 
 def killed(moment: str, count: int, command: list[str]) -> None:
@@ -124,7 +126,7 @@ def test_an_interrupted_run_does_not_go_on_with_changed_inputs(option, folder: P
     assert names(folder) == kept
     file.write_bytes(before)
     assert main([*command, "--resume"]) == 0
-    log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")
+    log = [*map(json.loads, (folder / LOG).read_text().splitlines())]
     assert [record["blocks"] for record in log if record["kind"] == "resumed"] == [2]
 
 
@@ -145,7 +147,7 @@ def test_an_interrupted_evaluation_does_not_lose_the_calibration(kind, copied, m
     assert done.out.index("calibrating; ") < done.out.index("evaluating the experts, the merged")
     again = featcal(*command, "--resume")
     assert again.code == 0, again.err
-    log = read_lines(folder / "out" / "featcal" / "calibration_log.jsonl")
+    log = [*map(json.loads, (folder / LOG).read_text().splitlines())]
     (resumed,) = (record for record in log if record["kind"] == "resumed")
     assert resumed["blocks"] == len({r["block"] for r in log if r["kind"] == "block"}) > 1
     expected = weights.read_bytes()
