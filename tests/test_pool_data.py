@@ -105,7 +105,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     (Pool(a=[]), "a", r"'a' has 0 samples in modelpool\.train_datasets\.a"),
     (Pool(a=UNEQUAL), "a", r"task 'a'.*processor must return .* one size.*\[3, 4, [45]\]"),
     (configured(LOAD), "a",
-     r"(?s)modelpool\.train_datasets\.a.*cannot be loaded: data './nowhere' does not"),
+     r"(?s)modelpool\.train_datasets\.a.*cannot be loaded: data './nowhere' is neither"),
 ]  # fmt: skip
 
 

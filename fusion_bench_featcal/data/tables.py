@@ -51,16 +51,12 @@ def require_numbered(rows: Any, name: str) -> None:
     Raises:
         CalibrationError: If it is streamed, has several splits, or is not a dataset.
     """
-    if isinstance(rows, Mapping):
-        raise CalibrationError(
-            f"{name}: one dataset is needed, got a mapping of {', '.join(map(str, rows))}: set "
-            "its _target_, or the split that it loads"
-        )
     has_items = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
-    if not has_items or isinstance(rows, str):
+    if not has_items or isinstance(rows, str | Mapping):
+        content = f" of {', '.join(map(str, rows))}" if isinstance(rows, Mapping) else ""
         raise CalibrationError(
-            f"{name}: a dataset with a length and numbered items is needed, got "
-            f"{type(rows).__name__}. Load it without streaming."
+            f"{name}: a dataset with a length and numbered items is needed, got a "
+            f"{type(rows).__name__}{content}. Set its _target_, one split, or streaming=false"
         )
 
 
@@ -181,25 +177,12 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
 
 
 def _unpacked(file: Path) -> pyarrow.Table:
-    """Read a parquet file, unless it unpacks to more than half of the free memory.
-
-    Its footer has the size without compression, but a value that many rows share is stored once.
-    """
-    opened, room = parquet.ParquetFile(file), (free_bytes(torch.device("cpu")) or 0) // 2
-    sizes = [opened.metadata.row_group(n).total_byte_size for n in range(opened.num_row_groups)]
-
-    def check(size: int) -> None:
-        if size > room:
-            free = f"{bytes_text(room)}, half of the free memory"
-            raise ValueError(f"it unpacks to more than {free}: give fewer rows")
-
-    check(sum(sizes))
-    rows = max(1, min(1024, room // max([1, *sizes])))  # as no value is larger than its group
-    pieces, size = list[pyarrow.RecordBatch](), 0
-    for piece in opened.iter_batches(rows):
-        pieces.append(piece)
-        check(size := size + piece.nbytes)
-    return pyarrow.Table.from_batches(pieces, opened.schema_arrow)
+    """Read a parquet file, unless its footer has more bytes than half of the free memory."""
+    footer, room = parquet.read_metadata(file), (free_bytes(torch.device("cpu")) or 0) // 2
+    if sum(footer.row_group(n).total_byte_size for n in range(footer.num_row_groups)) > room:
+        free = f"{bytes_text(room)}, half of the free memory"
+        raise ValueError(f"it unpacks to more than {free}: give fewer rows")
+    return parquet.read_table(file)
 
 
 def _decoded(file: Path) -> str:
@@ -257,11 +240,7 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
     """
     repository, _, config = name.partition(":")
     is_file_name = "/" not in name and "." in repository  # with any ending
-    if is_file_name or "/" in config or not can_be_hub_id(repository):
-        raise ValueError(
-            f"data {name!r} does not exist: neither a file nor a folder at {source.absolute()}."
-        )
-    if split is None:
+    if split is None or is_file_name or "/" in config or not can_be_hub_id(repository):
         raise ValueError(
             f"data {name!r} is neither a file nor a folder at {source.absolute()}: correct the "
             "path, or, if it is the id of a hub dataset, name its split by "

@@ -1,26 +1,18 @@
 """Chats as the chat template of a tokenizer writes them."""
 
-import signal
-import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
 from datetime import datetime, tzinfo
 from itertools import takewhile
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import psutil
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from fusion_bench_featcal.data.chats import Turn
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.plurals import bytes_text
 
-_LONGEST, _MOST_BYTES, _MOST_SECONDS = 10**7, 2**30, 60  # of one rendered chat
 _SHORTEST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -56,11 +48,11 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: Any) -> str:
         values: Other values of the template, such as `tools`.
 
     Raises:
-        CalibrationError: If the template raises an error, or writes without end.
+        CalibrationError: If the template raises an error.
     """
     try:
         # transformers gives templates a function `strftime_now`, and takes no other for it.
-        with _bounded(), patch.object(chat_template_utils, "datetime", _OneDay):
+        with patch.object(chat_template_utils, "datetime", _OneDay):
             date = f"{_OneDay.now():%d %b %Y}"
             return tokenizer.apply_chat_template(turns, tokenize=False, date_string=date, **values)
     except Exception as error:  # a template may raise any error
@@ -68,46 +60,6 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: Any) -> str:
             f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
             "Correct the row, or give a tokenizer with another template"
         ) from error
-
-
-@contextmanager
-def _bounded() -> Iterator[None]:
-    """Context in which a template has limited text, time (main thread) and memory (Linux).
-
-    The text's length does not bound loops that write nothing, nor products such as `'a' * 10**12`.
-    """
-
-    def joined(parts: Iterable[str]) -> str:
-        texts, length = [], 0
-        for part in parts:
-            texts.append(part)
-            if (length := length + len(part)) > _LONGEST:
-                raise ValueError(f"it writes more than {_LONGEST:,} characters")
-        return "".join(texts)
-
-    def stop(*_: Any) -> None:
-        raise ValueError(f"it takes more than {_MOST_SECONDS} seconds")
-
-    with ExitStack() as before:
-        before.enter_context(
-            patch.object(ImmutableSandboxedEnvironment, "concat", staticmethod(joined))
-        )
-        if sys.platform == "linux":  # others have no such limit of memory
-            import resource
-
-            limit, (soft, hard) = resource.RLIMIT_AS, resource.getrlimit(resource.RLIMIT_AS)
-            most = psutil.Process().memory_info().vms + _MOST_BYTES
-            resource.setrlimit(limit, (most if soft < 0 else min(soft, most), hard))
-            before.callback(resource.setrlimit, limit, (soft, hard))
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and hasattr(signal, "setitimer"):  # absent on Windows
-            before.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, stop))
-            timer = signal.setitimer(signal.ITIMER_REAL, _MOST_SECONDS)
-            before.callback(signal.setitimer, signal.ITIMER_REAL, *timer)
-        try:
-            yield
-        except MemoryError as error:
-            raise ValueError(f"it takes more than {bytes_text(_MOST_BYTES)} of memory") from error
 
 
 def rendered_chat(tokenizer: Any, text: Text) -> Chat:

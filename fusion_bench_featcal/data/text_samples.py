@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
-from numbers import Integral
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -54,6 +54,7 @@ class _Ids:
         target: The target, or None.
         scored: The target, -100 for tokens that do not count.
         head: Number of the prompt's first tokens that stay if it is cut.
+        types: As in `Sample`.
         is_cut: Whether the tokenizer cut it.
         unread: As in `Sample`.
     """
@@ -62,6 +63,7 @@ class _Ids:
     target: list[int] | None = None
     scored: list[int] | None = None
     head: int = 0
+    types: list[int] | None = None
     is_cut: bool = False
     unread: tuple[str, ...] = ()
 
@@ -109,8 +111,6 @@ class TextEncoder:
             CalibrationError: If the text is empty or too long, the target is empty, or a required
                 target is missing.
         """
-        if self.kind == "classification":
-            return self._classified(text)
         ids, name = self._ids(text), text.name
         if self.kind == "seq2seq" and ids.target is None:
             raise CalibrationError(
@@ -176,31 +176,25 @@ class TextEncoder:
     def _has_words(self, ids: list[int]) -> bool:
         return any(token not in self._marks for token in ids)
 
-    def _classified(self, text: Text) -> Sample:
-        """Return the text of a classifier, or a pair of texts."""
-        types = None
-        if text.form == "tokens":
-            ids = _tokenised(text, "causal", labels=None)
-        elif text.form == "chat":
-            ids = self._chat(text)
-        else:
-            encoded, is_cut = self._encoded(text.prompt, text.pair)
-            ids = _Ids(list(encoded["input_ids"]), is_cut=is_cut)
-            types = encoded.get("token_type_ids") if text.pair is not None else None
-        self._refuse_empty(ids.prompt, text.name)
-        return replace(self._cut_prompt(ids, 0, text.name), types=types)
-
     def _ids(self, text: Text) -> _Ids:
         """Return prompt and target of a text in token ids, before truncation."""
-        if text.pair is not None:
+        is_classified = self.kind == "classification"
+        if text.pair is not None and not is_classified:
             raise CalibrationError(f"{text.name}: text_pair is for classifiers. Leave it out")
         if text.form == "tokens":
-            ids = _tokenised(text, self.kind, text.prompt.get("labels"))
+            labels = None if is_classified else text.prompt.get("labels")
+            ids = _tokenised(text, self.kind, labels)
         elif text.form == "chat":
             ids = self._chat(text)
-        else:
+        elif self.kind == "causal":
             ids = self._plain(text.prompt, text.target)
-        self._refuse_empty(ids.prompt, text.name)
+        else:
+            ids = self._encoded(text)
+        is_blank = isinstance(text.prompt, str) and not f"{text.prompt}{text.pair or ''}".strip()
+        if is_blank or not self._has_words(ids.prompt):
+            raise CalibrationError(
+                f"{text.name}: the text is empty, or padding alone. Remove the row"
+            )
         return ids
 
     def _chat(self, text: Text) -> _Ids:
@@ -226,19 +220,7 @@ class TextEncoder:
         stops = (n + 1 for n, token in enumerate(answer) if token in self.ends)
         return answer[: next(stops, len(answer))]
 
-    def _refuse_empty(self, ids: list[int], name: str) -> None:
-        if not self._has_words(ids):
-            raise CalibrationError(f"{name}: the text is empty, or padding alone. Remove the row")
-
     def _plain(self, prompt: str, target: str | None) -> _Ids:
-        if not prompt.strip():
-            return _Ids([])
-        if self.kind == "seq2seq":
-            encoded, is_cut = self._encoded(prompt)
-            labels = None
-            if target is not None:
-                labels = list(self.tokenizer(text_target=target, verbose=False)["input_ids"])
-            return _Ids(list(encoded["input_ids"]), labels, is_cut=is_cut)
         before, after = self._alone(prompt), None
         if target is not None:
             before, after = self._pair(prompt, target, special=True)
@@ -246,13 +228,17 @@ class TextEncoder:
             after = self.until_end([*after, *([] if end is None else [end])])
         return _Ids(before, after, head=len([*takewhile(self._special.__contains__, before)]))
 
-    def _encoded(self, *texts: str | None) -> tuple[Any, bool]:
-        """Tokenise a text or pair, cut by the tokenizer. Return also whether it was cut."""
-        encoded = self.tokenizer(*texts, verbose=False)
-        if self.max_length is None or len(encoded["input_ids"]) <= self.max_length:
-            return encoded, False
-        cut: Any = {"truncation": True, "max_length": self.max_length}
-        return self.tokenizer(*texts, verbose=False, **cut), True
+    def _encoded(self, text: Text) -> _Ids:
+        """Return a text or pair for an encoder as the tokenizer encodes, cuts and labels it."""
+        encoded, target = self.tokenizer(text.prompt, text.pair, verbose=False), None
+        is_cut = self.max_length is not None and len(encoded["input_ids"]) > self.max_length
+        if is_cut:
+            cut: Any = {"truncation": True, "max_length": self.max_length}
+            encoded = self.tokenizer(text.prompt, text.pair, verbose=False, **cut)
+        if self.kind == "seq2seq" and text.target is not None:
+            target = list(self.tokenizer(text_target=text.target, verbose=False)["input_ids"])
+        types = encoded.get("token_type_ids") if text.pair is not None else None
+        return _Ids(list(encoded["input_ids"]), target, types=types, is_cut=is_cut)
 
     def _pair(self, prompt: str, target: str, *, special: bool) -> tuple[list[int], list[int]]:
         """Tokenise prompt and target as one text, and split it.
@@ -305,7 +291,7 @@ class TextEncoder:
         if is_long := len(prompt) > room:
             head = min(ids.head, room // 2)
             prompt = prompt[:head] + prompt[len(prompt) - room + head :]
-        return Sample(prompt, is_cut=is_long or ids.is_cut, unread=ids.unread)
+        return Sample(prompt, None, ids.types, is_long or ids.is_cut, ids.unread)
 
     def _refuse_long(self, length: int, limit: int, name: str) -> None:
         if self.max_length is None and length > limit and limit < NO_LIMIT:
@@ -362,19 +348,14 @@ def pad_samples(samples: Sequence[Sample], encoder: TextEncoder) -> dict[str, Te
 
 def pad_rows(rows: Sequence[list[int]], fill: int, *, left: bool) -> Tensor:
     """Return rows of unequal length as one int64 tensor, padded on one side."""
-    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.long)
-    for row, ids in zip(padded, rows, strict=True):
-        target = slice(len(row) - len(ids), None) if left else slice(len(ids))
-        row[target] = torch.tensor(ids, dtype=torch.long)
-    return padded
+    longest = max(map(len, rows))
+    pads = ([fill] * (longest - len(row)) for row in rows)
+    padded = [[*pad, *row] if left else [*row, *pad] for pad, row in zip(pads, rows, strict=True)]
+    return torch.tensor(padded, dtype=torch.long)
 
 
 def _integers(values: Any, name: str) -> list[int]:
-    plain = values.tolist() if hasattr(values, "tolist") else list(values)
-    for value in plain:
-        if not isinstance(value, Integral):  # bool is integral, and allowed for masks
-            raise CalibrationError(
-                f"{name} must be integers, got {value!r} ({type(value).__name__}). Store them as "
-                "integers"
-            )
-    return [int(value) for value in plain]
+    try:  # bool is allowed for masks
+        return [int(index(value)) for value in getattr(values, "tolist", values.__iter__)()]
+    except TypeError as error:
+        raise CalibrationError(f"{name} must be integers: {error}. Store them as such") from error

@@ -287,7 +287,7 @@ def test_class_names_of_a_dataset(names, classnames, expected, is_warned, caplog
         ("table.csv", {"image_column": "fil"}, r"no column 'fil' of images \(nearest: 'file'\)"),
         ("table.csv", {"image_column": "file"}, r"item 0: file .*circle/00\.png cannot"),
         ("empty", {}, r"data 'empty' has no images: images \(\.avif, "),
-        ("./no/such", {}, r"data '\./no/such' does not exist"),
+        ("./no/such", {}, r"data '\./no/such' is neither a file nor"),
         ("who/what", {"split": "test"}, r"'who/what', split 'test'.*HF_HUB_OFFLINE"),
     ],
 )

@@ -179,7 +179,6 @@ EXTREMES: list[Case] = [
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 ROW = ["--data one", "one.jsonl, line "]
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}abcdefghij{% endfor %}{% endfor %}"
 DATA: list[Case] = [
     ("llama", {"two.jsonl": None}, {}, ["--data two=", "there is no such file or folder here"]),
     ("llama", {"two.jsonl": ""}, {}, ["two.jsonl' is empty"]),
@@ -196,9 +195,6 @@ DATA: list[Case] = [
     ("llama", {"*.jsonl": [{"messages": TURNS}], "merged/tokenizer_config.json":
                {"chat_template": "{{ messages.__class__.__mro__ }}"}}, {},
      [*ROW, "the tokenizer's chat template cannot be used: ", "access to attribute '__class__'"]),
-    ("llama", {"*.jsonl": [{"messages": TURNS}], "merged/tokenizer_config.json":
-               {"chat_template": ENDLESS}}, {},
-     [*ROW, "the tokenizer's chat template cannot be used: it writes more than 10,000,000"]),
     ("llama", {"one.jsonl": [{"prompt": "a", "target": "b \ud800"}]}, {},
      ["--data one", "line 1: ", "surrogates not allowed"]),
     ("llama", {"one.jsonl": '[{"prompt": "a", "target": "\\udC00"}]'}, {},
