@@ -20,7 +20,6 @@ from fusion_bench_featcal.files import (
     write_atomic,
 )
 from fusion_bench_featcal.files.json_files import json_text
-from fusion_bench_featcal.files.untrusted import read_json
 
 from .columns import AVERAGE, COST, DIMENSIONS, VALUE
 from .frame import frame_of
@@ -36,6 +35,8 @@ SCHEMA = 3
 _OF_ROWS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
 _OF_RUNS = ("suite", "merger", "versions", "device")
 _LISTS: dict[str, type] = {"rows": Row, "notes": Note}
+_NAMES = {*DIMENSIONS} - {"seed"}
+"""Columns of texts, which are no numbers even if they look so."""
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
@@ -84,22 +85,23 @@ def read_run(folder: str | Path) -> Run:
         ReportError: If a file is missing, damaged or of another layout.
     """
     folder = Path(folder)
+    file = folder / RUN_FILE
     try:
-        content = read_json(folder / RUN_FILE)
-    except (OSError, ValueError) as error:
-        raise ReportError(str(error)) from error
-    if (schema := content.get("schema")) != SCHEMA:
-        raise ReportError(
-            f"{folder / RUN_FILE} has schema {schema!r}, and this version reads {SCHEMA}: run again"
-        )
-    try:
+        content = json.loads(file.read_bytes())
+        if (schema := content.get("schema")) != SCHEMA:
+            text = f"has schema {schema!r}, and this version reads {SCHEMA}: run again"
+            raise ReportError(f"{file} {text}")
         rows, notes = ([of(**values) for values in content[key]] for key, of in _LISTS.items())
         run = Run(rows=rows, notes=notes, **{key: content[key] for key in _OF_RUNS})
-    except (KeyError, TypeError) as error:
-        raise ReportError(f"{folder / RUN_FILE} is damaged: {error!r}") from error
-    _fill(run, read_lines_csv(folder / LINES_FILE))
-    if (folder / ITEMS_FILE).exists():
-        _unpack(folder / ITEMS_FILE, run.rows)
+        file = folder / LINES_FILE
+        _fill(run, read_lines_csv(file))
+        file = folder / ITEMS_FILE
+        if file.exists():
+            _unpack(file, run.rows)
+    except (OSError, ReportError) as error:
+        raise ReportError(str(error)) from error
+    except Exception as error:  # any error of zip, its decompressors and numpy for invalid bytes
+        raise ReportError(f"{file} is damaged: {error!r}") from error
     tasks: dict[str, list[str]] = {}
     for row in run.rows:
         check_row(row, tasks.setdefault(row.suite, row.tasks), str(folder))
@@ -167,29 +169,23 @@ def read_lines_csv(path: Path) -> list[Line]:
     A line has no label whose cell is empty.
 
     Raises:
-        ReportError: If the file cannot be read, lacks a column, or has a value that is no number.
+        OSError: If the file cannot be read.
+        ValueError, TypeError, KeyError: If a line has other columns, or a value that is no number.
     """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            reader.fieldnames = heads = [*map(_unquoted, reader.fieldnames or ())]
-            if missing := [name for name in (*DIMENSIONS, VALUE) if name not in heads]:
-                raise ReportError(f"{path}: its first line has no {', '.join(missing)}")
-            return [_checked(line, f"{path}, line {reader.line_num}") for line in reader]
-    except (OSError, ValueError, csv.Error) as error:
-        raise ReportError(f"cannot read {path}: {error}") from error
+    with open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        reader.fieldnames = heads = [*map(_unquoted, reader.fieldnames or ())]
+        if missing := {*DIMENSIONS, VALUE} - {*heads}:
+            raise ValueError(f"its first line has no {', '.join(missing)}")
+        return [_line(cells) for cells in reader]
 
 
-def _checked(line: dict[str, Any], label: str) -> Line:
-    if None in line or None in line.values():
-        raise ReportError(f"{label}: its columns are not those of the first line")
-    value = _number(line[VALUE])
-    if isinstance(value, str) or not math.isfinite(value):
-        raise ReportError(f"{label}: {line[VALUE]!r} is no number")
-    names = {*DIMENSIONS} - {"seed"}
-    filled = {k: text for k, text in line.items() if text or k in DIMENSIONS}
-    texts = {k: text if k in names else _number(text) for k, text in filled.items()}
-    return {k: _unquoted(v) if isinstance(v, str) else v for k, v in texts.items()} | {VALUE: value}
+def _line(cells: Mapping[str, str]) -> Line:
+    filled = {key: text for key, text in cells.items() if text or key in DIMENSIONS}
+    line: Line = {key: text if key in _NAMES else _number(text) for key, text in filled.items()}
+    if not math.isfinite(line[VALUE]):
+        raise ValueError(f"{line[VALUE]} is no value of {line}")
+    return {key: _unquoted(v) if isinstance(v, str) else v for key, v in line.items()}
 
 
 def _number(text: str) -> int | float | str:
@@ -220,15 +216,8 @@ def _packed(rows: Iterable[Row]) -> bytes:
 
 
 def _unpack(path: Path, rows: list[Row]) -> None:
-    """Read the flags of rows.
-
-    Raises:
-        ReportError: If the file is damaged. The archive has checksums of its members.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
-                flags = rows[row].correct = dict(rows[row].correct or {})
-                flags[task] = archive[f"array_{number}"]
-    except Exception as error:  # any error of zip, its decompressors and numpy for invalid bytes
-        raise ReportError(f"{path} is damaged: {error!r}") from error
+    """Read the flags of rows. The archive has checksums of its members."""
+    with np.load(path, allow_pickle=False) as archive:
+        for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
+            flags = rows[row].correct = dict(rows[row].correct or {})
+            flags[task] = archive[f"array_{number}"]

@@ -310,16 +310,6 @@ def with_average(values: Mapping[str, float]) -> dict[str, float]:
     return {**values, **mean}
 
 
-def as_correct(values: Any, label: str) -> NDArray[np.bool_]:
-    """Convert one task's flags (array, list or CPU tensor of bool or 0/1) to bool `[items]`."""
-    array = np.asarray(values)
-    if array.ndim != 1 or array.size == 0:
-        raise ReportError(f"{label}: expected one flag per test item, got shape {array.shape}")
-    if array.dtype != np.bool_ and not np.isin(array, (0, 1)).all():
-        raise ReportError(f"{label}: flags per test item must be true or false")
-    return array.astype(np.bool_)
-
-
 def check_row(row: Row, tasks: Sequence[str], label: str) -> None:
     """Check accuracies against the tasks of the rows before and the row's flags, which it converts.
 
@@ -343,11 +333,12 @@ def check_row(row: Row, tasks: Sequence[str], label: str) -> None:
             raise ReportError(f"{label}, task '{task}': accuracy {value} is not in 0..1")
     if row.correct is None:
         return
-    row.correct = {task: as_correct(flags, f"{label}, task '{task}'")
-                   for task, flags in row.correct.items()}  # fmt: skip
+    row.correct = {
+        task: np.asarray(flags, np.bool_).reshape(-1) for task, flags in row.correct.items()
+    }
     for task, value in accuracy.items():
         flags = row.correct.get(task)
-        if flags is None:
+        if flags is None or not flags.size:
             raise ReportError(f"{label}, task '{task}': no flags per test item")
         if abs(float(flags.mean()) - value) > _ROUNDING:
             raise ReportError(

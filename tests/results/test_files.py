@@ -77,12 +77,12 @@ RUN += '"rows": %s, "notes": %s}'
 DAMAGED: list[tuple[str, str, str]] = [
     ("run.json", '{"schema": 99}', "has schema 99, and this version reads 3"),
     ("run.json", '{"schema": 3}', "is damaged: KeyError"),
-    ("run.json", '{"schema": ', "is damaged: Expecting"),
+    ("run.json", '{"schema": ', "is damaged: .*Expecting"),
     ("run.json", RUN % ('[{"name": "x"}]', "[]"), "is damaged: .*missing 2 required .*'suite'"),
     ("run.json", RUN % ("[]", '[{"text": "x", "what": 1}]'), "is damaged: .* argument 'what'"),
-    ("lines.csv", f"{HEAD}toy,ties,featcal,a,b,42,relative,nan\n", ", line 2: 'nan' is no number"),
-    ("lines.csv", "suite,merger\n", "its first line has no row, task"),
-    ("items.npz", "half an arch", "is damaged"),
+    ("lines.csv", f"{HEAD}toy,ties,x,a,b,42,y,nan\n", "is damaged: .*nan is no value of"),
+    ("lines.csv", "", "is damaged: .*its first line has no "),
+    ("items.npz", "half an arch", "is damaged: "),
 ]
 
 
