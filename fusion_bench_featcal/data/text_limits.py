@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fusion_bench_featcal.errors import CalibrationError
-
 NO_LIMIT = 10**9  # tokenizers without a limit report a huge one
 _TABLES = ("position_embeddings", "embed_positions")
 
@@ -15,29 +13,11 @@ def longest_text(tokenizer: Any, positions: int = NO_LIMIT) -> tuple[int, str]:
     Args:
         tokenizer: The tokenizer.
         positions: Positions of the model, as of `positions_of`.
-
-    Raises:
-        CalibrationError: If the tokenizer's files give no number of tokens.
     """
-    allowed = tokens_allowed(tokenizer)
+    allowed = int(tokenizer.model_max_length)
     if positions < allowed:
         return positions, "the model's positions (max_position_embeddings)"
     return allowed, "the tokenizer's limit (model_max_length)"
-
-
-def tokens_allowed(tokenizer: Any) -> int:
-    """Return a tokenizer's maximum number of tokens.
-
-    Raises:
-        CalibrationError: If its files give no number of tokens.
-    """
-    limit = tokenizer.model_max_length
-    if type(limit) not in (int, float) or not limit >= 1 or limit != limit // 1:
-        raise CalibrationError(
-            f"the tokenizer's limit (model_max_length in tokenizer_config.json) is {limit!r:.40}, "
-            "not a number of tokens. Correct the file"
-        )
-    return int(limit)
 
 
 def end_tokens(*configs: Any) -> frozenset[int]:

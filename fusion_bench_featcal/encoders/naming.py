@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.files.untrusted import parse_json, read_bytes, read_json
+from fusion_bench_featcal.files.untrusted import parse_json, read_json
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import MODULES
 
@@ -41,7 +41,7 @@ def module_folders(folder: Path) -> list[str]:
         ValueError: If the list or a config of a module is damaged, or has another type.
     """
     file = folder / MODULES
-    modules = parse_json(read_bytes(file), file) if file.is_file() else []
+    modules = parse_json(file.read_bytes(), file) if file.is_file() else []
     if not isinstance(modules, list) or not all(
         isinstance(module, dict) and "path" in module for module in modules
     ):

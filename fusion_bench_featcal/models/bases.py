@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from fusion_bench_featcal.files.untrusted import MAX_YAML, parse_json, parse_yaml, read_bytes
+from fusion_bench_featcal.files.untrusted import parse_json, parse_yaml
 
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 CARD_FILES = ("README.md", "config.json", "config_sentence_transformers.json")
@@ -54,7 +54,7 @@ def read_local(place: str, name: str) -> Any:
         file = Path(place, name) if Path(place).is_dir() else try_to_load_from_cache(place, name)
         if not isinstance(file, str | Path):  # not in the cache
             return {}
-        data = read_bytes(Path(file), MAX_YAML)
+        data = Path(file).read_bytes()
         if name.endswith(".json"):
             return parse_json(data, Path(file))
         head = _HEAD.match(data.decode())

@@ -150,7 +150,7 @@ MODELS: list[Case] = [
     ("llama", {MERGE_CONFIG: "models: !!python/name:os.system ''"}, NO_MODELS,
      [MERGE_CONFIG, "line 1: could not determine a constructor"]),
     ("llama", {MERGE_CONFIG: "merge_method: linear\nmodels: [\a]"}, NO_MODELS,
-     [MERGE_CONFIG, "line 2: special characters are not allowed: #x0007"]),
+     [MERGE_CONFIG, "special characters are not allowed"]),
     ("llama", {"merged/config.json": {"architectures": 5}}, {},
      ["merged/config.json: architectures is 5, not a list of names"]),
     ("llama", {"merged/config.json": {"architectures": ["logging"]}}, {},
