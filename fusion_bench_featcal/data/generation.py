@@ -1,7 +1,7 @@
 """Answers of language models to prompts, and their scores: match, rank correlation, loss."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -60,16 +60,16 @@ def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tens
 def answer_texts(
     model: Any, encoder: TextEncoder, prompts: Sequence[list[int]], *, batch_size: int, most: int
 ) -> list[str]:
-    """Answer prompts greedily, in batches of similar length.
+    """Answer prompts greedily, batch by batch.
 
-    An answer does not depend on the other prompts of its batch.
+    An answer does not depend on the other prompts of its batch. Prompts in order of their length
+    are padded least.
     """
-    answers = [""] * len(prompts)
-    for rows in by_length([len(prompt) for prompt in prompts], batch_size):
-        written = greedy_answers(model, [prompts[row] for row in rows], encoder, most)
+    answers: list[str] = []
+    for start in range(0, len(prompts), batch_size):
+        written = greedy_answers(model, prompts[start : start + batch_size], encoder, most)
         texts = encoder.tokenizer.batch_decode(written, skip_special_tokens=True)
-        for row, text in zip(rows, texts, strict=True):
-            answers[row] = text.strip()
+        answers += [text.strip() for text in texts]
     return answers
 
 
@@ -94,12 +94,6 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
         logits.float().transpose(1, 2), labels, ignore_index=NO_TARGET, reduction="none"
     )
     return losses.sum(dim=1) / (labels != NO_TARGET).sum(dim=1).clamp(min=1)
-
-
-def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Return the numbers of rows in batches of similar length, the shortest first."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    return (order[start : start + batch_size] for start in range(0, len(order), batch_size))
 
 
 def spearman(answers: Sequence[str], targets: Sequence[str]) -> float:

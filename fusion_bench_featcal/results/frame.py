@@ -1,6 +1,5 @@
 """The frame of results: a line for each model over its seeds, from which every view is made."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,8 +11,8 @@ import numpy as np
 from fusion_bench_featcal.errors import ReportError
 
 from .columns import AVERAGE, COST, OF_ROWS, of_setting, of_value
-from .joining import SAMPLES, Results, label
-from .run import ACCURACY, BASE, EXPERTS, OF_TESTS, Row, with_average
+from .joining import SAMPLES, Results, as_key, label
+from .run import ACCURACY, BASE, EXPERTS, OF_TESTS, Row, grouped, with_average
 from .statistics import BySeed, Difference, common_seeds, difference, halves
 
 LEAST_GAP = 0.01
@@ -171,13 +170,10 @@ class Frame:
 
     def by_suite(self) -> dict[str, "Frame"]:
         """Return suite -> the part of the frame, with the settings that differ in it."""
-        parts: dict[str, list[FrameLine]] = {}
-        for line in self.lines:
-            parts.setdefault(line.first.suite, []).append(line)
         return {
             suite: Frame(self.metric, lines, [key for key in self.labels
                                               if any(key in of.first.labels for of in lines)])
-            for suite, lines in parts.items()
+            for suite, lines in grouped(self.lines, lambda line: line.first.suite).items()
         }  # fmt: skip
 
     @property
@@ -237,10 +233,10 @@ def summary(results: Results, metric: str | None = None) -> Any:
 
 def _lines(results: Results, metric: str) -> list[FrameLine]:
     """Return rows over their seeds: base, experts, then each merger before its repairs."""
-    alike: dict[str, list[Row]] = {}
-    for row in results.rows:
-        key = [row.suite, row.merger, row.name, row.point, row.seed is None]
-        alike.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(row)
+
+    def model(row: Row) -> str:
+        return as_key([row.suite, row.merger, row.name, row.point, row.seed is None])
+
     suites = list(dict.fromkeys(row.suite for row in results.rows))
     mergers = list(dict.fromkeys((row.suite, row.merger) for row in results.rows))
     names = list(dict.fromkeys(row.name for row in results.rows))
@@ -252,7 +248,9 @@ def _lines(results: Results, metric: str) -> list[FrameLine]:
         position = mergers.index((row.suite, row.merger)), row.is_repair, names.index(row.name)
         return *references, *position, labels
 
-    return sorted((FrameLine(rows, metric) for rows in alike.values()), key=order)
+    return sorted(
+        (FrameLine(rows, metric) for rows in grouped(results.rows, model).values()), key=order
+    )
 
 
 def partner(line: FrameLine, lines: Iterable[FrameLine], name: str) -> FrameLine | None:

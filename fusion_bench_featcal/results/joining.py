@@ -14,7 +14,7 @@ from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN
 from .columns import DIMENSIONS, VALUE, of_setting
 from .cost import PACKAGES
 from .notes import NOTE, Note
-from .run import INPUTS, OF_TESTS, Line, Row, Run, label_texts
+from .run import INPUTS, OF_TESTS, Line, Row, Run, grouped, label_texts
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def join(runs: Mapping[Path, Run]) -> Results:
     for folder, run in runs.items():
         of_run = {f"commit of {name}": run.versions.get(name) for name in commits}
         for row in (replace(row, point=_point(row, of_run)) for row in run.rows):
-            key = _text([row.suite, row.merger, row.name, row.seed, row.point])
+            key = as_key([row.suite, row.merger, row.name, row.seed, row.point])
             keys.setdefault(folder, []).append(key)
             before = rows.pop(key, None)
             rows[key] = row
@@ -92,13 +92,13 @@ def join(runs: Mapping[Path, Run]) -> Results:
             "%s. Report such folders one by one",
             counted(len(older), "row"), ", ".join(dict.fromkeys(older)),
         )  # fmt: skip
-    joined = _labelled(list(rows.values()))
+    joined = list(rows.values())
+    _label(joined)
     _check_tests(joined)
-    labels = dict(zip(rows, (row.labels for row in joined), strict=True))
     notes = dict.fromkeys(
         note
         for folder, run in runs.items()
-        for note in _notes(run, [labels[key] for key in keys.get(folder, ())])
+        for note in _notes(run, [rows[key].labels for key in keys.get(folder, ())])
     )
     return Results(_without_copies(joined), runs, [*notes, *_versions(runs.values())])
 
@@ -136,31 +136,27 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _text(value: Any) -> str:
+def as_key(value: Any) -> str:
+    """Return a text that is equal for equal values."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _labelled(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with the settings in which rows of one name differ as labels.
+def _label(rows: Sequence[Row]) -> None:
+    """Set the settings in which rows of one name differ as their labels.
 
     A setting that only some of these rows have is a difference. A seed that is that of the row has
     a column of its own.
     """
-    by_name: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        by_name.setdefault((row.suite, row.merger, row.name), []).append(row)
-    differing: dict[str, None] = {}
-    for of_name in by_name.values():
+    by_name = grouped(rows, lambda row: (row.suite, row.merger, row.name)).values()
+    for of_name in by_name:
         for key in _seed_keys(of_name):
             for row in of_name:
                 row.point.pop(key, None)
-        differing |= dict.fromkeys(_differing(of_name))
-    labelled = {
-        id(row): replace(row, labels={k: label(row.point[k]) if k in row.point else UNSET
-                                      for k in differing if any(k in of.point for of in of_name)})
-        for of_name in by_name.values() for row in of_name
-    }  # fmt: skip
-    return [labelled[id(row)] for row in rows]
+    differing = dict.fromkeys(key for of_name in by_name for key in _differing(of_name))
+    for of_name in by_name:
+        shared = [key for key in differing if any(key in row.point for row in of_name)]
+        for row in of_name:
+            row.labels = {k: label(row.point[k]) if k in row.point else UNSET for k in shared}
 
 
 def _seed_keys(rows: Sequence[Row]) -> list[str]:
@@ -176,7 +172,7 @@ def _differing(rows: Sequence[Row]) -> Iterator[str]:
     tasks and numbers of samples bring them along.
     """
     of_keys = {
-        key: [_text(row.point[key]) if key in row.point else "" for row in rows]
+        key: [as_key(row.point[key]) if key in row.point else "" for row in rows]
         for key in dict.fromkeys(key for row in rows for key in row.point)
     }
     derived = {key: of_keys.pop(key) for key in (INPUTS, SAMPLES) if key in of_keys}
@@ -193,12 +189,12 @@ def label(value: Any) -> int | float | str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if not isinstance(value, str) or value == UNSET:
-        return _text(value)
+        return as_key(value)
     try:
         json.loads(value)
     except ValueError:
         return value
-    return _text(value)  # the text "true" is not the value true
+    return as_key(value)  # the text "true" is not the value true
 
 
 def _without_copies(rows: Sequence[Row]) -> list[Row]:
@@ -207,10 +203,8 @@ def _without_copies(rows: Sequence[Row]) -> list[Row]:
     If all are equal, the model has no randomness, and one without a seed stands for all. If not,
     those without a seed are rows of their own.
     """
-    alike: dict[str, list[Row]] = {}
-    for row in rows:
-        alike.setdefault(_text([row.suite, row.merger, row.name, row.point]), []).append(row)
     dropped = set[int]()
+    alike = grouped(rows, lambda row: as_key([row.suite, row.merger, row.name, row.point]))
     for of in alike.values():
         seedless = [row for row in of if row.seed is None]
         if 0 < len(seedless) < len(of):
@@ -225,7 +219,7 @@ def _check_tests(rows: Iterable[Row]) -> None:
     first: dict[str, Row] = {}
     for row in (row for row in rows if row.tasks):
         tests = {key: row.point.get(key) for key in OF_TESTS if key != "precision"}
-        other = first.setdefault(_text([row.suite, tests]), row)
+        other = first.setdefault(as_key([row.suite, tests]), row)
         one, two = ({task: len((of.correct or {}).get(task, ())) for task in of.tasks}
                     for of in (other, row))  # fmt: skip
         if one.keys() != two.keys() or any(

@@ -1,9 +1,9 @@
 """Results of one run in memory: models measured on tasks, and how they were made."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from fusion_bench_featcal.files.json_files import plain
 
 from .columns import AVERAGE, COST, DIMENSIONS, VALUE, of_setting
 from .notes import WARNING, Note
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 BASE = "base"
 EXPERTS = "experts"
@@ -257,6 +260,14 @@ class Run:
     def title(self, row: Row) -> str:
         """Return a row's name, as `merger/row` in a run with several mergers."""
         return row.name if self.merger else row.title
+
+
+def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return values by a key, in order of appearance."""
+    groups: dict[K, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 def label_texts(labels: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from .run import (
     INPUTS,
     REFERENCES,
     TASK_ID,
+    grouped,
     label_texts,
 )
 from .tables import ABSENT
@@ -36,10 +37,9 @@ def verdicts(frame: Frame, notes: Iterable[Note]) -> list[str]:
         return sentences_of(of_runs)
     compared = [line for line in frame.lines if line.gain]
     product = [line for line in compared if line.first.name in (FEATCAL, FEATCAL_PLUS)]
-    alike: dict[tuple[str, ...], list[FrameLine]] = {}
-    for line in product or compared:
-        row = line.first
-        alike.setdefault((row.suite, row.merger, row.name), []).append(line)
+    alike = grouped(
+        product or compared, lambda line: (line.first.suite, line.first.merger, line.first.name)
+    )
     several = len(frame.by_suite()) > 1
     return [
         f"verdict{f' on {suite}' * several}: {_verdict(lines, frame)}"

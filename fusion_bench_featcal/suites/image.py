@@ -1,12 +1,11 @@
 """The bundled image tasks: pictures, class names, and the processor of the small CLIP.
 
 Each task has grey glyphs in one `.npz`, which are painted in the task's two colours, so that tasks
-differ in domain like tasks of real suites. Loading only needs numpy and pillow.
+differ in domain like tasks of real suites.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from fusion_bench_featcal.data.computed_rows import ComputedRows
 from fusion_bench_featcal.data.draws import spread
 from fusion_bench_featcal.suites.paths import pick, suite_path
 
@@ -77,25 +77,6 @@ class ImageArrays:
         return [self.template.format(name) for name in self.classnames]
 
 
-class PaintedPictures:
-    """A map-style dataset of `{"image": PIL RGB picture, "label": int}` items."""
-
-    def __init__(self, task: ImageTask, grey: np.ndarray, labels: np.ndarray) -> None:
-        self.task = task
-        self.grey = grey
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        picture = Image.fromarray(self.task.paint(self.grey[index]))
-        return {"image": picture, "label": int(self.labels[index])}
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
-
 def find_task(name: str) -> ImageTask:
     """Return the task of a name. A ValueError lists the names."""
     return pick(TASKS, name, "image task")
@@ -119,7 +100,7 @@ def load_arrays(name: str) -> ImageArrays:
         )
 
 
-def load_split(task: str, split: str, most: int | None = None) -> PaintedPictures:
+def load_split(task: str, split: str, most: int | None = None) -> ComputedRows:
     """Load a split (`train` or `test`) of a task in file order, for the suite's YAML files.
 
     With `most` it has at most that many pictures, spread over the split.
@@ -132,7 +113,13 @@ def load_split(task: str, split: str, most: int | None = None) -> PaintedPicture
     register_class_names()
     grey, labels = arrays.rows(split)
     chosen = spread(len(labels), most)
-    return PaintedPictures(find_task(task), grey[chosen], labels[chosen])
+    paint = find_task(task).paint
+
+    def item(index: int) -> dict[str, Any]:
+        number = chosen[index]
+        return {"image": Image.fromarray(paint(grey[number])), "label": int(labels[number])}
+
+    return ComputedRows(len(chosen), item)
 
 
 def path(name: str = "pretrained") -> str:

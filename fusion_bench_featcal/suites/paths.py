@@ -58,20 +58,14 @@ def weights_path(name: str) -> str:
     Raises:
         FileNotFoundError: If they are not there, with the command that fetches them.
     """
-    root = os.environ.get(WEIGHTS_VARIABLE, "")
-    folder = Path(root or "weights").expanduser().absolute() / name
-    if not (folder / "config.json").is_file():
-        where = (
-            f"{WEIGHTS_VARIABLE}={root}"
-            if root
-            else f"the folder weights ({WEIGHTS_VARIABLE} is not set)"
-        )
+    root = Path(os.environ.get(WEIGHTS_VARIABLE) or "weights").expanduser().absolute()
+    if not (root / name / "config.json").is_file():
         raise FileNotFoundError(
-            f"no pretrained weights {name!r} in {where}: fetch them by `python "
+            f"no pretrained weights {name!r} in the folder {root}: fetch them by `python "
             f"scripts/fetch_weights.py FOLDER {name}` in a source checkout, and set "
             f"{WEIGHTS_VARIABLE}=FOLDER"
         )
-    return str(folder)
+    return str(root / name)
 
 
 def pick(entries: Mapping[str, T], name: str, kind: str) -> T:

@@ -195,8 +195,8 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         The pixels of a small task stay in memory for the next model.
         """
         loader: Any = self.test_dataloaders[task]
-        is_small = loader.dataset[0][0].nbytes * len(loader.dataset) < KEPT_BYTES
-        if task not in self._kept and is_small:
+        items = loader.dataset
+        if task not in self._kept and items[0][0].nbytes * len(items) < KEPT_BYTES:
             self._kept[task] = list(loader)
         batches: Any = self._kept.get(task, loader)
         chosen = itertools.islice(batches, 1) if self.fast_dev_run else batches

@@ -283,7 +283,7 @@ def _text_of(rows: TextRows, number: int) -> str:
 def _open_images(source: Any, name: str, head: Head, processor: Any, size: int) -> EncoderTask:
     rows = load_images(source, usual_split="test") if isinstance(source, str) else source
     items = ImageItems(rows, name=name, classnames=head.class_names)
-    labels = [items.read(number)[1] for number in range(len(items))]
+    labels = items.labels or [items.read(number)[1] for number in range(len(items))]
     _require_labels(labels, name)
     classes = items.classnames or [str(number) for number in range(max(labels) + 1)]  # type: ignore[operator]
     _ = [*ImageBatches(items, [0], 1, processor)]

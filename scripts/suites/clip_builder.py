@@ -216,7 +216,10 @@ class PictureTest:
         if task not in self._read:
             data = image.load_split(task, "test")
             pixels = self._processor(images=[item["image"] for item in data], return_tensors="pt")
-            self._read[task] = pixels["pixel_values"], torch.from_numpy(data.labels)
+            self._read[task] = (
+                pixels["pixel_values"],
+                torch.tensor([item["label"] for item in data]),
+            )
         pixels, labels = self._read[task]
         guesses = [logits(part).argmax(-1) for part in pixels.split(256)]
         return (torch.cat(guesses) == labels).double().mean().item()
