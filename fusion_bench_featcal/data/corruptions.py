@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from scipy.signal import fftconvolve
 
 from fusion_bench_featcal.data.images import ImageItems
-from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.settings import CORRUPTIONS, SEVERITIES
 
 PUBLISHED_SIDE = 224
@@ -59,10 +59,7 @@ def corrupted(
         ValueError: If there is no such corruption or severity.
         CalibrationError: If the data are not one dataset of images.
     """
-    if corruption not in list(CORRUPTIONS):  # may be unhashable
-        hint = nearest_hint(corruption, CORRUPTIONS)
-        names = ", ".join(CORRUPTIONS)
-        raise ValueError(f"corruption must be one of {names}, got {corruption!r}{hint}")
+    refuse_unknown([corruption], CORRUPTIONS, "corruption=")
     if isinstance(severity, bool) or severity not in SEVERITIES:
         raise ValueError(f"severity must be an integer from 1 to 5, got {severity!r}")
 

@@ -51,16 +51,9 @@ class TextBatches:
         """The samples' rows.
 
         Raises:
-            CalibrationError: If a row is not a usable text. Of several the first in the dataset is
-                named.
+            CalibrationError: If a row is not a usable text.
         """
-        return self._in_order(self.rows.read, self.indices)
-
-    def _in_order(self, make: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-        """Apply a function in the dataset's order, so that the first wrong row raises."""
-        order = sorted(range(self.samples), key=self.indices.__getitem__)
-        results = {number: make(values[number]) for number in order}
-        return [results[number] for number in range(self.samples)]
+        return [self.rows.read(index) for index in self.indices]
 
     @property
     def columns(self) -> list[str]:
@@ -100,7 +93,7 @@ class TextBatches:
         """The prompts that the expert answers."""
         most = self.settings.generated_tokens
         prompt = partial(self.encoder.prompt, reserved=most)
-        return self._noted(self._in_order(prompt, self.texts))
+        return self._noted([prompt(text) for text in self.texts])
 
     @cached_property
     def encoded(self) -> list[Sample]:
@@ -110,7 +103,7 @@ class TextBatches:
             CalibrationError: If a row is not a usable text, or has no target and needs one.
         """
         if not self.are_generated:
-            return self._noted(self._in_order(self.encoder.sample, self.texts))
+            return self._noted([self.encoder.sample(text) for text in self.texts])
         names = [text.name for text in self.texts]
         return list(map(self.encoder.answered, self.prompts, self._answers(), names))
 

@@ -194,14 +194,6 @@ def test_the_clock_stands_still_in_templates():
     assert sample({"messages": TURNS}, **DATED) == "e ? b c a d > _ _ _ _ _ d"
 
 
-def test_of_the_drawn_rows_the_first_wrong_one_is_named() -> None:
-    rows = TextRows([{"id": n} if n in (0, 2, 3) else PAIR for n in range(5)], "data")
-    encoder = TextEncoder(word_tokenizer(), "causal")
-    batches = TextBatches(rows, [3, 4, 2], FeatCalSettings(), encoder, torch.nn.Identity)
-    with pytest.raises(CalibrationError, match=r"^data, item 2: "):
-        _ = batches.texts
-
-
 def test_samples_by_length_are_read_once(monkeypatch) -> None:
     drawn, read = [2, 0, 1], list[int]()
 
