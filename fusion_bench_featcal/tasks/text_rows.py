@@ -72,11 +72,8 @@ def load_chats(
     """
     if (prompt is None) != (answer is None):
         raise ValueError("prompt and answer are the columns of one question: give both or neither")
-    rows = load_hub_split(path, name, split)
-    columns = [messages] if prompt is None else [prompt, answer]
-    missing = [column for column in columns if column not in rows.column_names]
-    if missing:
-        raise ValueError(f"{path} has no columns {missing}; it has {rows.column_names}")
+    columns = [messages] if prompt is None or answer is None else [prompt, answer]
+    rows = load_hub_split(path, name, split).select_columns(columns)
 
     def make(index: int) -> dict[str, Any]:
         row: Mapping[str, Any] = rows[index]

@@ -32,7 +32,7 @@ def test_chats_and_questions(monkeypatch):
     for columns in ({}, {"prompt": "problem", "answer": "solution"}):
         chats: Any = load_chats("x", "train", **columns)
         assert list(chats) == [{"messages": TURNS}]
-    with pytest.raises(ValueError, match=r"no columns \['answer'\].*'problem', 'solution'"):
+    with pytest.raises(ValueError, match=r"\['answer'\] not in .*'problem', 'solution'"):
         load_chats("x", "train", prompt="problem", answer="answer")
 
 
