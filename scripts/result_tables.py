@@ -14,10 +14,9 @@ from fusion_bench_featcal.lab.diagnosis.views import (
 )
 from fusion_bench_featcal.results import Results, frame_of, summary
 from fusion_bench_featcal.results.figures import ErrorBar, curves, dots, estimate_of, svg
-from fusion_bench_featcal.results.folders import find
 from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
-from fusion_bench_featcal.results.lines import read_run
+from fusion_bench_featcal.results.lines import find, read_run
 from fusion_bench_featcal.results.numbers import Unit, share_text
 from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS, ROWS_ERROR, ROWS_SHARE
 from fusion_bench_featcal.results.show import tables_of

@@ -79,7 +79,7 @@ def test_wrong_arguments_end_in_one_line(command: str, message: str):
 
 def test_a_bug_has_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = leave_run(tmp_path)
-    monkeypatch.setattr("fusion_bench_featcal.results.folders.read_run", None)
+    monkeypatch.setattr("fusion_bench_featcal.results.lines.read_run", None)
     with pytest.raises(TypeError):
         featcal("report", run)
 

@@ -12,10 +12,9 @@ from fusion_bench_featcal.files import prepare_directory
 from .against import against
 from .columns import AVERAGE
 from .cost import Cost, describe_device, measure, versions
-from .folders import join_folders, load
 from .frame import Frame, frame_of, summary
 from .joining import Results, join
-from .lines import read_run, write_run
+from .lines import join_folders, load, read_run, write_run
 from .notes import Note
 from .run import ACCURACY, BASE, EXPERTS, FEATCAL, Line, Row, Run
 

@@ -199,17 +199,15 @@ class Run:
         """
         if any(row.name == name for row in self.rows):
             raise ReportError(f"row '{name}' is already in the report")
-        finite = {
-            metric: {task: float(v) for task, v in values.items() if math.isfinite(v)}
-            for metric, values in scores.items()
-        }
+        finite: dict[str, dict[str, float]] = {}
         for metric, values in scores.items():
             for task, value in values.items():
-                if not math.isfinite(value):
+                if math.isfinite(value):
+                    finite.setdefault(metric, {})[task] = float(value)
+                else:
                     self.note(Note(WARNING, f"the {metric} of {task} is {value}", name, task))
         merger = "" if name in REFERENCES else self.merger
-        scores = {metric: values for metric, values in finite.items() if values}
-        row = Row(suite=self.suite, merger=merger, name=name, scores=scores, **details)
+        row = Row(suite=self.suite, merger=merger, name=name, scores=finite, **details)
         check_row(row, self.tasks, "report")
         for key in ("settings", "conditions", "cost", "facts", "samples"):
             setattr(row, key, plain(getattr(row, key), f"{name}.{key}"))

@@ -14,7 +14,7 @@ from reports import leave_cells, leave_rows, leave_run, leave_seeds
 
 from fusion_bench_featcal.results import ReportError, frame_of, join, join_folders, read_run
 from fusion_bench_featcal.results.columns import of_setting
-from fusion_bench_featcal.results.folders import find
+from fusion_bench_featcal.results.lines import find
 
 SAVED = Path(__file__).parents[2] / "docs" / "results"
 STORAGE = {"activations", "checkpoint_dir", "resume"}
