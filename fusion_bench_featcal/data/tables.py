@@ -120,11 +120,11 @@ def read_saved(folder: Path, split: str | None, usual_split: str | None) -> data
             )
         return loaded
     split = split or usual_split
-    if split is None:
+    if split is None or split not in loaded:
         names = " or ".join(sorted(map(str, loaded)))
-        raise ValueError(f"data {str(folder)!r} has splits: name one by {word('split')}, {names}")
-    if split not in loaded:
-        raise ValueError(f"data {str(folder)!r} has no split {split!r}, only {sorted(loaded)}")
+        raise ValueError(
+            f"data {str(folder)!r} has splits: name one by {word('split')}, {names}, not {split!r}"
+        )
     return loaded[split]
 
 
