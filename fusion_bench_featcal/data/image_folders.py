@@ -37,9 +37,8 @@ def read_folder(
     folders = sort_names({image.parts[0] for image in images if len(image.parts) > 1})
     if split is None and folders and {*folders} <= SPLIT_FOLDERS:
         if usual_split is None:
-            raise ValueError(
-                f"data {str(root)!r} has splits: name one by {word('split')}, {' or '.join(folders)}"
-            )
+            names = " or ".join(folders)
+            raise ValueError(f"data {str(root)!r} has splits: name one by {word('split')}, {names}")
         split = usual_split
     if split is not None and not (root / split).is_dir():
         raise ValueError(
