@@ -1,10 +1,10 @@
 """The Python door: models and samples in, a calibrated model out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
-from fusion_bench_featcal.run.devices import check_device
+from fusion_bench_featcal.run.devices import usable_device
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.memory import memory_cause, return_freed_memory
 from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, check_merged, open_problem
@@ -31,13 +31,10 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.run.run_digest import digest_of_run
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.options import Options
-from fusion_bench_featcal.settings.rules import rule_of
+from fusion_bench_featcal.settings.options import OptionKeywords, Options
 from fusion_bench_featcal.streams.samples import check_inputs
 
 
-@torch.inference_mode(False)  # hooks compare tensor versions, which inference mode lacks
-@torch.no_grad()
 def calibrate(
     merged: nn.Module,
     base: nn.Module | ExpertSource | None,
@@ -46,20 +43,12 @@ def calibrate(
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
     family: Any = "auto",
     *,
-    samples_per_task: int | None = None,
-    seed: int = 42,
-    augment: str | None = None,
-    modules: Sequence[str] | None = None,
-    decoder_rows: str | None = None,
-    expert_read_budget: float | str | None = None,
-    activations: str = "device",
-    checkpoint_dir: str | None = None,
-    resume: bool = False,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,
     progress: bool = True,
     processes: Processes | None = None,
     merged_weights: ExpertSource | None = None,
+    **options: Unpack[OptionKeywords],
 ) -> CalibrationResult:
     """Calibrate a merged model (Algorithm 1).
 
@@ -73,23 +62,9 @@ def calibrate(
             arguments, tuples of arguments, or single tensors. The batch is the first dimension.
         rule: How a block is solved: `Plus(...)` (FeatCal+), `Paper(...)` or a rule of your own.
             `FeatCalSettings`, the flat form of YAML, stand for a rule, the paper's by default, and
-            for the options below from `samples_per_task` to `resume`.
+            for the options.
         family: How the model is cut into blocks: `auto` (the default), a family's name, a list of
             the blocks' names, or a `Family`.
-        samples_per_task: Samples of each task that are used, by default all.
-        seed: Seeds each task's random numbers, together with its name.
-        augment: Jittered copies of images in addition to them: `none`, `auto` (none of anything
-            else) or `jitter`. By default the rule's.
-        modules: Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in
-            front to exclude. By default every linear module and convolution of the blocks, and
-            norms if the rule calibrates them.
-        decoder_rows: Decoder positions that count: `all` but padding, `targets`, or `auto`: all,
-            and in the last block targets, if there are labels. By default the rule's.
-        expert_read_budget: Limit on the bytes of expert weights that are read: a number, an amount
-            such as `"800MB"`, or a share such as `"50%"`.
-        activations: Storage of samples' features between blocks: `device` or `host`.
-        checkpoint_dir: Folder that keeps finished blocks, so that an interrupted run can go on.
-        resume: Whether to go on from the blocks in `checkpoint_dir`.
         device: Device of the calculation, by default the merged model's device.
         autocast: Returns the context of forward passes (Fabric's `autocast`). Statistics are
             computed outside it.
@@ -100,6 +75,12 @@ def calibrate(
         merged_weights: Weights of the merged model. `merged` is then its structure, on the meta
             device except for buffers that no checkpoint has. They are read block by block, and the
             calibrated model is written to `checkpoint_dir` without being whole in memory.
+        **options: Fields of `Options`, which checks them: `samples_per_task` (by default all),
+            `seed` (42), `augment` and `decoder_rows` (the rule's), `modules` (patterns of the
+            modules to calibrate), `expert_read_budget` (bytes, an amount such as `"800MB"` or a
+            share such as `"50%"`), `activations` (`"device"` or `"host"`), `checkpoint_dir` and
+            `resume`. They are settings of the same names, whose meaning and accepted values
+            docs/settings.md and `featcal settings` list.
 
     Returns:
         The calibrated model (only its structure with `merged_weights`), the log and a count of
@@ -111,42 +92,25 @@ def calibrate(
             base model and there is none, or torch cannot use the device.
         TypeError: If `rule` is neither a rule nor settings.
     """
-    options = Options(
-        samples_per_task=samples_per_task,
-        seed=seed,
-        augment=augment,
-        modules=modules,
-        decoder_rows=decoder_rows,
-        family=family,
-        expert_read_budget=expert_read_budget,
-        activations=activations,
-        checkpoint_dir=checkpoint_dir,
-        resume=resume,
-    )
+    rule, chosen = rule_and_options(rule, Options(family=family, **options))
     if not isinstance(merged, nn.Module):
         raise TypeError(f"merged must be a torch.nn.Module, not {merged!r:.80}")
+    usual_device = torch.device("cpu")
     if merged_weights is None:
         refuse_unusable(merged)
-    rule, options = rule_and_options(rule, options)
-    check_inputs(base, experts, batches, rule)
-    if device is not None:
-        check_device(str(torch.device(device)), f"device={device}")
-    if merged_weights is not None and options.checkpoint_dir is None:
-        raise ValueError(
-            f"merged_weights needs {option('checkpoint_dir')}, where the calibrated model goes"
-        )
+        usual_device = device_of(merged)
     runtime = Runtime(
-        torch.device(device or ("cpu" if merged_weights else device_of(merged))),
+        usable_device(device, usual_device),
         autocast or nullcontext,
         processes or Processes(),
         progress,
     )
     inputs = Inputs(merged, base, experts, batches, merged_weights)
-    return calibrate_inputs(inputs, rule, options, runtime)
+    return calibrate_inputs(inputs, rule, chosen, runtime)
 
 
 def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Rule, Options]:
-    """Return a rule, and options with its values in place of null.
+    """Return the rule and the options that settings stand for, and others as they are.
 
     Args:
         rule: The rule. Settings stand for a rule and options.
@@ -160,20 +124,27 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
         family = {"family": changed.pop("family")} if "family" in changed else {}
         if changed:
             raise TypeError(f"{', '.join(changed)}: set it in the settings, settings.replace(...)")
-        rule, options = rule_of(rule), replace(rule.options, **family)
+        rule, options = rule.made_rule, replace(rule.options, **family)
     if not isinstance(rule, Rule):
         raise TypeError(
             f"rule must be a Rule, such as Plus() or Paper(), or settings, not {rule!r}"
         )
-    return rule, options.of_rule(rule)
+    return rule, options
 
 
+@torch.inference_mode(False)  # hooks compare tensor versions, which inference mode lacks
+@torch.no_grad()
 def calibrate_inputs(
     inputs: Inputs, rule: Rule, options: Options, runtime: Runtime
 ) -> CalibrationResult:
-    """Calibrate checked inputs. Raises as `calibrate`."""
-    device, processes = runtime.device, runtime.processes
+    """Calibrate with a rule, whose values replace null in options. Raises as `calibrate`."""
+    device, processes, options = runtime.device, runtime.processes, options.of_rule(rule)
+    check_inputs(inputs.base, inputs.experts, inputs.batches, rule)
     if inputs.merged_weights is not None:
+        if options.checkpoint_dir is None:
+            raise ValueError(
+                f"merged_weights needs {option('checkpoint_dir')}, where the calibrated model goes"
+            )
         return_freed_memory()
     with (
         at(cause=lambda error: memory_cause(device, processes.doing, error)),

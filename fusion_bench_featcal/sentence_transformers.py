@@ -7,14 +7,15 @@ those of `encode` and `predict`. Needs the extra `encoders`.
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import nn
 
-from fusion_bench_featcal.calibration import calibrate
+from fusion_bench_featcal.calibration import calibrate_inputs, rule_and_options
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.encoders.figures import primary_figure
 from fusion_bench_featcal.encoders.library import KINDS
@@ -34,9 +35,12 @@ from fusion_bench_featcal.models.other_files import copy_other_files, note_on_we
 from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.run.devices import check_device
+from fusion_bench_featcal.run.devices import usable_device
+from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
+from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.options import OptionKeywords, Options
 
 Encoder = TypeVar("Encoder", bound=nn.Module)
 
@@ -51,7 +55,13 @@ def repair(
     base: Encoder | str | Path | None = None,
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
     evaluator: Any = None,
-    **options: Any,
+    batch_size: int | str = "auto",
+    family: Any = "auto",
+    device: torch.device | str | None = None,
+    autocast: Autocast | None = None,
+    progress: bool = True,
+    processes: Processes | None = None,
+    **options: Unpack[OptionKeywords],
 ) -> Encoder:
     """Return a copy of a merged model that is calibrated towards the experts.
 
@@ -74,17 +84,34 @@ def repair(
         evaluator: An evaluator of the library, or task -> evaluator. Their main metrics of the
             merged and the repaired model, and of the task's expert, are printed at the end, with a
             warning if the repaired model is below the merged one. It runs before the repair, too.
-        options: `batch_size`, of texts that run together (`auto`: 16, on a GPU 16 to 64 by the
-            model's maximum length), and further arguments of `calibrate`, such as `seed` or
-            `progress`. The two texts of a pair are two of its samples. `modules=["*"]` fits a
-            reranker's heads too.
+        batch_size: Texts that run together. `auto`: 16, on a GPU 16 to 64 by the model's maximum
+            length.
+        family: As for `calibrate`, as are all arguments below.
+        device: By default the merged model's.
+        autocast: Returns the context of forward passes.
+        progress: Whether to show a progress bar.
+        processes: The processes that share the calibration.
+        **options: Such as `seed`. The two texts of a pair are two of the `samples_per_task`.
+            `modules=["*"]` fits a reranker's heads too.
 
     Raises:
         TypeError: If a model or a row has the wrong type.
         ValueError: If a model cannot be repaired, or experts and texts do not fit each other.
         CalibrationError: If the calibration cannot go on, or an evaluator fails.
     """
-    result = calibrate_encoder(merged, base, experts, texts, rule, evaluator=evaluator, **options)
+    if not isinstance(merged, KINDS):
+        raise TypeError(f"merged is {merged!r}, not a model: {[kind.__name__ for kind in KINDS]}")
+    if batch_size == "auto" and isinstance(rule, FeatCalSettings):
+        batch_size = rule.batch_size
+    rule, chosen = rule_and_options(rule, Options(family=family, **options))
+    runtime = Runtime(
+        usable_device(device, merged.device),
+        autocast or nullcontext,
+        processes or Processes(),
+        progress,
+    )
+    models = merged, base, experts
+    result = calibrate_encoder(*models, texts, rule, chosen, batch_size, runtime, evaluator)
     return cast(Encoder, result.model)
 
 
@@ -93,17 +120,25 @@ def calibrate_encoder(
     base: Any,
     experts: Mapping[str, Any],
     texts: Mapping[str, Iterable[TextRow]],
-    rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
-    *,
+    rule: Rule = Plus(),  # noqa: B008 (frozen)
+    options: Options = Options(),  # noqa: B008
     batch_size: int | str = "auto",
+    runtime: Runtime | None = None,
     evaluator: Any = None,
-    **options: Any,
 ) -> CalibrationResult:
-    """Return the repaired model with the calibration's log. Arguments are those of `repair`."""
-    if not isinstance(merged, KINDS):
-        raise TypeError(f"merged is {merged!r}, not a model: {[kind.__name__ for kind in KINDS]}")
-    if device := options.get("device"):
-        check_device(str(torch.device(device)), f"device={device}")
+    """Return the repaired model with the calibration's log.
+
+    Args:
+        merged: The merged model.
+        base: The base, or None.
+        experts: Experts by task.
+        texts: Rows by task.
+        rule: How a block is solved.
+        options: Options of the calibration.
+        batch_size: Texts that run together.
+        runtime: Where it runs, by default on the merged model's device.
+        evaluator: As for `repair`, whose errors it raises.
+    """
     longest = getattr(transformer_of("merged", merged), "max_seq_length", None)
     calls = read_texts(merged, experts, texts)
     evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
@@ -115,8 +150,6 @@ def calibrate_encoder(
     if origin is None:
         sources = [location_of(expert) for expert in experts.values()]
         logger.warning(without_base(sources, "base={!r}"))
-    if batch_size == "auto":
-        batch_size = getattr(rule, "batch_size", batch_size)
     size = batch_size_of(batch_size, merged.device, longest)
     before = dict[str | None, Any]()
     for task, one in evaluators.items():
@@ -124,21 +157,17 @@ def calibrate_encoder(
         before[task] = _figures(task, one, expert | {"merged": merged})
     batches = {task: record_batches(merged, calls[task], size) for task in tuned}
     model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
-    few, patterns = next(iter(batches.values()))[0], getattr(rule, "modules", None)
-    blocks = options.pop("family", getattr(rule, "family", "auto"))
-    family = encoder_family(
-        model, pipelines.values(), few, blocks, options.get("modules", patterns)
-    )
+    few = next(iter(batches.values()))[0]
+    family = encoder_family(model, pipelines.values(), few, options.family, options.modules)
     last_block = family.blocks[-1]
-    result = calibrate(
+    inputs = Inputs(
         model,
         None if origin is None else EncoderWeights(Pipeline(origin), model, last_block),
         {task: EncoderWeights(one, model, last_block) for task, one in pipelines.items()},
         batches,
-        rule,
-        family,
-        **options,
     )
+    runtime = runtime or Runtime(merged.device)
+    result = calibrate_inputs(inputs, rule, replace(options, family=family), runtime)
     modules = left_as_merged(merged, [*tuned.values()], result.log)
     result.log.add("as_merged", {"modules": modules})
     if modules:

@@ -27,7 +27,6 @@ from fusion_bench_featcal.models.saving import (
     card_text,
     writing_model,
 )
-from fusion_bench_featcal.settings.rules import completed
 
 
 class Tiny(nn.Module):
@@ -52,13 +51,13 @@ def program_saving_to(path: Path, options: Any = None) -> Any:
     )
 
 
-PLUS = completed(FeatCalSettings.plus(seed=1)).as_dict()
+PLUS = FeatCalSettings.plus(seed=1).completed.as_dict()
 # Facts of a card, its title, a sentence, and its settings.
 CARDS: list[tuple[CardFacts, str, str, str]] = [
     (CardFacts("featcal_plus", settings=PLUS), "Merged model, repaired by FeatCal+",
      f"with FeatCal+, its extension of the paper's FeatCal ({PAPER}), row `featcal_plus`",
      "- seed: `1`"),
-    (CardFacts("featcal", settings=completed(FeatCalSettings()).as_dict()),
+    (CardFacts("featcal", settings=FeatCalSettings().completed.as_dict()),
      "Merged model, repaired by FeatCal", f"with FeatCal ({PAPER})", "- all: `defaults`"),
     (CardFacts("surgery", settings={"width": 4}), "Merged model (surgery)", "row `surgery`",
      "- width: `4`"),

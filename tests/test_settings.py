@@ -1,10 +1,11 @@
 """Settings: values, presets, rules and clashes. `featcal settings` and YAML agree with them."""
 
 import dataclasses
+import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from configs import composed
@@ -12,12 +13,12 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from reports import error_of, featcal
 
-from fusion_bench_featcal import FeatCalSettings, Paper, Plus
+from fusion_bench_featcal import FeatCalSettings, Paper, Plus, calibrate
 from fusion_bench_featcal.families import LLAMA
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
 from fusion_bench_featcal.lab.settings_page import algorithm_class, method_names, settings_of_method
-from fusion_bench_featcal.settings.rules import completed, rule_of
+from fusion_bench_featcal.settings.options import OptionKeywords, Options
 
 BY_HAND = {"base_method", "upstream_mergers", "post_merging_methods", "default_rows", "notes",
            "reads_test"}  # fmt: skip
@@ -104,7 +105,7 @@ def test_settings_that_clash_and_rules_that_cannot_be_made_are_named(
     values: dict[str, Any], message: str
 ):
     with pytest.raises(ValueError, match=message):
-        rule_of(FeatCalSettings(**values))
+        _ = FeatCalSettings(**values).made_rule
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -134,18 +135,18 @@ def test_featcal_plus_is_one_method_by_any_name_and_its_values_stand_in_its_rule
     )
     folder = {"merged": "m", "base": "b", "expert": {"a": "a"}, "data": {"a": "a"}, "out": "o"}
     by_command = Request(**folder, preset="plus").settings
-    expected = completed(FeatCalSettings(rule="plus"))
+    expected = FeatCalSettings(rule="plus").completed
     samples = {"augment": "auto", "decoder_rows": "auto", "calibrate_norm": False}
     assert samples.items() <= expected.as_dict().items()
     for settings in (by_method, FeatCalSettings.plus(), FeatCalSettings.plus(**samples)):
-        assert completed(settings) == expected
+        assert settings.completed == expected
     of_run = {"max_length": None, "checkpoint_dir": None}
-    assert completed(by_command.replace(**of_run)) == expected
-    by_object = completed(FeatCalSettings(rule=Plus()))
-    assert rule_of(by_object) == rule_of(expected) and by_object.replace(rule="plus") == expected
+    assert by_command.replace(**of_run).completed == expected
+    by_object = FeatCalSettings(rule=Plus()).completed
+    assert by_object.made_rule == expected.made_rule and by_object.replace(rule="plus") == expected
     table = (CONFIG.parent / "docs/method.md").read_text()
     for name, value in samples.items():
-        paper = getattr(completed(FeatCalSettings()), name)
+        paper = getattr(FeatCalSettings().completed, name)
         words = [str(word).lower() for word in (paper, value)]
         assert re.search(rf"\| `{name}` \| `?{words[0]}`? \| `?{words[1]}`? \|", table)
 
@@ -162,13 +163,25 @@ def test_settings_are_copied_with_changes_and_never_changed():
 
 
 def test_a_rule_takes_the_settings_that_are_its_fields():
-    assert rule_of(FeatCalSettings(mix_alpha=0.5)) == Paper(mix_alpha=0.5)
+    assert FeatCalSettings(mix_alpha=0.5).made_rule == Paper(mix_alpha=0.5)
     weighted = FeatCalSettings.plus(task_weights={"a": 2.0}, calibrate_bias=False)
-    assert rule_of(weighted) == Plus(task_weights={"a": 2.0}, calibrate_bias=False)
+    assert weighted.made_rule == Plus(task_weights={"a": 2.0}, calibrate_bias=False)
     target = FeatCalSettings(rule={"_target_": "plus", "gamma": 3.0}, calibrate_bias=False)
-    assert rule_of(target) == Plus(gamma=3.0, calibrate_bias=False)
+    assert target.made_rule == Plus(gamma=3.0, calibrate_bias=False)
     rule: Any = Plus(gamma=3.0)
-    assert rule_of(FeatCalSettings(rule=rule)) is rule
+    assert FeatCalSettings(rule=rule).made_rule is rule
+
+
+def test_keywords_of_calibrate_are_the_options_with_their_types_and_defaults():
+    fields = {field.name: field for field in dataclasses.fields(Options)}
+    types = {name: field.type for name, field in fields.items() if name != "family"}
+    assert get_type_hints(OptionKeywords) == types
+    signature = inspect.signature(calibrate).parameters
+    assert signature["family"].default == fields["family"].default
+    assert all(f"`{name}`" in str(calibrate.__doc__) for name in types)
+    settings = {field.name: field for field in dataclasses.fields(FeatCalSettings)}
+    differing = {name for name in fields if settings[name].default != fields[name].default}
+    assert differing == {"samples_per_task"}
 
 
 @pytest.mark.parametrize("method", method_names())

@@ -1,7 +1,7 @@
 """Models of sentence-transformers for `featcal calibrate`, which the library opens and saves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from fusion_bench_featcal.calibration import rule_and_options
 from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.models import text_on_merged, transformer_of
 from fusion_bench_featcal.encoders.naming import module_folders
@@ -31,8 +30,6 @@ from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.options import Options
-from fusion_bench_featcal.settings.rules import completed, rule_of
 
 _ELSEWHERE = {
     "text_tower": "--text-tower is for CLIP",
@@ -57,10 +54,10 @@ def open_encoders(inputs: InputModels) -> Opened:
     """
     request = inputs.request
     _refuse_unused(request)
-    require_base(request, is_needed=rule_of(request.settings).needs_base)
+    require_base(request, is_needed=request.settings.made_rule.needs_base)
     models = EncoderModels(inputs)
     # The model itself limits the length of texts.
-    settings = completed(request.settings.replace(max_length=None))
+    settings = request.settings.replace(max_length=None).completed
     return Opened(
         models,
         None,
@@ -91,15 +88,16 @@ class CalibratedEncoder:
         cls, models: EncoderModels, settings: FeatCalSettings, batches: Mapping[str, Any]
     ) -> "CalibratedEncoder":
         """Calibrate the merged model with each task's rows."""
-        rule, options = rule_and_options(settings, Options())
+        # Options count texts, of which a row has several. The rows are drawn already.
+        options = replace(settings.options, samples_per_task=None)
         result = calibrate_encoder(
             models.merged,
             models.base,
             models.experts,
             batches,
-            rule,
-            batch_size=settings.batch_size,
-            **(vars(options) | {"samples_per_task": None}),
+            settings.made_rule,
+            options,
+            settings.batch_size,
         )
         (record,) = result.log.of_kind("as_merged")
         modules = record["modules"]

@@ -23,7 +23,6 @@ from fusion_bench_featcal.folders.texts import open_class_task, open_language_ta
 from fusion_bench_featcal.folders.tokenizers import doubts_on_chats, doubts_on_tokens
 from fusion_bench_featcal.folders.transformers_models import TransformersModels
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.rules import completed
 
 
 def open_transformers(inputs: InputModels) -> Opened:
@@ -68,17 +67,17 @@ def _settings(
         raise ValueError(f"--set {name} has no part in a model of kind {kind}: leave it out")
     settings = request.settings
     if kind not in TEXT_MODELS:
-        return completed(settings.replace(max_length=None)), []
+        return settings.replace(max_length=None).completed, []
     if request.text_tower or request.prompt:
         raise ValueError(
             f"--text-tower is for CLIP, --prompt for CLIP and encoders, and these are {kind} models"
         )
     if "max_length" in request.set:
-        return completed(settings), []
+        return settings.completed, []
     most, limit = longest_text(tokenizer, positions)
     is_cut = most <= MAX_LENGTH and most == positions
     note = [f"texts are cut at {most} tokens: {limit}"] if is_cut else []
-    return completed(settings.replace(max_length=min(MAX_LENGTH, most))), note
+    return settings.replace(max_length=min(MAX_LENGTH, most)).completed, note
 
 
 def _language_tasks(

@@ -38,7 +38,6 @@ from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.rules import rule_of
 
 
 class TransformersModels:
@@ -60,7 +59,7 @@ class TransformersModels:
         """
         self._inputs, self._request = inputs, inputs.request
         self.merged, self.base, self.experts = inputs.merged, inputs.base, inputs.experts
-        rule = rule_of(self._request.settings)
+        rule = self._request.settings.made_rule
         require_base(self._request, is_needed=rule.needs_base)
         if self.base is not None:
             refuse_adapter(self.base)
@@ -266,7 +265,8 @@ class TransformersModels:
             None if base is None else base.source,
             {task: self._sources[task] for task in self.experts},
             batches,
-            settings.replace(family=self.family),
+            settings,
+            self.family,
             device=self._request.device,
             merged_weights=self._merged_source,
         )

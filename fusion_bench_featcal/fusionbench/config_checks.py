@@ -141,7 +141,7 @@ def _check_tasks(pool: Mapping[str, Any], experts: list[str]) -> None:
 
 def choices_of_config(
     method: Mapping[str, Any], suite: Mapping[str, Any]
-) -> tuple[FeatCalSettings, Choices]:
+) -> tuple[FeatCalSettings, Choices[FeatCalSettings]]:
     """Return the settings of `method=featcal`, and the further models that it makes.
 
     Args:

@@ -19,7 +19,6 @@ from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import Facts, calibration_log, file_suffix
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.rules import completed, rule_of
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +29,9 @@ class FeatCal(FeatCalSettings, Method):
     name = "featcal"
     changes_merged: ClassVar[bool] = False
 
-    @classmethod
-    def of(cls, settings: FeatCalSettings) -> "FeatCal":
-        """Return the method with some settings."""
-        return cls(**{name: getattr(settings, name) for name in settings.names()})
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.made_rule  # raises if it cannot be made
 
     @property
     def calibration_settings(self) -> FeatCalSettings:
@@ -43,11 +41,11 @@ class FeatCal(FeatCalSettings, Method):
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, fit for JSON."""
-        return completed(self).as_dict()
+        return self.completed.as_dict()
 
     def title(self, row: str) -> str:
         """Return what happens when row `row` is made, for the screen."""
-        rule = self.rule if isinstance(self.rule, str) else type(rule_of(self)).__name__
+        rule = self.rule if isinstance(self.rule, str) else type(self.made_rule).__name__
         return f"calibrating {row} (rule={rule})"
 
     @cached_property
@@ -66,7 +64,7 @@ class FeatCal(FeatCalSettings, Method):
             log.warning(sentence)
         with open_checkpoint(self, inputs.processes):
             pass  # raises if it cannot be used
-        if rule_of(self).needs_base:
+        if self.made_rule.needs_base:
             inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
         pool, split = with_own_data(inputs.modelpool, self), self.calibration_split
         check_tasks_have_data(pool.model_names, getattr(pool, f"{split}_dataset_names"), split)

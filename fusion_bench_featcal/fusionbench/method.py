@@ -51,7 +51,7 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
         meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
         self.declared = read_settings(keys, self.setting_kinds)
         for settings in self.declared:
-            vars(self).update({name: getattr(settings, name) for name in settings.names()})
+            vars(self).update(settings.by_name)
         super().__init__(**meta)
 
     @property

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -11,7 +11,7 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unkno
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.results.run import FEATCAL_PLUS, MERGED, row_of_rule
-from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings
+from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, check_values, is_text_list, setting
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
@@ -20,6 +20,7 @@ FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 POOLS = ("modelpool", "taskpool", "fabric")
 """Parts of a run's config with arguments of any loader."""
 COMPARED_ROWS = (BASE, EXPERTS, MERGED)
+Chosen = TypeVar("Chosen", bound=FeatCalSettings)
 _OF_SUITES = ("presets", "compare_with", "compare")
 
 
@@ -73,14 +74,14 @@ class RunSettings(MergedBy):
 
 
 @dataclass(frozen=True)
-class Choices:
+class Choices(Generic[Chosen]):
     """Models that a run calibrates and evaluates in addition to the main one."""
 
-    presets: Mapping[str, FeatCalSettings]  # calibrated on the same merged model
+    presets: Mapping[str, Chosen]  # calibrated on the same merged model
     compare_with: tuple[str, ...]  # of `base`, `experts` and `merged`
     save: str = FEATCAL  # the row that is saved and returned
 
-    def rows(self, settings: FeatCalSettings) -> dict[str, FeatCalSettings]:
+    def rows(self, settings: Chosen) -> dict[str, Chosen]:
         """Return the settings of each calibrated row by its name, the method's own first."""
         presets = {f"{FEATCAL}_{name}": preset for name, preset in self.presets.items()}
         return {row_of_rule(settings.rule): settings, **presets}
@@ -113,8 +114,8 @@ def suite_of(program: Any) -> dict[str, Any]:
 
 
 def checked_choices(
-    settings: FeatCalSettings, chosen: RunSettings, suite: Mapping[str, Any]
-) -> Choices:
+    settings: Chosen, chosen: RunSettings, suite: Mapping[str, Any]
+) -> Choices[Chosen]:
     """Return presets and references of the method, or else of the model pool.
 
     Args:
@@ -149,9 +150,7 @@ def checked_choices(
     return Choices(checked, tuple(references), save)
 
 
-def _checked_presets(
-    settings: FeatCalSettings, presets: Any, key: str
-) -> dict[str, FeatCalSettings]:
+def _checked_presets(settings: Chosen, presets: Any, key: str) -> dict[str, Chosen]:
     if not isinstance(presets, Mapping) or not all(
         isinstance(changes, Mapping) for changes in presets.values()
     ):
@@ -161,7 +160,7 @@ def _checked_presets(
     for name, changes in presets.items():
         refuse_unknown(changes, FeatCalSettings.names(), f"{key}.{name}.")
         try:
-            checked[str(name)] = FeatCalSettings(**with_preset(vars(settings), changes))
+            checked[str(name)] = type(settings)(**with_preset(settings.by_name, changes))
         except ValueError as error:
             raise ValueError(f"{key}.{name}: {error}") from None
         refuse_other_rule(f"{FEATCAL}_{name}", checked[str(name)].rule, f"{key}.{name}")
@@ -175,7 +174,9 @@ def with_preset(values: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[st
     in its rule, and would make its row another method.
     """
     rule = values.get("rule", FeatCalSettings.rule)
-    dropped = () if preset.get("rule", rule) == rule else (*OF_RULES, *BY_RULE)
+    if preset.get("rule", rule) == rule:
+        return {**values, **preset}
+    dropped = {*OF_RULES, *FeatCalSettings.names_by_rule()}
     return {name: values[name] for name in values if name not in dropped} | dict(preset)
 
 

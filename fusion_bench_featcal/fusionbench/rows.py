@@ -15,22 +15,15 @@ from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.results.run import TASK_ID, Facts, training_lines
-from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.fields import (
-    Settings,
-    is_shared,
-    same_as,
-    setting,
-    settings_of,
-    shared_part,
-)
+from fusion_bench_featcal.settings import Blocks, FeatCalSettings, PoolDraw, Texts
+from fusion_bench_featcal.settings.fields import Settings, setting
 
 
 @dataclass_transform(
     kw_only_default=True,
     frozen_default=True,
     eq_default=False,
-    field_specifiers=(setting, same_as, dataclasses.field),
+    field_specifiers=(setting, dataclasses.field),
 )
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Method(Settings):
@@ -79,18 +72,13 @@ class Method(Settings):
     @property
     def calibration_settings(self) -> FeatCalSettings:
         """The settings that the method shares with a calibration, with defaults for all others."""
-        return shared_part(self, FeatCalSettings)
+        kinds = (kind for kind in (PoolDraw, Texts, Blocks) if isinstance(self, kind))
+        return FeatCalSettings(**{n: getattr(self, n) for kind in kinds for n in kind.names()})
 
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, fit for JSON."""
-        described = self.calibration_settings.as_dict()
-        return {
-            field.name: described[field.name]
-            if is_shared(field, FeatCalSettings)
-            else getattr(self, field.name)
-            for field in settings_of(type(self))
-        }
+        return self.as_dict()
 
     def title(self, row: str) -> str:
         """Return what happens when row `row` is made, for the screen."""
@@ -171,16 +159,10 @@ def deployed(model: nn.Module, added: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-class SampleSettings(Method):
+class SampleSettings(Method, PoolDraw):
     """Settings of a method that draws samples like FeatCal."""
 
-    samples_per_task: int = same_as(FeatCalSettings, "samples_per_task", group="data")
     batch_size: int = setting(16, "Samples in a forward pass. Changes memory and rounding.", ge=1)
-    seed: int = same_as(FeatCalSettings, "seed")
-    calibration_split: str = same_as(FeatCalSettings, "calibration_split")
-    calibration_corruption: Mapping[str, Any] | None = same_as(
-        FeatCalSettings, "calibration_corruption"
-    )
 
     def open(self, inputs: MethodInputs) -> None:
         """Open each task's data."""

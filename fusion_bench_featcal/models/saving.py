@@ -31,7 +31,7 @@ from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.rules import BY_NAME, completed
+from fusion_bench_featcal.settings.rules import BY_NAME
 
 CARD = "README.md"
 TRANSFORMERS = {"library_name": "transformers"}
@@ -239,7 +239,7 @@ def _changed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if "rule" not in settings:
         return settings
     rule = settings["rule"] if settings["rule"] in [*BY_NAME] else FeatCalSettings.rule
-    defaults = completed(FeatCalSettings(rule=rule)).as_dict()
+    defaults = FeatCalSettings(rule=rule).completed.as_dict()
     changed = {n: v for n, v in settings.items() if n not in defaults or v != defaults[n]}
     return changed or {"all": "defaults"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_bench_featcal.run.log import exchanged_samples, final_drift
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
-from fusion_bench_featcal.settings.rules import BY_NAME, completed, rule_of
+from fusion_bench_featcal.settings.rules import BY_NAME
 
 from .notes import NOTE, WARNING, Note
 from .run import ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Facts, Line
@@ -44,10 +44,10 @@ def calibration_facts(
         records: Its log.
         samples: Task -> {"samples", "split"}.
     """
-    values, numbers = completed(settings).as_dict(), facts_of_log(records)
+    values, numbers = settings.completed.as_dict(), facts_of_log(records)
     notes = [*doubted_samples(row, records), *largest_update(row, records)]
     if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
-        notes.insert(0, Note(NOTE, f"solved by the rule {rule_of(settings)!r}", row))
+        notes.insert(0, Note(NOTE, f"solved by the rule {settings.made_rule!r}", row))
     if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY:
         notes.append(Note(NOTE, _SAMPLES_ALONE, row))
     return Facts(

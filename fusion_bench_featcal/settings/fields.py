@@ -6,12 +6,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.words import option
 
-T = TypeVar("T")
 _BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": (">=", operator.ge),
     "gt": (">", operator.gt),
@@ -57,25 +56,6 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def same_as(kind: type, name: str, **changes: Any) -> Any:
-    """Declare a setting that another dataclass has too, with changes of the declaration."""
-    declared = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    default = changes.pop("default", declared.default)
-    metadata = {**declared.metadata, "of": kind, **changes}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def is_shared(field: Field[Any], kind: type) -> bool:
-    """Return True for a setting declared by `same_as` from a setting of `kind`."""
-    return field.metadata.get("of") is kind
-
-
-def shared_part(settings: Any, kind: type[T]) -> T:
-    """Return a `kind` with the settings that it shares by `same_as`."""
-    names = [field.name for field in settings_of(type(settings)) if is_shared(field, kind)]
-    return kind(**{name: getattr(settings, name) for name in names})
-
-
 def settings_of(kind: type) -> list[Field[Any]]:
     """Return the settings of a dataclass."""
     return [field for field in dataclasses.fields(kind) if "help" in field.metadata]
@@ -90,7 +70,7 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        values = {field.name: getattr(self, field.name) for field in settings_of(type(self))}
+        values = self.by_name
         check_values(type(self), values)
         for field in settings_of(type(self)):
             convert, value = field.metadata["convert"], values[field.name]
@@ -103,10 +83,28 @@ class Settings:
         """Return a phrase for each setting that contradicts another one."""
         return ()
 
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All settings by name."""
+        return {name: getattr(self, name) for name in self.names()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values by name, fit for JSON and YAML."""
+        return {name: _plain(value) for name, value in self.by_name.items()}
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the names of all settings."""
         return tuple(field.name for field in settings_of(cls))
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting's value for JSON: families and rules that are objects as their repr."""
+    if isinstance(value, Mapping):
+        return {str(key): entry for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return list(value)
+    return value if value is None or isinstance(value, str | int | float) else repr(value)
 
 
 def check_values(kind: type, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -165,6 +163,11 @@ def is_number(value: Any) -> bool:
 def is_integer(value: Any, least: int) -> bool:
     """Return True for an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_mapping_to(is_value: Callable[[Any], bool], value: Any) -> bool:
+    """Return True for a mapping whose values all pass a test."""
+    return isinstance(value, Mapping) and all(map(is_value, value.values()))
 
 
 def is_text_list(value: Any, of: Sequence[str] | None = None) -> bool:

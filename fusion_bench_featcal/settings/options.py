@@ -3,37 +3,30 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self, TypedDict
 
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.files.budgets import is_read_budget
-from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting
+from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting, settings_of
 
 SETTINGS_OF_THE_RUN = ("activations", "checkpoint_dir", "resume")
 """Options of storage and reading, which do not change the calibrated model."""
 
-OPTIONS_BY_RULE = ("augment", "decoder_rows")
-"""Options whose null stands for the rule's attribute of the same name."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Settings):
-    """Options of one calibration, of any rule.
-
-    Raises:
-        ValueError: If a value is not accepted, or two options contradict each other.
-    """
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Draw(Settings):
+    """The samples of each task."""
 
     samples_per_task: int | None = setting(
         None, "Samples of each task that are used. Null: all.", ge=1
     )
     seed: int = setting(42, "Seeds each task's random numbers, together with its name.", ge=0)
-    augment: str | None = setting(
-        None,
-        "Jittered copies of images, used in addition to them: `none`, `auto` (none of anything "
-        "else) or `jitter` (anything else is refused). Null: as the rule has it.",
-        choices=("none", "auto", "jitter"),
-    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blocks(Settings):
+    """The parts of a model that are changed."""
+
     modules: Sequence[str] | None = setting(
         None,
         "Patterns of the modules to calibrate: a name or its end, `*` for anything, `!` in front "
@@ -43,13 +36,6 @@ class Options(Settings):
         check=lambda value: is_text_list(value) and len(value) > 0,
         convert=tuple,
     )
-    decoder_rows: str | None = setting(
-        None,
-        "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
-        "token, or `auto`: all, and in the last block only those that its output is read from, if "
-        "there are labels. Null: as the rule has it.",
-        choices=("all", "targets", "auto"),
-    )
     family: Any = setting(
         "auto",
         "How the model is divided into blocks: auto, clip, llama, open_clip, stack, stages, t5, "
@@ -58,6 +44,33 @@ class Options(Settings):
         accepts="a family's name, a list of blocks, a mapping with its `name` or `_target_`, or a "
         "Family",
         check=lambda value: value is not None and value != "",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Draw, Blocks):
+    """Options of one calibration, of any rule.
+
+    A setting with `by_rule` has the rule's attribute of the same name in place of null.
+
+    Raises:
+        ValueError: If a value is not accepted, or two options contradict each other.
+    """
+
+    augment: str | None = setting(
+        None,
+        "Jittered copies of images, used in addition to them: `none`, `auto` (none of anything "
+        "else) or `jitter` (anything else is refused). Null: as the rule has it.",
+        choices=("none", "auto", "jitter"),
+        by_rule=True,
+    )
+    decoder_rows: str | None = setting(
+        None,
+        "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
+        "token, or `auto`: all, and in the last block only those that its output is read from, if "
+        "there are labels. Null: as the rule has it.",
+        choices=("all", "targets", "auto"),
+        by_rule=True,
     )
     expert_read_budget: float | str | None = setting(
         None,
@@ -87,12 +100,31 @@ class Options(Settings):
             folder = option("checkpoint_dir")
             yield f"{option('resume')} needs {folder}, the folder that keeps the blocks"
 
-    def of_rule(self, rule: Any) -> "Options":
-        """Return a copy with the rule's values in place of null."""
-        unset = [name for name in OPTIONS_BY_RULE if getattr(self, name) is None]
+    def of_rule(self, rule: Any) -> Self:
+        """Return the options with the rule's values in place of null."""
+        unset = [name for name in self.names_by_rule() if getattr(self, name) is None]
         return replace(self, **{name: getattr(rule, name) for name in unset})
+
+    @classmethod
+    def names_by_rule(cls) -> tuple[str, ...]:
+        """Return the names of the settings whose null stands for the rule's value."""
+        return tuple(field.name for field in settings_of(cls) if field.metadata.get("by_rule"))
 
     def of_the_model(self) -> dict[str, Any]:
         """Return the options that change the calibrated model, but for the family, by name."""
         others = (*SETTINGS_OF_THE_RUN, "family")
-        return {name: getattr(self, name) for name in self.names() if name not in others}
+        return {name: value for name, value in self.by_name.items() if name not in others}
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The options as typed keywords of `calibrate`, but for `family`, which has a place there."""
+
+    samples_per_task: int | None
+    seed: int
+    augment: str | None
+    modules: Sequence[str] | None
+    decoder_rows: str | None
+    expert_read_budget: float | str | None
+    activations: str
+    checkpoint_dir: str | None
+    resume: bool

@@ -1,15 +1,18 @@
-"""The rule that the settings name: `rule` and its numbers -> a rule object."""
+"""Settings that belong to a rule, and the rule object that they make."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from types import NoneType, UnionType
-from typing import Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.files.classes import named_class
-from fusion_bench_featcal.rules import Rule
-from fusion_bench_featcal.settings import BY_RULE, OF_RULES, FeatCalSettings, remedy_of
+from fusion_bench_featcal.settings.fields import Settings, is_mapping_to, is_number, setting
+
+if TYPE_CHECKING:
+    from fusion_bench_featcal.rules import Rule
 
 BY_NAME: Mapping[str, str] = {
     "paper": "fusion_bench_featcal.rules.paper.Paper",
@@ -17,56 +20,144 @@ BY_NAME: Mapping[str, str] = {
 }
 """`rule` -> its class, imported when it is needed."""
 
-
-def rule_of(settings: FeatCalSettings) -> Rule:
-    """Return the rule object for the settings.
-
-    A class named by `_target_` receives the settings that are its fields, and the other keys of
-    the mapping. An object is returned unchanged.
-
-    Raises:
-        ValueError: If a class cannot be imported, is not a rule, or rejects an argument, or if a
-            setting is changed that the rule does not have.
-    """
-    if not isinstance(settings.rule, str | Mapping):
-        name = type(settings.rule).__name__
-        _refuse_changes(settings, settings.rule, name, f"set it there, {name}(...)")
-        return settings.rule
-    options = {} if isinstance(settings.rule, str) else dict(settings.rule)
-    target = options.pop("_target_", settings.rule)
-    kind = named_class(BY_NAME.get(target, target), "rule", "MyRule")
-    if not is_dataclass(kind) or not hasattr(kind, "turns"):
-        raise ValueError(f"rule: {target} is no rule: a dataclass with turns and sums")
-    shared = {field.name for field in fields(kind)} & {f.name for f in fields(FeatCalSettings)}
-    _refuse_changes(settings, kind, target, "", shared)
-    given = {name: getattr(settings, name) for name in shared}
-    values = {name: value for name, value in given.items() if value is not None}
-    names = [field.name for field in fields(kind) if field.init]
-    if options:
-        refuse_unknown(options, names, f"rule: {target}: option ")
-        _check_types(options, kind, target)
-    try:
-        return cast(Any, kind)(**values | options)
-    except Exception as error:  # a user's class may raise anything
-        typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise ValueError(f"rule: {target}({typed}): {error}") from error
+# Gram matrices have norm 1: a larger ridge leaves no digit of float64 for the data.
+_LARGEST_RIDGE = 1e12
+_STRONG_RIDGE, _FAR_ANCHOR = 100, 10  # numbers from which a note says what they do
 
 
-def value_of(settings: FeatCalSettings, name: str) -> Any:
-    """Return a setting of `BY_RULE`, which is the rule's attribute if it is null.
-
-    Raises as `rule_of`.
-    """
-    value = getattr(settings, name)
-    return getattr(rule_of(settings), name) if value is None else value
+def _is_rule(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return isinstance(value.get("_target_"), str)
+    return value in ("paper", "plus") if isinstance(value, str) else hasattr(value, "turns")
 
 
-def completed(settings: FeatCalSettings) -> FeatCalSettings:
-    """Return the settings with the values of their rule, equal for equal methods.
+def _is_factor(value: Any) -> bool:
+    return is_number(value) and value > 0
 
-    Raises as `rule_of`.
-    """
-    return settings.replace(**{name: value_of(settings, name) for name in BY_RULE})
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RuleSettings(Settings):
+    """The rule and its numbers, of which each rule has some."""
+
+    ridge_lambda: float = setting(
+        0.05,
+        "Strength of the pull towards the anchor (lambda, Eq. 15). Gram matrices have norm 1.",
+        ge=0,
+        le=_LARGEST_RIDGE,
+        convert=float,
+    )
+    mix_alpha: float = setting(
+        0.3,
+        "Share of the expert's features in the target input (alpha, Eq. 10).",
+        ge=0,
+        le=1,
+        convert=float,
+    )
+    anchor_rho: float = setting(
+        2.0,
+        "Position of the anchor (rho, Eq. 11): 0 is the base, 1 the merged model, 2 twice as far.",
+        ge=-1000,
+        le=1000,
+        convert=float,
+    )
+    rule: Any = setting(
+        "paper",
+        "How a block is solved: `paper`, all modules at once (Algorithm 1), `plus`, FeatCal+, "
+        "groups of modules in turn, without the three settings above (docs/method.md), or a rule "
+        "of your own, {_target_: my_module.MyRule, option: 1}.",
+        accepts="paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
+        check=_is_rule,
+    )
+    task_weights: Mapping[str, float] | None = setting(
+        None,
+        "Factors of the tasks' weights, {task: factor}. Others have 1. FeatCal+ only.",
+        accepts="a mapping of tasks to numbers above 0",
+        check=lambda value: is_mapping_to(_is_factor, value),
+    )
+    calibrate_bias: bool = setting(True, "Calibrate biases (Eqs. 51-55).")
+    calibrate_norm: bool | None = setting(
+        None,
+        "Calibrate gains and shifts of LayerNorm and GroupNorm (Eqs. 56-59). Null: as the rule has "
+        "it.",
+        by_rule=True,
+    )
+
+    @cached_property
+    def made_rule(self) -> "Rule":
+        """The rule object for the settings, made once.
+
+        A class named by `_target_` receives the settings that are its fields, and the other keys of
+        the mapping. An object is returned unchanged.
+
+        Raises:
+            ValueError: If a class cannot be imported, is not a rule, or rejects an argument, or if
+                a setting is changed that the rule does not have.
+        """
+        if not isinstance(self.rule, str | Mapping):
+            name = type(self.rule).__name__
+            self._refuse_changes(self.rule, name, f"set it there, {name}(...)")
+            return self.rule
+        options = {} if isinstance(self.rule, str) else dict(self.rule)
+        target = options.pop("_target_", self.rule)
+        kind = named_class(BY_NAME.get(target, target), "rule", "MyRule")
+        if not is_dataclass(kind) or not hasattr(kind, "turns"):
+            raise ValueError(f"rule: {target} is no rule: a dataclass with turns and sums")
+        names = [field.name for field in fields(kind) if field.init]
+        values = {name: value for name, value in self.by_name.items() if name in names}
+        self._refuse_changes(kind, target, "", values)
+        if options:
+            refuse_unknown(options, names, f"rule: {target}: option ")
+            _check_types(options, kind, target)
+        values = {name: value for name, value in values.items() if value is not None}
+        try:
+            return kind(**values | options)  # type: ignore[return-value]
+        except Exception as error:  # a user's class may raise anything
+            typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise ValueError(f"rule: {target}({typed}): {error}") from error
+
+    def _refuse_changes(
+        self, rule: Any, rule_name: str, remedy: str, shared: Collection[str] = ()
+    ) -> None:
+        """Refuse changed settings that the rule neither takes nor has with that value."""
+        for name in (name for name in OF_RULES if name not in shared):
+            value = getattr(self, name)
+            if value not in (getattr(RuleSettings, name), getattr(rule, name, None)):
+                text = remedy or remedy_of(name)
+                raise ValueError(
+                    f"{option(name, value)} has no part in the rule {rule_name}: {text}"
+                )
+
+    @property
+    def strengths(self) -> dict[str, float]:
+        """The strengths of the paper's rule by name. Other rules have none of these."""
+        names = ("ridge_lambda", "mix_alpha", "anchor_rho") if self.rule == "paper" else ()
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def extremes(self) -> list[str]:
+        """Sentences on numbers of the paper's rule that leave samples or models without effect."""
+        sentences, strengths = [], self.strengths
+        if (ridge := strengths.get("ridge_lambda", 0)) >= _STRONG_RIDGE:
+            sentences.append(
+                f"{option('ridge_lambda', f'{ridge:g}')} is very large: Gram matrices have "
+                "norm 1, so that the samples hardly count"
+            )
+        if abs(rho := strengths.get("anchor_rho", 0)) > _FAR_ANCHOR:
+            sentences.append(
+                f"{option('anchor_rho', f'{rho:g}')} is far: the anchor is {abs(rho):g} times "
+                "as far from the base as the merged model"
+            )
+        return sentences
+
+
+OF_RULES = tuple(name for name in RuleSettings.names() if name != "rule")
+"""Settings that a rule has as fields, or does not have."""
+
+
+def remedy_of(setting: str) -> str:
+    """Return the remedy, for messages, where the rule does not have a setting of `OF_RULES`."""
+    rule = option("rule", "plus" if setting == "task_weights" else "paper")
+    return f"leave it at its default, or choose {rule}"
 
 
 def _check_types(options: Mapping[str, Any], kind: Any, target: str) -> None:
@@ -78,14 +169,3 @@ def _check_types(options: Mapping[str, Any], kind: Any, target: str) -> None:
         if accepted <= {bool, int, float, str, NoneType} and type(value) not in accepted:
             words = " or ".join(part.__name__ for part in kinds)
             raise ValueError(f"rule: {target}: option {name} must be {words}, got {value!r}")
-
-
-def _refuse_changes(
-    settings: FeatCalSettings, rule: Any, name: str, remedy: str, shared: Collection[str] = ()
-) -> None:
-    """Refuse changed settings of rules that this rule neither takes nor has with that value."""
-    for setting in (name for name in OF_RULES if name not in shared):
-        value = getattr(settings, setting)
-        if value not in (getattr(FeatCalSettings, setting), getattr(rule, setting, None)):
-            text = remedy or remedy_of(setting)
-            raise ValueError(f"{option(setting, value)} has no part in the rule {name}: {text}")

@@ -36,9 +36,11 @@ from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
 
 from fusion_bench_featcal.encoders.texts import calls_of, read_texts, record_batches  # noqa: E402
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
+from fusion_bench_featcal.rules.plus import Plus  # noqa: E402
 from fusion_bench_featcal.sentence_transformers import (  # noqa: E402
     calibrate_encoder,
 )
+from fusion_bench_featcal.settings import Options  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]  # see conftest.py
 
@@ -128,9 +130,9 @@ def test_word_weights_stay(plain: str) -> None:
     assert equal(model[1], merged[1]) and model[1].word_weights == {"lamp": 0.5}
 
 
-def test_the_log_is_there_and_arguments_are_those_of_calibrate(encoders: Any) -> None:
+def test_the_log_is_there_and_options_are_those_of_calibrate(encoders: Any) -> None:
     base, experts, merged = encoders
-    result = calibrate_encoder(merged, base, experts, TEXTS, seed=7, progress=False)
+    result = calibrate_encoder(merged, base, experts, TEXTS, Plus(), Options(seed=7))
     assert set(result.log.final_drift) == {*TASKS}
     assert not equal(result.model, repaired_by(encoders))
     assert equal(result.model, repaired_by(encoders, seed=7))

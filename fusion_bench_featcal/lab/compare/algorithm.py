@@ -36,14 +36,8 @@ from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.run import REFERENCES
 from fusion_bench_featcal.results.show import show_run
-from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.fields import (
-    Settings,
-    is_integer,
-    is_text_list,
-    same_as,
-    setting,
-)
+from fusion_bench_featcal.settings import PoolDraw
+from fusion_bench_featcal.settings.fields import is_integer, is_text_list, setting
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +54,13 @@ def _are_tasks(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonSettings(Settings):
+class ComparisonSettings(PoolDraw):
     """Settings of `method=compare`. `grid.cells_of` checks the names."""
 
     upstreams: Any = setting(
         None,
         "Mergers to run, from upstream_mergers. Null: the default ones.",
         accepts=_NAMES,
-        group="the rows",
     )
     post_merging: Any = setting(
         None,
@@ -85,25 +78,17 @@ class ComparisonSettings(Settings):
         accepts="null, an integer >= 1 or a list of names",
         check=_are_tasks,
     )
-    seed: int = same_as(FeatCalSettings, "seed", group="shared settings")
-    samples_per_task: int = same_as(FeatCalSettings, "samples_per_task")
-    calibration_split: str = same_as(FeatCalSettings, "calibration_split", group="")
-    calibration_corruption: Mapping[str, Any] | None = same_as(
-        FeatCalSettings, "calibration_corruption"
-    )
     steps: int = setting(1000, "Updates of each task's modules in trained methods.", ge=1)
     results_dir: str | None = setting(
         None,
         "Folder for finished cells, which are not run again. Null: outputs/comparison/<model "
         "pool>.",
         accepts="a folder's path",
-        group="where",
     )
     upstream_mergers: Any = setting(
         None,
         "Configs of FusionBench methods, by name.",
         accepts=_CONFIGS,
-        group="definitions of the names",
     )
     post_merging_methods: Any = setting(None, "Configs with `_target_` by name.", accepts=_CONFIGS)
     default_rows: Any = setting(

@@ -20,10 +20,10 @@ from fusion_bench_featcal.fusionbench.pool_models import import_target
 from fusion_bench_featcal.lab.rivals import Method
 from fusion_bench_featcal.results import FEATCAL
 from fusion_bench_featcal.results.run import REFERENCES
+from fusion_bench_featcal.settings import PoolDraw
 
 NONE = "none"  # in method.post_merging: the merger alone, which always runs
 CHOICES = ("upstreams", "post_merging")
-_SHARED = ("samples_per_task", "calibration_split", "calibration_corruption", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def _drawing_alike(config: Any, settings: Any, setting: str) -> dict[str, Any]:
         raise ValueError(f"{setting} must have a _target_, got {config!r}")
     kind = import_target(setting, config["_target_"])
     names = kind.names() if isinstance(kind, type) and issubclass(kind, Method) else ()
-    shared = {name: plain_config(getattr(settings, name)) for name in _SHARED if name in names}
+    shared = {name: getattr(settings, name) for name in PoolDraw.names() if name in names}
     return shared | dict(config)
 
 

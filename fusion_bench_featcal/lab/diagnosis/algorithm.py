@@ -15,6 +15,7 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.data import samples_used
+from fusion_bench_featcal.fusionbench.featcal import FeatCal
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import RunSettings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
@@ -42,7 +43,6 @@ class DiagnosisSettings(Settings):
         "Tasks to diagnose. Null: all.",
         accepts="a list of tasks",
         check=is_text_list,
-        group="the diagnosis",
     )
     items: int = setting(256, "Largest number of items per task.", ge=_LEAST)
     split: str = setting("test", "Split of the items.", choices=("train", "val", "test"))
@@ -54,7 +54,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
     Run by `fusion_bench method=diagnose modelpool=...`, with all settings of `method=featcal`.
     """
 
-    setting_kinds = (FeatCalSettings, RunSettings, DiagnosisSettings)
+    setting_kinds = (FeatCal, RunSettings, DiagnosisSettings)
     shares_processes = False
 
     @property

@@ -26,7 +26,6 @@ from fusion_bench_featcal.modules.models import (
 )
 from fusion_bench_featcal.run.inputs import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.rules import value_of
 from fusion_bench_featcal.streams.batch import Positions, StagePositions, rows_of
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import resolved_decoder_rows, take_samples
@@ -182,7 +181,8 @@ def _counted(
     family: Family, model: nn.Module, inputs: Any, settings: FeatCalSettings
 ) -> dict[str, Positions | None]:
     """Return the positions that count at each block's output, or None if all count."""
-    rows, counted = dict[str, Positions | None](), value_of(settings, "decoder_rows")
+    rows = dict[str, Positions | None]()
+    counted = settings.decoder_rows or settings.made_rule.decoder_rows
     for index, stage in enumerate(family.stages(model)):
         masks = family.masks(model, inputs, index, resolved_decoder_rows(counted, inputs))
         rows |= dict.fromkeys(stage, StagePositions.of_masks(masks).valid)

@@ -22,8 +22,8 @@ from fusion_bench_featcal.lab.rivals.features import (
     load_projection,
 )
 from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature, FinalState, ProjectedFeature
-from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.fields import same_as, setting
+from fusion_bench_featcal.settings import Texts
+from fusion_bench_featcal.settings.fields import setting
 
 Fitted = tuple[dict[str, Sequence[nn.Module]], dict[str, Any]]
 """Corrections by task, one for each corrected feature, and the curves of their trainings."""
@@ -45,7 +45,7 @@ class Lessons:
     run: Callable[[Sequence[nn.Module], Tensor], list[Tensor]] = lambda of_task, x: [of_task[0](x)]
 
 
-class FeatureCorrection(SampleSettings):
+class FeatureCorrection(SampleSettings, Texts):
     """A correction of final features as a post-merging method. Subclasses implement `fit_all`."""
 
     language_models: ClassVar[bool] = True  # whether it also corrects these
@@ -55,13 +55,11 @@ class FeatureCorrection(SampleSettings):
         16,
         "Features in an update, and samples in a forward pass.",
         ge=1,
-        group="module and fit",
     )
     clip_model: str | None = setting(
         None,
         "CLIP checkpoint with the visual projection. Null: the pool's base model.",
         accepts="a folder or hub id",
-        group="corrected feature",
     )
     final_norm: str | None = setting(
         None,
@@ -74,23 +72,16 @@ class FeatureCorrection(SampleSettings):
         "`test_tta` fits on samples of the test split, as the papers do; `calibration` on those "
         "that FeatCal draws.",
         choices=("test_tta", "calibration"),
-        group="data",
     )
-    calibration_split: str = same_as(
-        FeatCalSettings,
-        "calibration_split",
-        help="Split that stream=calibration draws samples from.",
-        choices=("train", "val"),
+    calibration_split: str = setting(
+        "train", "Split that stream=calibration draws samples from.", choices=("train", "val")
     )
-    calibration_targets: str = same_as(
-        FeatCalSettings,
-        "calibration_targets",
-        help="Text after the prompt with stream=calibration: the data's `labels`, or the output of "
+    calibration_targets: str = setting(
+        "labels",
+        "Text after the prompt with stream=calibration: the data's `labels`, or the output of "
         "the task's expert (`generated`). Test samples always have the expert's.",
-        group="texts only",
+        choices=("labels", "generated"),
     )
-    generated_tokens: int = same_as(FeatCalSettings, "generated_tokens")
-    max_length: int | None = same_as(FeatCalSettings, "max_length")
 
     @property
     def split(self) -> str:

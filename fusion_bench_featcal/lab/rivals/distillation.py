@@ -19,8 +19,8 @@ from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.run.progress import progress_bar
-from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.fields import same_as, setting
+from fusion_bench_featcal.settings import Blocks, Texts
+from fusion_bench_featcal.settings.fields import setting
 from fusion_bench_featcal.streams.batch import Positions, rows_of
 from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.streams.samples import take_samples
@@ -50,7 +50,14 @@ class Lesson:
         return (features - self.target).square().mean() / self.norm
 
 
-class Distillation(SampleSettings, option="featcal_baselines/distillation", source="ours"):
+class Distillation(
+    SampleSettings,
+    Texts,
+    Blocks,
+    option="featcal_baselines/distillation",
+    source="ours",
+    without=("modules",),
+):
     """Distillation: training of a merged model's blocks towards the experts' final features.
 
     The loss is the squared distance to the expert's final features relative to their squared norm,
@@ -63,14 +70,8 @@ class Distillation(SampleSettings, option="featcal_baselines/distillation", sour
         1e-3,
         "Adam's step size in the first update; it falls linearly to 0.",
         gt=0,
-        group="training",
     )
     steps: int = setting(300, "Updates, each on one batch of every task.", ge=1)
-
-    family: Any = same_as(FeatCalSettings, "family", group="models")
-    calibration_targets: str = same_as(FeatCalSettings, "calibration_targets", group="texts only")
-    generated_tokens: int = same_as(FeatCalSettings, "generated_tokens")
-    max_length: int | None = same_as(FeatCalSettings, "max_length")
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Train the merged model's blocks in float32 or wider, without dropout.

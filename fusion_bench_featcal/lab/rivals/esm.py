@@ -48,7 +48,6 @@ class ESM(
         32,
         "Unlabeled samples drawn for each task. A task that has fewer uses all.",
         ge=1,
-        group="data",
         of=FeatCalSettings,
     )
 

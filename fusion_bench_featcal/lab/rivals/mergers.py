@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.calibration import result_of, rule_and_options
+from fusion_bench_featcal.calibration import result_of
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.experts.copies import copied_module
@@ -24,15 +24,14 @@ from fusion_bench_featcal.run.blocks import empty_sums, groups_of, solve
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.problem import Problem, check_merged, open_problem
-from fusion_bench_featcal.settings import FeatCalSettings, Options
-from fusion_bench_featcal.settings.fields import same_as
+from fusion_bench_featcal.settings import Blocks
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.samples import check_inputs
 from fusion_bench_featcal.streams.task_sums import empty_task_sums
 
 
-class Merger(Rule, SampleSettings):
+class Merger(Rule, SampleSettings, Blocks):
     """A merger for any model family.
 
     Blocks are merged in forward order. Unless a subclass overrides `block`, linear weights are
@@ -44,14 +43,6 @@ class Merger(Rule, SampleSettings):
             of the preceding `merged` blocks.
     """
 
-    modules: Sequence[str] | None = same_as(
-        FeatCalSettings,
-        "modules",
-        help="Patterns of the modules to solve: a name or its end, `*` for anything, `!` in front "
-        "to exclude. Null: all that the method solves.",
-        group="models",
-    )
-    family: Any = same_as(FeatCalSettings, "family")
     features = "expert"
     estimates_statistics = False
 
@@ -88,14 +79,13 @@ class Merger(Rule, SampleSettings):
         """
         start_device = device_of(base)
         settings = self.calibration_settings.replace(rule=self)
-        rule, options = rule_and_options(settings, Options())
-        check_inputs(base, experts, batches, rule)
+        check_inputs(base, experts, batches, self)
         device = torch.device(device or start_device)
         start = copied_module(base).to(device)
         load_means(start, experts, self.start_scale(len(experts)))
         inputs = Inputs(start, base, experts, batches)
         runtime = Runtime(device, autocast or nullcontext)
-        problem = open_problem(inputs, rule, options, runtime, Checkpoint())
+        problem = open_problem(inputs, self, settings.completed.options, runtime, Checkpoint())
         check_merged(problem)
         with problem.computing():
             self.merge_blocks(problem)

@@ -29,13 +29,11 @@ class RidgeSurgery(FeatureCorrection, option="ridge_surgery", source="ours"):
         "of a grid with the least leave-one-out error, which takes two samples per task.",
         ge=0,
         choices=("auto",),
-        group="module and fit",
     )
     stream: str = setting(
         "calibration",
         "`calibration` fits on samples that FeatCal draws, `test_tta` on those of the test split.",
         choices=("test_tta", "calibration"),
-        group="data",
     )
 
     def __post_init__(self) -> None:

@@ -30,8 +30,8 @@ class Surgery(
     which always merges by AdaMerging first, is method=surgery/adamerging_surgery.
     """
 
-    rank: int = setting(16, "Width of each task's module.", ge=1, group="module and fit")
-    learning_rate: float = setting(1e-3, "Adam's step size.", gt=0, group="module and fit")
+    rank: int = setting(16, "Width of each task's module.", ge=1)
+    learning_rate: float = setting(1e-3, "Adam's step size.", gt=0)
     steps: int = setting(1000, "Updates of each task's module.", ge=1)
     optimizer: str = setting(
         "joint",
@@ -98,7 +98,7 @@ class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("
     defaults come from the authors' code.
     """
 
-    hidden: int = setting(128, "Width of each task's module.", ge=1, group="module and fit")
+    hidden: int = setting(128, "Width of each task's module.", ge=1)
     kl_weight: float = setting(1e-4, "Weight of the divergence from a standard normal.", ge=0)
 
     def module(self, width: int, generator: torch.Generator) -> nn.Module:
