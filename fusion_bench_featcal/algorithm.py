@@ -6,6 +6,7 @@ from typing import Any
 
 from fusion_bench_featcal.fusionbench.driver import RowsMethod
 from fusion_bench_featcal.fusionbench.featcal import FeatCal
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import (
     Choices,
     RunSettings,
@@ -47,6 +48,12 @@ class FeatCalAlgorithm(RowsMethod):
     def rows(self) -> Mapping[str, FeatCal]:  # type: ignore[override]
         """Row -> its calibration, the method's own first."""
         return self._choices.rows(self.settings)
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open models and data of all rows. The first row's reads include the upstream merger's."""
+        super().open(inputs)
+        if inputs.upstream is not None:
+            next(iter(self.rows.values())).follow(inputs.upstream)
 
     @property
     def saved(self) -> str:

@@ -98,11 +98,8 @@ class RowsMethod(DeclaredMethod):
         super().open(inputs)
         folders = [getattr(method, "checkpoint_dir", None) for method in self.rows.values()]
         check_disks(self._program, inputs.models, folders)
-        upstream = inputs.upstream
         for method in self.rows.values():
             method.open(inputs)
-            inputs.upstream = None  # its reads count for the first row
-        inputs.upstream = upstream
 
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, and make, evaluate and report all rows.
@@ -150,7 +147,6 @@ class RowsMethod(DeclaredMethod):
                 watch(row, model)
                 report.add(row, model, facts, cost)
                 del model  # frees it before the next one
-            inputs.upstream = None  # its reads count for the first row
         processes.doing = "evaluations of references and the report"
         if processes.rank > 0:
             return report.saver.model

@@ -11,10 +11,9 @@ from torch import nn
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.json_files import json_lines, json_text
-from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
-from fusion_bench_featcal.fusionbench.data import with_own_data
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.rows import Method
+from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import Facts, calibration_log, file_suffix
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
@@ -54,7 +53,7 @@ class FeatCal(FeatCalSettings, Method):
         return {}
 
     def check(self, inputs: MethodInputs) -> None:
-        """Refuse a folder of finished blocks, a base or data that cannot be used.
+        """Refuse a folder of finished blocks or a base that cannot be used.
 
         Raises:
             CalibrationError: Naming the setting.
@@ -66,8 +65,6 @@ class FeatCal(FeatCalSettings, Method):
             pass  # raises if it cannot be used
         if self.made_rule.needs_base:
             inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
-        pool, split = with_own_data(inputs.modelpool, self), self.calibration_split
-        check_tasks_have_data(pool.model_names, getattr(pool, f"{split}_dataset_names"), split)
 
     def open(self, inputs: MethodInputs) -> None:
         """Open the data, and refuse a calibration that cannot succeed.
@@ -82,13 +79,21 @@ class FeatCal(FeatCalSettings, Method):
                     f"{name!r} (modelpool.models.{name}): save it as safetensors, or set the "
                     "budget to null"
                 )
-        if inputs.upstream is not None:
-            inputs.upstream.budget_left(self)  # raises if the merger exceeds it
         self.open_batches(inputs)
+
+    def follow(self, upstream: Upstream) -> None:
+        """Count the reads of a merger as those of the next calibration.
+
+        Raises:
+            CalibrationError: If they exceed the read budget.
+        """
+        upstream.budget_left(self)
+        self._opened["upstream"] = upstream
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
         """Calibrate the merged model. Raises a CalibrationError if that cannot go on."""
-        upstream, processes = inputs.upstream, inputs.processes
+        processes = inputs.processes
+        upstream: Upstream | None = self._opened.pop("upstream", None)
         budget = upstream.budget_left(self) if upstream else self.expert_read_budget
         batches = self.take_batches(inputs)
         exchanged = processes.exchanged_bytes

@@ -19,6 +19,7 @@ from fusion_bench_featcal.fusionbench.data import (
 )
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor, text_kind
+from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -35,8 +36,7 @@ class MethodInputs:
         fabric: Lightning Fabric: the device and the precision.
         program: FusionBench's running program, which mergers need, or None.
         processes: The processes that share a calibration.
-        upstream: The merger whose reads count as those of the next method (`upstream.Upstream`), or
-            None if there is none.
+        upstream: The merger of the run's merged model, or None if a method merges.
     """
 
     modelpool: BaseModelPool
@@ -44,7 +44,7 @@ class MethodInputs:
     fabric: Any
     program: Any = None
     processes: Processes = field(default_factory=Processes)
-    upstream: Any = None
+    upstream: Upstream | None = None
 
     @cached_property
     def models(self) -> PoolModels:

@@ -97,7 +97,7 @@ class Method(Settings):
 
     @cached_property
     def _opened(self) -> dict[str, Any]:
-        """The batches that `open_batches` opened, until they are taken."""
+        """What is opened before the model is made, such as batches, until it is taken."""
         return {}
 
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:
