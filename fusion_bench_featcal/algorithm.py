@@ -47,7 +47,7 @@ class FeatCalAlgorithm(RowsMethod):
     @cached_property
     def rows(self) -> Mapping[str, FeatCal]:  # type: ignore[override]
         """Row -> its calibration, the method's own first."""
-        return self._choices.rows(self.settings)
+        return self._choices.rows
 
     def open(self, inputs: MethodInputs) -> None:
         """Open models and data of all rows. The first row's reads include the upstream merger's."""

@@ -20,9 +20,9 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisio
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import checked_choices
 from fusion_bench_featcal.fusionbench import report as reports
-from fusion_bench_featcal.fusionbench.options import RunSettings
+from fusion_bench_featcal.fusionbench import saved_report
+from fusion_bench_featcal.fusionbench.options import RunSettings, checked_choices
 from fusion_bench_featcal.suites import image
 
 ROW = "featcal_mini"
@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setattr("sys.argv", ["fusion_bench", "method=featcal"])
         for owner, name, events_of in (
             (reports, "evaluate", lambda pool, model, tasks=(): tasks or ()),
-            (reports.SavedReport, "add", lambda _, name, *__: [name]),
+            (saved_report.SavedReport, "add", lambda _, name, *__: [name]),
             (CLIPVisionModel, "save_pretrained", lambda *_: ["save"]),
         ):
             patch.setattr(owner, name, noting(getattr(owner, name), events_of))
@@ -230,13 +230,13 @@ def test_presets_of_the_pool_become_rows_of_the_papers_rule() -> None:
     pool: Any = {"presets": {"plus": {"rule": "plus"}, "paper_flan_t5": changes}}
     paper = FeatCalSettings(seed=3, checkpoint_dir="somewhere")
     choices = checked_choices(paper, RunSettings(), pool)
-    assert list(choices.rows(paper)) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
+    assert list(choices.rows) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
     folder = "somewhere/preset-paper_flan_t5"
-    assert choices.presets["paper_flan_t5"] == paper.replace(checkpoint_dir=folder, **changes)
+    assert choices.rows["featcal_paper_flan_t5"] == paper.replace(checkpoint_dir=folder, **changes)
     changed = paper.replace(mix_alpha=0.5, calibrate_norm=True, decoder_rows="targets")
     of_plus = FeatCalSettings.plus(seed=3, checkpoint_dir="somewhere/preset-plus")
     for run in (paper, changed):  # what belongs to the paper's rule does not reach another one
-        assert checked_choices(run, RunSettings(), pool).presets["plus"] == of_plus
+        assert checked_choices(run, RunSettings(), pool).rows["featcal_plus"] == of_plus
     plus = FeatCalSettings.plus(augment="none")
     choices = checked_choices(plus, RunSettings(), pool)
-    assert choices.save == "featcal_plus" and choices.rows(plus) == {"featcal_plus": plus}
+    assert choices.save == "featcal_plus" and choices.rows == {"featcal_plus": plus}

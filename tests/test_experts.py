@@ -41,7 +41,7 @@ from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.config_files import open_config
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.source import total_bytes
-from fusion_bench_featcal.fusionbench import PoolModel
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel
 from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.models.model_files import ModelFiles, load_lora_model
 

@@ -17,7 +17,7 @@ from tiny_texts import NAMES, write
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import load_pool_model
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 
 WEIGHTS = "model.safetensors"
 Models = dict[str, Any]

@@ -29,8 +29,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench import PoolModels, load_input_processor, save_model
 from fusion_bench_featcal.fusionbench.data import calibration_batches, draw_samples
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
+from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.fusionbench.saving import save_model
 from fusion_bench_featcal.tasks import corrupted
 
 # --- samples ---

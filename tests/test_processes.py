@@ -25,7 +25,8 @@ from variations import backwards, changed, models_of
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.errors import LostProcessError
-from fusion_bench_featcal.fusionbench import prepare_run, share_model
+from fusion_bench_featcal.fusionbench.program import prepare_run
+from fusion_bench_featcal.fusionbench.program_processes import share_model
 from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.run import CheckpointFolder, Processes
 

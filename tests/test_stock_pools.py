@@ -14,7 +14,7 @@ from omegaconf import OmegaConf, open_dict
 from stock_pools import stand_ins
 from stock_pools.stand_ins import StandIns
 
-from fusion_bench_featcal.fusionbench import PoolModels
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 
 # Of FusionBench's methods, which no part of this package raises.
 KINDS = ("DeprecationWarning", "FutureWarning", "UserWarning")

@@ -10,21 +10,3 @@
 `driver`: the one run of every method: merge, make the rows, report, save one.
 `saving`, `evaluation`, `report`: saving, evaluating and reporting the models.
 """
-
-from fusion_bench_featcal.lazy import lazy_names
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "PoolModel": ".pool_models",
-        "PoolModels": ".pool_models",
-        "Upstream": ".upstream",
-        "checked_choices": ".options",
-        "load_input_processor": ".processors",
-        "load_pool_model": ".pool_models",
-        "prepare_run": ".program",
-        "run_merger": ".program",
-        "save_model": ".saving",
-        "share_model": ".program_processes",
-    },
-)

@@ -2,22 +2,21 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.options import MERGED, plain_config
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.program_processes import join_processes, share_model
-from fusion_bench_featcal.fusionbench.report import SavedReport, suite_name
+from fusion_bench_featcal.fusionbench.report import suite_name
 from fusion_bench_featcal.fusionbench.rows import Method, improved
-from fusion_bench_featcal.fusionbench.saving import RowSaver, check_disks
+from fusion_bench_featcal.fusionbench.saved_report import SavedReport
+from fusion_bench_featcal.fusionbench.saving import check_disks
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import Facts
@@ -130,7 +129,14 @@ class RowsMethod(DeclaredMethod):
         """Make all rows. All processes but the first only take part in the calibrations."""
         processes, upstream = self._processes, inputs.upstream
         name = upstream.name if upstream else next(iter(self.rows))
-        report = self._open_report(inputs, name)
+        report = SavedReport(
+            inputs,
+            self.log_dir,
+            name if self.saved == MERGED else self.saved,
+            suite=suite_name(inputs.modelpool),
+            merger=name,
+            base_method=self.base_method,
+        )
         watch = partial(self.watch, report=report, inputs=inputs)
         merged = self._merged(inputs, report)
         of_merged = Facts(settings=plain_config(self.base_method) or {})
@@ -149,8 +155,8 @@ class RowsMethod(DeclaredMethod):
                 del model  # frees it before the next one
         processes.doing = "evaluations of references and the report"
         if processes.rank > 0:
-            return report.saver.model
-        if merged is not None and (MERGED in self.references or report.saver.row == name):
+            return report.model
+        if merged is not None and (MERGED in self.references or report.row == name):
             watch(name, merged)
             report.add(name, merged, of_merged)
         del merged
@@ -160,15 +166,6 @@ class RowsMethod(DeclaredMethod):
     def finish(self, report: SavedReport) -> nn.Module:
         """Write and show the report, and return the model of the row to save."""
         return report.finish()
-
-    def _open_report(self, inputs: MethodInputs, merger: str) -> SavedReport:
-        processor = None
-        with suppress(CalibrationError):  # some methods need none
-            processor = inputs.processor
-        row = merger if self.saved == MERGED else self.saved
-        saver = RowSaver(self._program, inputs.modelpool, processor, row)
-        names: Any = {"suite": suite_name(inputs.modelpool), "merger": merger}
-        return SavedReport(inputs, self.log_dir, saver, base_method=self.base_method, **names)
 
     def _merged(self, inputs: MethodInputs, report: SavedReport | None = None) -> nn.Module | None:
         """Return the merged model, in every process, or None if the row is a merger."""

@@ -75,16 +75,11 @@ class RunSettings(MergedBy):
 
 @dataclass(frozen=True)
 class Choices(Generic[Chosen]):
-    """Models that a run calibrates and evaluates in addition to the main one."""
+    """Models that a run calibrates and evaluates."""
 
-    presets: Mapping[str, Chosen]  # calibrated on the same merged model
+    rows: Mapping[str, Chosen]  # row -> settings, the method's own first
     compare_with: tuple[str, ...]  # of `base`, `experts` and `merged`
-    save: str = FEATCAL  # the row that is saved and returned
-
-    def rows(self, settings: Chosen) -> dict[str, Chosen]:
-        """Return the settings of each calibrated row by its name, the method's own first."""
-        presets = {f"{FEATCAL}_{name}": preset for name, preset in self.presets.items()}
-        return {row_of_rule(settings.rule): settings, **presets}
+    save: str  # the row that is saved and returned
 
 
 def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[Any]:
@@ -116,7 +111,7 @@ def suite_of(program: Any) -> dict[str, Any]:
 def checked_choices(
     settings: Chosen, chosen: RunSettings, suite: Mapping[str, Any]
 ) -> Choices[Chosen]:
-    """Return presets and references of the method, or else of the model pool.
+    """Return rows and references of the method, with presets of it or else of the model pool.
 
     Args:
         settings: The method's settings, which presets change.
@@ -137,17 +132,17 @@ def checked_choices(
         presets = suite.get("presets") or {} if settings.rule == "paper" else {}
         checked = _checked_presets(settings, presets, "modelpool.featcal.presets")
         checked = {name: preset for name, preset in checked.items() if preset != settings}
-    checked = {name: preset for name, preset in checked.items() if f"{FEATCAL}_{name}" != row}
     if (folder := settings.checkpoint_dir) is not None:
         checked = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in checked.items()}
-    rows = [row, *(f"{FEATCAL}_{name}" for name in checked), MERGED]
+    rows = {row: settings} | {f"{FEATCAL}_{name}": preset for name, preset in checked.items()}
+    rows[row] = settings  # before a preset of this name
     save = row if chosen.save == FEATCAL else chosen.save
-    if save not in rows:
+    if save not in (names := [*rows, MERGED]):
         raise ValueError(
-            f"method.save must be a row that this run makes, of {', '.join(rows)}, got {save!r}"
-            f"{nearest_hint(str(save), rows)}"
+            f"method.save must be a row that this run makes, of {', '.join(names)}, got {save!r}"
+            f"{nearest_hint(str(save), names)}"
         )
-    return Choices(checked, tuple(references), save)
+    return Choices(rows, tuple(references), save)
 
 
 def _checked_presets(settings: Chosen, presets: Any, key: str) -> dict[str, Chosen]:

@@ -11,7 +11,6 @@ from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.fusionbench.evaluation import (
     PoolEvaluation,
     evaluate,
@@ -21,9 +20,7 @@ from fusion_bench_featcal.fusionbench.evaluation import (
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.fusionbench.saving import RowSaver, path_option
 from fusion_bench_featcal.models.hub import commits
-from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
@@ -34,9 +31,7 @@ from fusion_bench_featcal.results import (
     write_run,
 )
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
-from fusion_bench_featcal.results.remarks import closing_lines
 from fusion_bench_featcal.results.run import INPUTS, REFERENCES, Facts, conditions_of
-from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.run.digests import digest_text
 
 log = logging.getLogger(__name__)
@@ -218,66 +213,6 @@ class Report:
         if self._failed:
             rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
             raise CalibrationError(f"failed: {rows}. The other rows are finished")
-
-
-class SavedReport(Report):
-    """The report of a method that FusionBench runs, which saves and returns one of its models.
-
-    Attributes:
-        saver: Stores the model to return, and the folder that it is saved to.
-    """
-
-    def __init__(
-        self, inputs: MethodInputs, folder: str | None, saver: RowSaver, **options: Any
-    ) -> None:
-        """Start a report.
-
-        Args:
-            inputs: The pools, the device and the program.
-            folder: The run's log directory, or None to write nothing.
-            saver: Saves a row. `check_save_target` has checked the target before.
-            **options: Arguments of `Report`.
-        """
-        super().__init__(inputs, **options)
-        self.saver, self._folder = saver, None if folder is None else Path(folder)
-
-    def add(
-        self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
-    ) -> PoolEvaluation | None:
-        """Write the files of its method beside the report, and FusionBench's own report."""
-        if facts is not None and self._folder is not None:
-            for file, text in facts.files.items():
-                write_atomic(self._folder / file, text)
-        evaluation = super().add(name, model, facts, cost)
-        file = path_option(self._inputs.program, "report_save_path")
-        if evaluation is not None and file is not None and name == self.saver.row:
-            # FusionBench's own report
-            write_atomic(file, json.dumps(evaluation.raw), "report_save_path")
-        return evaluation
-
-    def offer(self, name: str, model: nn.Module, facts: Facts) -> None:
-        """Save a model if it is the row to save. Its evaluation, which may fail, comes after."""
-        counts = {task: entry["samples"] for task, entry in facts.samples.items()}
-        self.saver.offer(model, CardFacts(name, self._base_method or None, facts.settings, counts))
-
-    def finish(self) -> nn.Module:
-        """Write and show the report, and return the model of the row to save.
-
-        Raises:
-            CalibrationError: If a row failed, after everything else is written and shown.
-        """
-        saver, program = self.saver, self._inputs.program
-        self.close(self._folder)
-        if self._inputs.taskpool is None:
-            log.info("no task pool: the model is not evaluated")
-        saver.finish(self.run)
-        if program is not None:
-            program.taskpool = None  # FusionBench would evaluate the returned model again
-            show_run(self.run)
-            unsaved = [row.name for row in self.run.rows if row.is_repair and row.name != saver.row]
-            print(*closing_lines(saver.row, saver.folder, self._folder, unsaved), sep="\n")
-        self.raise_failures()
-        return saver.model
 
 
 def config_of(pool: Any) -> Any:

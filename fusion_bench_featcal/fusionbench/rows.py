@@ -5,12 +5,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
@@ -59,11 +58,6 @@ class Method(Settings):
         dataclass(frozen=True, kw_only=True, eq=False)(cls)
         if option:
             cls.option, cls.name, cls.source = option, option.rpartition("/")[2], source
-
-    def __new__(cls, **keys: Any) -> Self:
-        """Refuse unknown settings by a ValueError that names the nearest one."""
-        refuse_unknown(keys, cls.names(), "")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         super().__post_init__()

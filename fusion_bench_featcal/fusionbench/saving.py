@@ -3,14 +3,12 @@
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from torch import nn
 
 from fusion_bench_featcal.errors.masking import public
 from fusion_bench_featcal.files import check_target, destination, write_atomic
@@ -121,53 +119,14 @@ def save_model(
     log.info("saved the model to %s", target)
 
 
-class RowSaver:
-    """Saves one row's model. FusionBench would save it only after all evaluations.
-
-    Attributes:
-        row: The row that is saved.
-        model: Its model, available after `offer`.
-        folder: Folder of the saved model, or None if it is not saved.
-    """
-
-    model: nn.Module
-
-    def __init__(self, program: Any, modelpool: BaseModelPool, processor: Any, row: str) -> None:
-        """Prepare to save. `check_save_target` has checked the target."""
-        self.row = row
-        self.folder: Path | None = None
-        self._program, self._modelpool, self._processor = program, modelpool, processor
-        self._facts = CardFacts(row)
-
-    def offer(self, model: nn.Module, facts: CardFacts) -> None:
-        """Store the model if it belongs to `row`, and save it if there is a target.
-
-        Raises:
-            CalibrationError: If it cannot be written, naming path, free space and setting.
-        """
-        if facts.row != self.row:
-            return
-        self.model, target = model, path_option(self._program, SAVE_PATH)
-        self._facts = replace(
-            facts, **{name: plain_config(value) for name, value in vars(facts).items()}
-        )
-        if target is not None:
-            save_model(self._modelpool, model, target, self._processor)
-            self.folder = target
-        if self._program is not None:  # FusionBench would save the model again
-            self._program.save_merged_model = lambda merged_model: None
-
-    def finish(self, report: Run) -> None:
-        """Add a model card with the run's accuracies to a saved folder."""
-        if self.folder is None or not self.folder.is_dir():
-            return
-        models = PoolModels(self._modelpool)
-        base = None if models.base is None else _location(models.base)
-        experts = {name: _location(model) for name, model in models.experts.items()}
-        folders = models[MERGED_MODEL].folders if MERGED_MODEL in models else ()
-        tags = [tag for files in folders for tag in card_tags(files.folder)]
-        card = card_text(self._facts, base, experts, report, tags=tags)
-        write_atomic(self.folder / CARD, card, SAVE_PATH)
+def write_card(folder: Path, facts: CardFacts, modelpool: BaseModelPool, report: Run) -> None:
+    """Add a model card with the run's accuracies to the folder of a saved model."""
+    models = PoolModels(modelpool)
+    base = None if models.base is None else _location(models.base)
+    experts = {name: _location(model) for name, model in models.experts.items()}
+    folders = models[MERGED_MODEL].folders if MERGED_MODEL in models else ()
+    tags = [tag for files in folders for tag in card_tags(files.folder)]
+    write_atomic(folder / CARD, card_text(facts, base, experts, report, tags=tags), SAVE_PATH)
 
 
 def _location(model: PoolModel) -> str:

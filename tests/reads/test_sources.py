@@ -20,7 +20,9 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts.budget import grant_of
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.files.budgets import budget_in_bytes
-from fusion_bench_featcal.fusionbench import PoolModel, PoolModels, Upstream, upstream
+from fusion_bench_featcal.fusionbench import upstream
+from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
+from fusion_bench_featcal.fusionbench.upstream import Upstream
 
 
 def small_clip() -> Suite:

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from reports import error_of
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.fusionbench import load_pool_model, run_merger
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.suites import image, paths, text
 
 CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"

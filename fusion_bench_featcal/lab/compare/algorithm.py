@@ -25,7 +25,7 @@ from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import plain_config, suite_of
+from fusion_bench_featcal.fusionbench.options import suite_of
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.report import suite_name
 from fusion_bench_featcal.fusionbench.rows import Method
@@ -37,16 +37,15 @@ from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.run import REFERENCES
 from fusion_bench_featcal.results.show import show_run
 from fusion_bench_featcal.settings import PoolDraw
-from fusion_bench_featcal.settings.fields import is_integer, is_text_list, setting
+from fusion_bench_featcal.settings.fields import is_integer, is_mapping_to, is_text_list, setting
 
 log = logging.getLogger(__name__)
 
-_NAMES = "null or a list of names"
 _CONFIGS = "a mapping of names to configs"
 
 
-def _are_choices(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(is_text_list(names) for names in value.values())
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _are_tasks(value: Any) -> bool:
@@ -57,20 +56,23 @@ def _are_tasks(value: Any) -> bool:
 class ComparisonSettings(PoolDraw):
     """Settings of `method=compare`. `grid.cells_of` checks the names."""
 
-    upstreams: Any = setting(
+    upstreams: Sequence[str] | None = setting(
         None,
         "Mergers to run, from upstream_mergers. Null: the default ones.",
-        accepts=_NAMES,
+        accepts="a list of names",
+        check=is_text_list,
     )
-    post_merging: Any = setting(
+    post_merging: Sequence[str] | None = setting(
         None,
         "Methods to run on each merged model, from post_merging_methods. Null: the default ones.",
-        accepts=_NAMES,
+        accepts="a list of names",
+        check=is_text_list,
     )
-    references: Any = setting(
+    references: Sequence[str] = setting(
         REFERENCES,
         "Reference rows. Shares of the gap need the experts.",
         accepts=f"a list of {' and '.join(REFERENCES)}",
+        check=is_text_list,
     )
     tasks: Any = setting(
         None,
@@ -85,29 +87,26 @@ class ComparisonSettings(PoolDraw):
         "pool>.",
         accepts="a folder's path",
     )
-    upstream_mergers: Any = setting(
-        None,
-        "Configs of FusionBench methods, by name.",
-        accepts=_CONFIGS,
+    upstream_mergers: Mapping[str, Any] | None = setting(
+        None, "Configs of FusionBench methods, by name.", accepts=_CONFIGS, check=_is_mapping
     )
-    post_merging_methods: Any = setting(None, "Configs with `_target_` by name.", accepts=_CONFIGS)
-    default_rows: Any = setting(
+    post_merging_methods: Mapping[str, Any] | None = setting(
+        None, "Configs with `_target_` by name.", accepts=_CONFIGS, check=_is_mapping
+    )
+    default_rows: Mapping[str, Sequence[str]] | None = setting(
         None,
         "Names that run if none are chosen, and the pool names none. Null: all.",
-        accepts="null or a mapping of upstreams and post_merging to lists of names",
-        check=lambda value: value is None or _are_choices(value),
+        accepts="a mapping of upstreams and post_merging to lists of names",
+        check=lambda value: is_mapping_to(is_text_list, value),
     )
-    reads_test: Any = setting(
-        None,
-        "Mergers that use the test split.",
-        accepts="null or a list of names",
-        check=lambda value: value is None or is_text_list(value),
+    reads_test: Sequence[str] | None = setting(
+        None, "Mergers that use the test split.", accepts="a list of names", check=is_text_list
     )
     notes: Mapping[str, str] | None = setting(
         None,
         "Footnotes of the tables, by merger or method.",
         accepts="a mapping of names to texts",
-        check=lambda value: isinstance(value, Mapping),
+        check=_is_mapping,
     )
 
 
@@ -253,7 +252,7 @@ def _part(
         return modelpool, None, len(names)
     if isinstance(tasks, int) and tasks > len(names):
         raise ValueError(f"method.tasks={tasks}, but the pool has {counted(len(names), 'task')}")
-    chosen = names[:tasks] if isinstance(tasks, int) else list(plain_config(tasks))
+    chosen = names[:tasks] if isinstance(tasks, int) else list(tasks)
     for name in chosen:
         if name not in names:
             raise ValueError(f"method.tasks: {name!r} is unknown{nearest_hint(name, names)}")

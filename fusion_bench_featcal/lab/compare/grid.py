@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from hydra.utils import instantiate
 
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.fusionbench.options import (
+    FUSION_BENCH_KEYS,
     is_merger,
-    plain_config,
     refuse_other_rule,
     with_preset,
 )
@@ -87,7 +87,7 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
     }
     methods |= presets
     defaults = _defaults(settings, suite, presets)
-    references = _named("method.references", plain_config(settings.references), REFERENCES)
+    references = _named("method.references", settings.references, REFERENCES)
     mergers = [
         _merger(name, upstreams[name], f"method.upstream_mergers.{name}")
         for name in _chosen(settings, "upstreams", upstreams, defaults)
@@ -113,28 +113,25 @@ def _defaults(
     settings: Any, suite: Mapping[str, Any], presets: Iterable[str]
 ) -> dict[str, list[str]]:
     """Return the names that run if none are chosen: the pool's, else the comparison's."""
-    of_pool, of_method = suite.get("compare") or {}, plain_config(settings.default_rows) or {}
+    of_pool, of_method = suite.get("compare") or {}, settings.default_rows or {}
     refuse_unknown(of_pool, CHOICES, "modelpool.featcal.compare.")
     refuse_unknown(of_method, CHOICES, "method.default_rows.")
     if "post_merging" in of_method:  # each preset of the pool is a row of its own
-        of_method = of_method | {"post_merging": [*of_method["post_merging"], *presets]}
-    return of_method | of_pool
+        of_method = {**of_method, "post_merging": [*of_method["post_merging"], *presets]}
+    return {**of_method, **of_pool}
 
 
 def _configs(settings: Any, key: str) -> dict[str, Any]:
     """Return configs by name. Entries set to null are removed."""
-    value = plain_config(getattr(settings, key)) or {}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"method.{key} must map names to configs, got {value!r}")
-    return {str(name): config for name, config in value.items() if config is not None}
+    configs = getattr(settings, key) or {}
+    return {str(name): config for name, config in configs.items() if config is not None}
 
 
 def _chosen(
     settings: Any, key: str, available: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> list[str]:
     """Return the names that a setting chooses, without a choice the default ones, else all."""
-    names = plain_config(getattr(settings, key))
-    if names is not None:
+    if (names := getattr(settings, key)) is not None:
         return _named(f"method.{key}", names, available)
     return _named(f"the default {key}", defaults.get(key, list(available)), available)
 
@@ -142,8 +139,6 @@ def _chosen(
 def _named(key: str, names: Any, available: Iterable[str]) -> list[str]:
     """Return a list of available names, each once."""
     available = list(available)
-    if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ValueError(f"{key} must be a list of names, got {names!r}")
     for name in names:
         if name not in available:
             raise ValueError(
@@ -191,8 +186,11 @@ def _drawing_alike(config: Any, settings: Any, setting: str) -> dict[str, Any]:
     if not isinstance(config, Mapping) or "_target_" not in config:
         raise ValueError(f"{setting} must have a _target_, got {config!r}")
     kind = import_target(setting, config["_target_"])
-    names = kind.names() if isinstance(kind, type) and issubclass(kind, Method) else ()
-    shared = {name: getattr(settings, name) for name in PoolDraw.names() if name in names}
+    if not isinstance(kind, type) or not issubclass(kind, Method):
+        return dict(config)
+    keys = [key for key in config if key != "_target_" and key not in FUSION_BENCH_KEYS]
+    refuse_unknown(keys, kind.names(), f"{setting}.")
+    shared = {name: getattr(settings, name) for name in PoolDraw.names() if name in kind.names()}
     return shared | dict(config)
 
 

@@ -19,7 +19,7 @@ from fusion_bench_featcal.fusionbench.featcal import FeatCal
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.options import RunSettings
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.fusionbench.report import SavedReport
+from fusion_bench_featcal.fusionbench.saved_report import SavedReport
 from fusion_bench_featcal.lab.diagnosis.lines import expert_lines, row_lines
 from fusion_bench_featcal.lab.diagnosis.measure import measure_drift
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis

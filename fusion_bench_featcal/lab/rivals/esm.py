@@ -14,7 +14,6 @@ from fusion_bench_featcal.lab.rivals.dc_merge import nearest_orthogonal
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.rules.rule import Linear, Solved
 from fusion_bench_featcal.run.problem import Problem
-from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import setting
 
 SPECTRUM_POWER = 0.15
@@ -48,7 +47,6 @@ class ESM(
         32,
         "Unlabeled samples drawn for each task. A task that has fewer uses all.",
         ge=1,
-        of=FeatCalSettings,
     )
 
     @cached_property

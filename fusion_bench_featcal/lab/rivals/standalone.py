@@ -45,65 +45,22 @@ class MethodAlgorithm(RowsMethod):
         return replace(facts, settings=config) if config else facts
 
 
-class DCMergeAlgorithm(MethodAlgorithm):
-    """`method=featcal_mergers/dc_merge`."""
-
-    kind = DCMerge
-
-
-class DistillationAlgorithm(MethodAlgorithm):
-    """`method=featcal_baselines/distillation`."""
-
-    kind = Distillation
+def _algorithm(kind: type[Method]) -> type[MethodAlgorithm]:
+    """Return the FusionBench method of a kind."""
+    members = {"kind": kind, "__doc__": f"`method={kind.option}`.", "__module__": __name__}
+    return type(f"{kind.__name__}Algorithm", (MethodAlgorithm,), members)
 
 
-class ESMAlgorithm(MethodAlgorithm):
-    """`method=featcal_mergers/esm`."""
-
-    kind = ESM
-
-
-class LotAlgorithm(MethodAlgorithm):
-    """`method=featcal_baselines/lot`."""
-
-    kind = Lot
-
-
-class ProbSurgeryAlgorithm(MethodAlgorithm):
-    """`method=prob_surgery`."""
-
-    kind = ProbSurgery
-
-
-class RegMeanAlgorithm(MethodAlgorithm):
-    """`method=featcal_baselines/regmean`."""
-
-    kind = RegMean
-
-
-class RegMeanPlusPlusAlgorithm(MethodAlgorithm):
-    """`method=featcal_baselines/regmean_plusplus`."""
-
-    kind = RegMeanPlusPlus
-
-
-class RidgeSurgeryAlgorithm(MethodAlgorithm):
-    """`method=ridge_surgery`."""
-
-    kind = RidgeSurgery
-
-
-class SurgeryAlgorithm(MethodAlgorithm):
-    """`method=surgery`."""
-
-    kind = Surgery
-
-
-class SurgeryV2Algorithm(MethodAlgorithm):
-    """`method=featcal_baselines/surgery_v2`."""
-
-    kind = SurgeryV2
-
+DCMergeAlgorithm = _algorithm(DCMerge)
+DistillationAlgorithm = _algorithm(Distillation)
+ESMAlgorithm = _algorithm(ESM)
+LotAlgorithm = _algorithm(Lot)
+ProbSurgeryAlgorithm = _algorithm(ProbSurgery)
+RegMeanAlgorithm = _algorithm(RegMean)
+RegMeanPlusPlusAlgorithm = _algorithm(RegMeanPlusPlus)
+RidgeSurgeryAlgorithm = _algorithm(RidgeSurgery)
+SurgeryAlgorithm = _algorithm(Surgery)
+SurgeryV2Algorithm = _algorithm(SurgeryV2)
 
 ALGORITHMS = {kind.kind.option: kind for kind in MethodAlgorithm.__subclasses__()}
 """`method=<option>` -> its class, of the methods above."""

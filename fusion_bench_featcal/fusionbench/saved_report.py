@@ -1,0 +1,103 @@
+"""The report of a method that FusionBench runs, with the model that it saves and returns."""
+
+import json
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.files import write_atomic
+from fusion_bench_featcal.fusionbench.evaluation import PoolEvaluation
+from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.report import Report
+from fusion_bench_featcal.fusionbench.saving import SAVE_PATH, path_option, save_model, write_card
+from fusion_bench_featcal.models.saving import CardFacts
+from fusion_bench_featcal.results import Cost
+from fusion_bench_featcal.results.remarks import closing_lines
+from fusion_bench_featcal.results.run import Facts
+from fusion_bench_featcal.results.show import show_run
+
+log = logging.getLogger(__name__)
+
+
+class SavedReport(Report):
+    """The report of a method that FusionBench runs, which saves and returns one of its models.
+
+    FusionBench would save the model only after all evaluations.
+
+    Attributes:
+        row: The row whose model is saved and returned.
+        model: Its model, available after `offer`.
+    """
+
+    model: nn.Module
+
+    def __init__(self, inputs: MethodInputs, folder: str | None, row: str, **options: Any) -> None:
+        """Start a report.
+
+        Args:
+            inputs: The pools, the device and the program.
+            folder: The run's log directory, or None to write nothing.
+            row: The row to save. `check_save_target` has checked the target before.
+            **options: Arguments of `Report`.
+        """
+        super().__init__(inputs, **options)
+        self.row, self._folder = row, None if folder is None else Path(folder)
+        self._saved: Path | None = None
+        self._card = CardFacts(row)
+
+    def add(
+        self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
+    ) -> PoolEvaluation | None:
+        """Write the files of its method beside the report, and FusionBench's own report."""
+        if facts is not None and self._folder is not None:
+            for file, text in facts.files.items():
+                write_atomic(self._folder / file, text)
+        evaluation = super().add(name, model, facts, cost)
+        file = path_option(self._inputs.program, "report_save_path")
+        if evaluation is not None and file is not None and name == self.row:
+            # FusionBench's own report
+            write_atomic(file, json.dumps(evaluation.raw), "report_save_path")
+        return evaluation
+
+    def offer(self, name: str, model: nn.Module, facts: Facts) -> None:
+        """Save a model if it is the row to save. Its evaluation, which may fail, comes after.
+
+        Raises:
+            CalibrationError: If it cannot be written, naming path, free space and setting.
+        """
+        if name != self.row:
+            return
+        counts = {task: entry["samples"] for task, entry in facts.samples.items()}
+        self._card = CardFacts(name, self._base_method or None, facts.settings, counts)
+        self.model, inputs, processor = model, self._inputs, None
+        if (target := path_option(inputs.program, SAVE_PATH)) is not None:
+            with suppress(CalibrationError):  # some methods need none
+                processor = inputs.processor
+            save_model(inputs.modelpool, model, target, processor)
+            self._saved = target
+        if inputs.program is not None:  # FusionBench would save the model again
+            inputs.program.save_merged_model = lambda merged_model: None
+
+    def finish(self) -> nn.Module:
+        """Write and show the report, and return the model of the row to save.
+
+        Raises:
+            CalibrationError: If a row failed, after everything else is written and shown.
+        """
+        program, saved = self._inputs.program, self._saved
+        self.close(self._folder)
+        if self._inputs.taskpool is None:
+            log.info("no task pool: the model is not evaluated")
+        if saved is not None and saved.is_dir():
+            write_card(saved, self._card, self._inputs.modelpool, self.run)
+        if program is not None:
+            program.taskpool = None  # FusionBench would evaluate the returned model again
+            show_run(self.run)
+            unsaved = [row.name for row in self.run.rows if row.is_repair and row.name != self.row]
+            print(*closing_lines(self.row, saved, self._folder, unsaved), sep="\n")
+        self.raise_failures()
+        return self.model
