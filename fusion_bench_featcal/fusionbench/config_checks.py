@@ -13,7 +13,6 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unkno
 from fusion_bench_featcal.files import PATH_STARTS, is_missing
 from fusion_bench_featcal.fusionbench.options import (
     FUSION_BENCH_KEYS,
-    Choices,
     RunSettings,
     checked_choices,
     read_settings,
@@ -62,7 +61,9 @@ def check_config(config: DictConfig) -> None:
         if isinstance(names := method.get(key), Mapping):  # RegMean's task_weights is a text
             refuse_unknown(names, tasks, f"method.{key}.")
     if str(method.get("_target_")).endswith(".FeatCalAlgorithm"):
-        settings, _ = choices_of_config(method, suite.get("featcal") or {})
+        keys = {k: v for k, v in method.items() if k not in ("_target_", *FUSION_BENCH_KEYS)}
+        settings, chosen = read_settings(keys, (FeatCalSettings, RunSettings))
+        checked_choices(settings, chosen, suite.get("featcal") or {})
         if entries[data]:  # else the pool's class may have data
             available = entries[data] | (settings.calibration_data or {})
             check_tasks_have_data(tasks, available, settings.calibration_split)
@@ -137,23 +138,6 @@ def _check_tasks(pool: Mapping[str, Any], experts: list[str]) -> None:
     for name in names:
         if name not in experts and (hint := nearest_hint(name, free)):
             raise ValueError(f"default_taskpool.tasks.{name}: no expert has this name{hint}")
-
-
-def choices_of_config(
-    method: Mapping[str, Any], suite: Mapping[str, Any]
-) -> tuple[FeatCalSettings, Choices[FeatCalSettings]]:
-    """Return the settings of `method=featcal`, and the further models that it makes.
-
-    Args:
-        method: The method's config.
-        suite: The model pool's key `featcal`.
-
-    Raises:
-        ValueError: If a key is unknown or a value is not accepted.
-    """
-    keys = {k: v for k, v in method.items() if k not in ("_target_", *FUSION_BENCH_KEYS)}
-    settings, chosen = read_settings(keys, (FeatCalSettings, RunSettings))
-    return settings, checked_choices(settings, chosen, suite)
 
 
 def _entries(config: DictConfig, group: str) -> Any:

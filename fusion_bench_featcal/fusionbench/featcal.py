@@ -108,16 +108,13 @@ class FeatCal(FeatCalSettings, Method):
             processes=processes,
         )
         self.sample_counts.update((r["task"], r["samples"]) for r in result.log.of_kind("task"))
-        reads = result.reads | {
-            "budget": self.expert_read_budget,
-            "upstream": upstream.reads() if upstream else None,
-        }
-        self._last.update(log=result.log, reads=reads, cost=_cost(reads, result.log.records))
+        of_merger = upstream.reads() if upstream else None
+        reads = result.reads | {"budget": self.expert_read_budget, "upstream": of_merger}
+        cost = _cost(reads, result.log.records)
         if processes.size > 1:
-            self._last["cost"] |= {
-                "processes": processes.size,
-                "exchanged_bytes": processes.exchanged_bytes - exchanged,
-            }
+            exchanged = processes.exchanged_bytes - exchanged
+            cost |= {"processes": processes.size, "exchanged_bytes": exchanged}
+        self._last.update(log=result.log, reads=reads, cost=cost)
         return result.model
 
     def facts(self, row: str, model: nn.Module, tasks: Sequence[str]) -> Facts:

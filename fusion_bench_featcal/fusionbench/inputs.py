@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fusion_bench import BaseModelPool
+from fusion_bench import BaseModelPool, BaseTaskPool
+from fusion_bench.programs import FabricModelFusionProgram
+from lightning import Fabric
 from torch import nn
 
 from fusion_bench_featcal.data.embeddings import Pooling
@@ -40,9 +42,9 @@ class MethodInputs:
     """
 
     modelpool: BaseModelPool
-    taskpool: Any
-    fabric: Any
-    program: Any = None
+    taskpool: BaseTaskPool | None
+    fabric: Fabric
+    program: FabricModelFusionProgram | None = None
     processes: Processes = field(default_factory=Processes)
     upstream: Upstream | None = None
 

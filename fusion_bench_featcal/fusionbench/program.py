@@ -8,7 +8,8 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from fusion_bench import BaseModelPool, instantiate
+from fusion_bench import BaseModelPool, BaseTaskPool, instantiate
+from fusion_bench.programs import FabricModelFusionProgram
 from fusion_bench.taskpool.dummy import DummyTaskPool
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -31,7 +32,7 @@ prints = logging.getLogger("fusion_bench.prints")  # in the log file only (conso
 _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 
 
-def take_default_taskpool(program: Any) -> None:
+def take_default_taskpool(program: FabricModelFusionProgram) -> None:
     """Give a program the model pool's default task pool, or None, if none was named.
 
     An explicit `taskpool=dummy` on the command line disables evaluation.
@@ -44,7 +45,7 @@ def take_default_taskpool(program: Any) -> None:
     _ = getattr(program.taskpool, "test_data", None)  # raises before anything is merged
 
 
-def _default_taskpool(program: Any) -> Any:
+def _default_taskpool(program: FabricModelFusionProgram) -> BaseTaskPool | None:
     default = program._modelpool.get("default_taskpool")
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
     if any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words):
@@ -55,7 +56,7 @@ def _default_taskpool(program: Any) -> Any:
     return None
 
 
-def prepare_run(program: Any, log_dir: str | None) -> None:
+def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -> None:
     """Prepare a run of any method: choose the task pool, check and fill the log directory.
 
     Args:
@@ -78,9 +79,10 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
             "(method=featcal runs in several)"
         )
     take_default_taskpool(program)
-    if hasattr(program.taskpool, "_fabric_instance"):
+    taskpool: Any = program.taskpool
+    if hasattr(taskpool, "_fabric_instance"):
         # With a log directory FusionBench's task pools write a report of each evaluation there.
-        program.taskpool._fabric_instance = fabric_alone(fabric, first=False)
+        taskpool._fabric_instance = fabric_alone(fabric, first=False)
     if log_dir is not None:
         folder = prepare_directory(log_dir)
         parts: Any = OmegaConf.to_container(program.config, resolve=True)
@@ -90,7 +92,9 @@ def prepare_run(program: Any, log_dir: str | None) -> None:
     check_save_target(program)
 
 
-def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str) -> nn.Module:
+def run_merger(
+    program: FabricModelFusionProgram | None, config: Any, modelpool: BaseModelPool, setting: str
+) -> nn.Module:
     """Merge with any FusionBench method.
 
     Args:
@@ -124,7 +128,7 @@ def run_merger(program: Any, config: Any, modelpool: BaseModelPool, setting: str
     return counting_in(torch.int64, merged).requires_grad_(False)
 
 
-def _merged(program: Any, config: Any, modelpool: BaseModelPool) -> Any:
+def _merged(program: FabricModelFusionProgram | None, config: Any, modelpool: BaseModelPool) -> Any:
     if program is not None:
         merger = program._instantiate_and_setup(config, compat_load_fn=_LOAD_METHOD)
     else:

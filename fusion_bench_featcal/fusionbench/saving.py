@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
+from fusion_bench.programs import FabricModelFusionProgram
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
@@ -44,7 +45,7 @@ def folder_of_job(log_dir: str | None) -> str | None:
     return str(Path(log_dir, str(config.job.num)))
 
 
-def path_option(program: Any, name: str) -> Path | None:
+def path_option(program: FabricModelFusionProgram | None, name: str) -> Path | None:
     """Return a path of FusionBench's program, such as `merged_model_save_path`, or None."""
     path = getattr(program, name, None)
     if path is None:
@@ -53,7 +54,7 @@ def path_option(program: Any, name: str) -> Path | None:
     return destination(str(path).replace("{log_dir}", str(log_dir)), name).absolute()
 
 
-def check_save_target(program: Any) -> None:
+def check_save_target(program: FabricModelFusionProgram) -> None:
     """Check the target of the save, before anything is loaded.
 
     Raises:
@@ -73,7 +74,11 @@ def check_save_target(program: Any) -> None:
         check_target(target, SAVE_PATH)
 
 
-def check_disks(program: Any, models: PoolModels, checkpoint_dirs: Iterable[str | None]) -> None:
+def check_disks(
+    program: FabricModelFusionProgram | None,
+    models: PoolModels,
+    checkpoint_dirs: Iterable[str | None],
+) -> None:
     """Refuse a run whose saved model and finished blocks have too little room on their disks.
 
     Raises:

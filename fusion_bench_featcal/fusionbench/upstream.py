@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
+from fusion_bench.programs import FabricModelFusionProgram
 from hydra.utils import get_object
 from torch import Tensor, nn
 
@@ -73,7 +74,7 @@ class Upstream:
         self.name = MERGED if config is None else method_name(config)
         self._models, self._setting = models, setting
 
-    def merged_model(self, program: Any) -> nn.Module:
+    def merged_model(self, program: FabricModelFusionProgram | None) -> nn.Module:
         """Merge, or load the pool's merged model.
 
         Args:

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.words import option
@@ -105,9 +104,7 @@ class RuleSettings(Settings):
         names = [field.name for field in fields(kind) if field.init]
         values = {name: value for name, value in self.by_name.items() if name in names}
         self._refuse_changes(kind, target, "", values)
-        if options:
-            refuse_unknown(options, names, f"rule: {target}: option ")
-            _check_types(options, kind, target)
+        refuse_unknown(options, names, f"rule: {target}: option ")
         values = {name: value for name, value in values.items() if value is not None}
         try:
             return kind(**values | options)  # type: ignore[return-value]
@@ -158,14 +155,3 @@ def remedy_of(setting: str) -> str:
     """Return the remedy, for messages, where the rule does not have a setting of `OF_RULES`."""
     rule = option("rule", "plus" if setting == "task_weights" else "paper")
     return f"leave it at its default, or choose {rule}"
-
-
-def _check_types(options: Mapping[str, Any], kind: Any, target: str) -> None:
-    """Refuse options of another type than annotated. Only bool, int, float, str and None count."""
-    hints = get_type_hints(kind)
-    for name, value in options.items():
-        kinds = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
-        accepted = {*kinds, int} if float in kinds else {*kinds}
-        if accepted <= {bool, int, float, str, NoneType} and type(value) not in accepted:
-            words = " or ".join(part.__name__ for part in kinds)
-            raise ValueError(f"rule: {target}: option {name} must be {words}, got {value!r}")

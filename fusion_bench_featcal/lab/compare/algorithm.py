@@ -9,9 +9,8 @@ settings, so a study is Hydra's own sweep, whose jobs fill one folder:
 import copy
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,83 +30,13 @@ from fusion_bench_featcal.fusionbench.report import suite_name
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, Cell, cells_of
+from fusion_bench_featcal.lab.compare.settings import ComparisonSettings
 from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
 from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
-from fusion_bench_featcal.results.run import REFERENCES
 from fusion_bench_featcal.results.show import show_run
-from fusion_bench_featcal.settings import PoolDraw
-from fusion_bench_featcal.settings.fields import is_integer, is_mapping_to, is_text_list, setting
 
 log = logging.getLogger(__name__)
-
-_CONFIGS = "a mapping of names to configs"
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _are_tasks(value: Any) -> bool:
-    return value is None or is_integer(value, 1) or is_text_list(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonSettings(PoolDraw):
-    """Settings of `method=compare`. `grid.cells_of` checks the names."""
-
-    upstreams: Sequence[str] | None = setting(
-        None,
-        "Mergers to run, from upstream_mergers. Null: the default ones.",
-        accepts="a list of names",
-        check=is_text_list,
-    )
-    post_merging: Sequence[str] | None = setting(
-        None,
-        "Methods to run on each merged model, from post_merging_methods. Null: the default ones.",
-        accepts="a list of names",
-        check=is_text_list,
-    )
-    references: Sequence[str] = setting(
-        REFERENCES,
-        "Reference rows. Shares of the gap need the experts.",
-        accepts=f"a list of {' and '.join(REFERENCES)}",
-        check=is_text_list,
-    )
-    tasks: Any = setting(
-        None,
-        "Tasks to merge and evaluate: names, or a number of the pool's first tasks. Null: all.",
-        accepts="null, an integer >= 1 or a list of names",
-        check=_are_tasks,
-    )
-    steps: int = setting(1000, "Updates of each task's modules in trained methods.", ge=1)
-    results_dir: str | None = setting(
-        None,
-        "Folder for finished cells, which are not run again. Null: outputs/comparison/<model "
-        "pool>.",
-        accepts="a folder's path",
-    )
-    upstream_mergers: Mapping[str, Any] | None = setting(
-        None, "Configs of FusionBench methods, by name.", accepts=_CONFIGS, check=_is_mapping
-    )
-    post_merging_methods: Mapping[str, Any] | None = setting(
-        None, "Configs with `_target_` by name.", accepts=_CONFIGS, check=_is_mapping
-    )
-    default_rows: Mapping[str, Sequence[str]] | None = setting(
-        None,
-        "Names that run if none are chosen, and the pool names none. Null: all.",
-        accepts="a mapping of upstreams and post_merging to lists of names",
-        check=lambda value: is_mapping_to(is_text_list, value),
-    )
-    reads_test: Sequence[str] | None = setting(
-        None, "Mergers that use the test split.", accepts="a list of names", check=is_text_list
-    )
-    notes: Mapping[str, str] | None = setting(
-        None,
-        "Footnotes of the tables, by merger or method.",
-        accepts="a mapping of names to texts",
-        check=_is_mapping,
-    )
 
 
 class ComparisonAlgorithm(DeclaredMethod):
@@ -126,7 +55,7 @@ class ComparisonAlgorithm(DeclaredMethod):
             ValueError: If a key is unknown or a value is not accepted.
         """
         super().__init__(**keys)
-        (self.settings,) = self.declared
+        self.settings: ComparisonSettings = self.declared[0]
 
     @property
     def planned_rows(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from fusion_bench_featcal.fusionbench.options import (
     with_preset,
 )
 from fusion_bench_featcal.fusionbench.pool_models import import_target
+from fusion_bench_featcal.lab.compare.settings import ComparisonSettings
 from fusion_bench_featcal.lab.rivals import Method
 from fusion_bench_featcal.results import FEATCAL
 from fusion_bench_featcal.results.run import REFERENCES
@@ -64,7 +65,7 @@ class Cell:
         return f"{self.merger.name}+{self.row}" if self.merger and self.method else self.row
 
 
-def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
+def cells_of(settings: ComparisonSettings, suite: Mapping[str, Any]) -> list[Cell]:
     """Return all cells: references, then each merger before the methods on it.
 
     A method that is also an upstream merger, such as a repair, does not run on its own result.
@@ -79,8 +80,8 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
             is nothing to run.
         CalibrationError: If a `_target_` cannot be imported.
     """
-    upstreams = _configs(settings, "upstream_mergers")
-    methods = _configs(settings, "post_merging_methods")
+    upstreams = _configs(settings.upstream_mergers)
+    methods = _configs(settings.post_merging_methods)
     presets = suite.get("presets") or {} if isinstance(methods.get(FEATCAL), Mapping) else {}
     presets = {
         f"{FEATCAL}_{name}": with_preset(methods[FEATCAL], of) for name, of in presets.items()
@@ -90,11 +91,11 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
     references = _named("method.references", settings.references, REFERENCES)
     mergers = [
         _merger(name, upstreams[name], f"method.upstream_mergers.{name}")
-        for name in _chosen(settings, "upstreams", upstreams, defaults)
+        for name in _chosen("upstreams", settings.upstreams, upstreams, defaults)
     ]
     rows = [
         _row(name, methods[name], settings)
-        for name in _chosen(settings, "post_merging", {NONE: None, **methods}, defaults)
+        for name in _chosen("post_merging", settings.post_merging, [NONE, *methods], defaults)
         if name != NONE
     ]
     if not mergers:
@@ -110,8 +111,8 @@ def cells_of(settings: Any, suite: Mapping[str, Any]) -> list[Cell]:
 
 
 def _defaults(
-    settings: Any, suite: Mapping[str, Any], presets: Iterable[str]
-) -> dict[str, list[str]]:
+    settings: ComparisonSettings, suite: Mapping[str, Any], presets: Iterable[str]
+) -> dict[str, Sequence[str]]:
     """Return the names that run if none are chosen: the pool's, else the comparison's."""
     of_pool, of_method = suite.get("compare") or {}, settings.default_rows or {}
     refuse_unknown(of_pool, CHOICES, "modelpool.featcal.compare.")
@@ -121,22 +122,24 @@ def _defaults(
     return {**of_method, **of_pool}
 
 
-def _configs(settings: Any, key: str) -> dict[str, Any]:
+def _configs(configs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return configs by name. Entries set to null are removed."""
-    configs = getattr(settings, key) or {}
-    return {str(name): config for name, config in configs.items() if config is not None}
+    return {str(name): config for name, config in (configs or {}).items() if config is not None}
 
 
 def _chosen(
-    settings: Any, key: str, available: Mapping[str, Any], defaults: Mapping[str, Any]
+    key: str,
+    names: Sequence[str] | None,
+    available: Iterable[str],
+    defaults: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """Return the names that a setting chooses, without a choice the default ones, else all."""
-    if (names := getattr(settings, key)) is not None:
+    if names is not None:
         return _named(f"method.{key}", names, available)
     return _named(f"the default {key}", defaults.get(key, list(available)), available)
 
 
-def _named(key: str, names: Any, available: Iterable[str]) -> list[str]:
+def _named(key: str, names: Sequence[str], available: Iterable[str]) -> list[str]:
     """Return a list of available names, each once."""
     available = list(available)
     for name in names:
@@ -167,7 +170,7 @@ def _merger(name: str, config: Any, setting: str) -> MergerEntry:
     return merger
 
 
-def _row(name: str, config: Any, settings: Any) -> Cell:
+def _row(name: str, config: Any, settings: ComparisonSettings) -> Cell:
     """Return a method's row, not yet over a merger."""
     setting = f"method.post_merging_methods.{name}"
     config = _drawing_alike(config, settings, setting)
@@ -181,7 +184,7 @@ def _row(name: str, config: Any, settings: Any) -> Cell:
     return Cell(row=name, method=method, config=config)
 
 
-def _drawing_alike(config: Any, settings: Any, setting: str) -> dict[str, Any]:
+def _drawing_alike(config: Any, settings: ComparisonSettings, setting: str) -> dict[str, Any]:
     """Return a method's config, with the comparison's seed and samples where it names none."""
     if not isinstance(config, Mapping) or "_target_" not in config:
         raise ValueError(f"{setting} must have a _target_, got {config!r}")

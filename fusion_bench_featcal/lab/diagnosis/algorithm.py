@@ -1,9 +1,8 @@
 """`method=diagnose`: rows of `method=featcal`, whose models are also compared with the experts."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,7 +86,9 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         options: Any = {"device": self.fabric.device, "autocast": self.fabric.autocast}
         options["pooling"] = inputs.pooling
         if kind == "clip_vision_model" and inputs.pooling is None and head_of(model) is None:
-            options["projection"] = partial(self._projected, inputs, report)
+            if not hasattr(self, "_projection"):  # loaded with the first row
+                self._projection = _projection(inputs, report)
+            options["projection"] = self._projection
         family = resolve_family(self.settings.family, model)
         for task, batches in self._items.items():
             expert, dtype = load_pool_model(inputs.modelpool, task), next(model.parameters()).dtype
@@ -108,21 +109,15 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         show_diagnosis(report.run)
         return model
 
-    def _projected(self, inputs: MethodInputs, report: SavedReport, features: Tensor) -> Tensor:
-        """Project final features by CLIP's projection, if the base's checkpoint has it."""
-        if not hasattr(self, "_projection"):  # loaded with the first row
-            self._projection = _projection(inputs, report)
-        projection = self._projection
-        return features if projection is None else projection(features.to(projection.weight))
 
-
-def _projection(inputs: MethodInputs, report: SavedReport) -> nn.Linear | None:
-    """Return CLIP's projection of final features, if the base's checkpoint has it."""
+def _projection(inputs: MethodInputs, report: SavedReport) -> Callable[[Tensor], Tensor]:
+    """Return CLIP's projection of final features, or no change if the base's files lack it."""
     try:
-        return load_projection(inputs.models, None).to(inputs.fabric.device)
+        projection = load_projection(inputs.models, None).to(inputs.fabric.device)
     except CalibrationError as error:
         report.warn([f"final features are not projected: {error}"])
-        return None
+        return lambda features: features
+    return lambda features: projection(features.to(projection.weight))
 
 
 def open_items(
