@@ -1,7 +1,6 @@
 """The Python door: models and samples in, a calibrated model out."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -23,7 +22,6 @@ from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
-from fusion_bench_featcal.run.devices import usable_device
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.memory import memory_cause, return_freed_memory
 from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, check_merged, open_problem
@@ -99,12 +97,7 @@ def calibrate(
     if merged_weights is None:
         refuse_unusable(merged)
         usual_device = device_of(merged)
-    runtime = Runtime(
-        usable_device(device, usual_device),
-        autocast or nullcontext,
-        processes or Processes(),
-        progress,
-    )
+    runtime = Runtime.of(usual_device, device, autocast, processes, progress)
     inputs = Inputs(merged, base, experts, batches, merged_weights)
     return calibrate_inputs(inputs, rule, chosen, runtime)
 
@@ -120,11 +113,11 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
         TypeError: If `rule` is neither a rule nor settings, or options stand beside settings.
     """
     if isinstance(rule, FeatCalSettings):
-        changed = {k: v for k, v in vars(options).items() if v != getattr(Options, k)}
-        family = {"family": changed.pop("family")} if "family" in changed else {}
+        changed = {k: v for k, v in options.by_name.items() if v != getattr(Options, k)}
+        family = changed.pop("family", rule.family)
         if changed:
             raise TypeError(f"{', '.join(changed)}: set it in the settings, settings.replace(...)")
-        rule, options = rule.made_rule, replace(rule.options, **family)
+        rule, options = rule.made_rule, replace(rule.options, family=family)
     if not isinstance(rule, Rule):
         raise TypeError(
             f"rule must be a Rule, such as Plus() or Paper(), or settings, not {rule!r}"

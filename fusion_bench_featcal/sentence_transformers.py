@@ -7,7 +7,6 @@ those of `encode` and `predict`. Needs the extra `encoders`.
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
@@ -35,7 +34,6 @@ from fusion_bench_featcal.models.other_files import copy_other_files, note_on_we
 from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.run.devices import usable_device
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
@@ -104,12 +102,7 @@ def repair(
     if batch_size == "auto" and isinstance(rule, FeatCalSettings):
         batch_size = rule.batch_size
     rule, chosen = rule_and_options(rule, Options(family=family, **options))
-    runtime = Runtime(
-        usable_device(device, merged.device),
-        autocast or nullcontext,
-        processes or Processes(),
-        progress,
-    )
+    runtime = Runtime.of(merged.device, device, autocast, processes, progress)
     models = merged, base, experts
     result = calibrate_encoder(*models, texts, rule, chosen, batch_size, runtime, evaluator)
     return cast(Encoder, result.model)

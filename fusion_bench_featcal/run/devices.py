@@ -27,18 +27,6 @@ def check_cuda(name: str, setting: str) -> None:
     )
 
 
-def usable_device(device: torch.device | str | None, usual: torch.device) -> torch.device:
-    """Return the device of an argument `device`, by default the usual one.
-
-    Raises:
-        ValueError: If torch cannot use it.
-    """
-    if device is None:
-        return usual
-    check_device(str(torch.device(device)), f"device={device}")
-    return torch.device(device)
-
-
 def check_device(name: str, setting: str) -> None:
     """Refuse a device that torch cannot use. Arguments and errors are those of `check_cuda`."""
     check_cuda(name, setting)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
 from fusion_bench_featcal.families.open_clip import split
+from fusion_bench_featcal.run.devices import check_device
 from fusion_bench_featcal.run.processes import Processes
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -63,3 +64,22 @@ class Runtime:
     autocast: Autocast = nullcontext
     processes: Processes = field(default_factory=Processes)
     progress: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        usual_device: torch.device,
+        device: torch.device | str | None,
+        autocast: Autocast | None,
+        processes: Processes | None,
+        progress: bool,
+    ) -> Self:
+        """Return the runtime of a door's arguments, of which each may be None.
+
+        Raises:
+            ValueError: If torch cannot use the device.
+        """
+        if device is not None:
+            check_device(str(torch.device(device)), f"device={device}")
+        chosen = torch.device(device or usual_device)
+        return cls(chosen, autocast or nullcontext, processes or Processes(), progress)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from fusion_bench_featcal.errors import CalibrationError as CalibrationError
@@ -51,13 +52,15 @@ class FeatCalSettings(PoolDraw, Texts, Options, RuleSettings):
         """The settings that every rule needs, which `calibrate` takes by name."""
         return Options(**{name: getattr(self, name) for name in Options.names()})
 
-    @property
+    @cached_property
     def completed(self) -> Self:
         """The settings with the values of their rule in place of null, equal for equal methods.
 
         Raises as `made_rule`.
         """
-        return self.of_rule(self.made_rule)
+        completed = self.of_rule(self.made_rule)
+        vars(completed)["made_rule"] = self.made_rule  # its own values make the same rule
+        return completed
 
     @classmethod
     def plus(cls, **changes: Any) -> Self:

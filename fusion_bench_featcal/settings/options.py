@@ -103,7 +103,7 @@ class Options(Draw, Blocks):
     def of_rule(self, rule: Any) -> Self:
         """Return the options with the rule's values in place of null."""
         unset = [name for name in self.names_by_rule() if getattr(self, name) is None]
-        return replace(self, **{name: getattr(rule, name) for name in unset})
+        return replace(self, **{name: getattr(rule, name) for name in unset}) if unset else self
 
     @classmethod
     def names_by_rule(cls) -> tuple[str, ...]:
