@@ -158,6 +158,11 @@ class SampleSettings(Method, PoolDraw):
 
     batch_size: int = setting(16, "Samples in a forward pass. Changes memory and rounding.", ge=1)
 
+    @property
+    def calibration_settings(self) -> FeatCalSettings:
+        """The settings that the method shares with a calibration."""
+        return super().calibration_settings.replace(batch_size=self.batch_size)
+
     def open(self, inputs: MethodInputs) -> None:
         """Open each task's data."""
         self.open_batches(inputs)

@@ -101,7 +101,16 @@ class Upstream:
         if budget is None or self.config is None:
             return budget
         read = sum(expert.file_bytes or 0 for expert in self._models.experts.values())
-        return budget_left(budget, read, self.name)
+        if read == 0:
+            return budget
+        limit = budget_in_bytes(budget, read)
+        if limit > read and not str(budget).endswith("%"):
+            return limit - read
+        raise CalibrationError(
+            f"expert_read_budget={budget} cannot be kept: {self.name} reads every expert whole "
+            f"({read} bytes), before the calibration reads any. Give more bytes than that, or a "
+            "model that is merged already"
+        )
 
     def reads(self) -> dict[str, Any]:
         """Return the bytes of all files that the merger reads, None if they are not known."""
@@ -216,26 +225,3 @@ def _arithmetic(scale: Any) -> TensorMerge:
         return first + scale * total
 
     return merge
-
-
-def budget_left(budget: float | str, upstream: int, merger: str) -> float | str:
-    """Return the rest of a read budget after an upstream merger, which reads every expert whole.
-
-    Args:
-        budget: The setting `expert_read_budget`.
-        upstream: Bytes of the experts' files.
-        merger: The merger's name, for the message.
-
-    Raises:
-        CalibrationError: If nothing is left, naming the settings to change.
-    """
-    if upstream == 0:
-        return budget
-    limit = budget_in_bytes(budget, upstream)
-    if limit > upstream and not str(budget).endswith("%"):
-        return limit - upstream
-    raise CalibrationError(
-        f"expert_read_budget={budget} cannot be kept: {merger} reads every expert whole "
-        f"({upstream} bytes), before the calibration reads any. Give more bytes than that, or a "
-        "model that is merged already"
-    )

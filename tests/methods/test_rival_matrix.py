@@ -96,6 +96,8 @@ def test_a_model_is_finite_described_and_survives_saving(
     corrections = getattr(model, "corrections", torch.nn.Module())
     assert sum(method.added(model).values()) == sum(p.numel() for p in corrections.parameters())
     assert json.loads(json.dumps(method.settings)).items() >= few.items()
+    drawn = method.calibration_settings.batch_size
+    assert drawn == (method.settings["batch_size"] if with_samples else "auto")
 
 
 @pytest.mark.parametrize("kind", ["ESM", "RidgeSurgery", "Surgery"])
