@@ -175,10 +175,8 @@ class RowsMethod(DeclaredMethod):
         processes.doing = "the upstream merger (method.base_method)"
         if processes.rank == 0:
             if report is not None:
-                method = next(iter(self.rows.values()))
-                has_family = "family" in method.names()
-                settings = method.calibration_settings if has_family else None
-                report.warn(check_experts(inputs.models, settings))
+                family = getattr(next(iter(self.rows.values())), "family", None)
+                report.warn(check_experts(inputs.models, family))
             merged = inputs.upstream.merged_model(self._program)
         return share_model(merged, processes, self.fabric.device)
 

@@ -18,7 +18,6 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     load_pool_model,
 )
 from fusion_bench_featcal.models.configs import compare_configs
-from fusion_bench_featcal.settings import FeatCalSettings
 
 
 def check_pool_models(models: PoolModels, fabric: Any) -> None:
@@ -91,12 +90,12 @@ def _check_configs(models: PoolModels) -> None:
     compare_configs(configs, models.experts)
 
 
-def check_experts(models: PoolModels, settings: FeatCalSettings | None = None) -> list[str]:
+def check_experts(models: PoolModels, family: Any = None) -> list[str]:
     """Load the base, if there is one, and compare experts with it by the headers of their files.
 
     Args:
         models: The pool's models.
-        settings: Settings whose family must fit the base, or None without a calibration.
+        family: The setting that must fit the base, or None without a calibration.
 
     Returns:
         Sentences on experts that are unrelated or equal to the base.
@@ -109,8 +108,8 @@ def check_experts(models: PoolModels, settings: FeatCalSettings | None = None) -
     if models.base is None:
         return []
     base = load_pool_model(models.pool, models.base.name)
-    if settings is not None:
-        resolve_family(settings.family, base).stages(base)
+    if family is not None:
+        resolve_family(family, base).stages(base)
     experts = {
         f"expert {name}": LazyModel(f"expert {name!r}", expert.files, base)
         for name, expert in models.experts.items()

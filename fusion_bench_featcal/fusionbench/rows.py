@@ -61,7 +61,8 @@ class Method(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_family(self.calibration_settings.family)
+        if isinstance(self, Blocks):
+            check_family(self.family)
 
     @property
     def calibration_settings(self) -> FeatCalSettings:

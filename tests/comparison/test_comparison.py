@@ -200,7 +200,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"default_rows": {"post_merging": ["duoble"]}}, r"default post_merging: 'duoble'.*: 'double'"),
     ({"default_rows": {"upstream": []}}, r"method\.default_rows\.upstream .*'upstreams'"),
     ({"upstreams": []}, r"there is nothing to run"),
-    ({"tasks": ["rihgt"]}, r"method\.tasks: 'rihgt' is unknown.*'right'"),
+    ({"tasks": ["rihgt"]}, r"method\.tasks: rihgt is unknown.*'right'"),
     ({"tasks": 3}, r"method\.tasks=3, but the pool has 2 tasks"),
     ({UPSTREAM: {"x": {"_target_": "no_such.Merger"}}}, r"mergers\.x.*=no_such\.Merger cannot be"),
     ({UPSTREAM: {"x": ARITHMETIC | {"scaling_facter": 1}}}, r"method\.upstream_mergers.*_factor'"),

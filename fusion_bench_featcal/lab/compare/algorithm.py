@@ -19,7 +19,7 @@ from fusion_bench import BaseModelPool
 from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.fusionbench.inputs import MethodInputs
@@ -182,9 +182,7 @@ def _part(
     if isinstance(tasks, int) and tasks > len(names):
         raise ValueError(f"method.tasks={tasks}, but the pool has {counted(len(names), 'task')}")
     chosen = names[:tasks] if isinstance(tasks, int) else list(tasks)
-    for name in chosen:
-        if name not in names:
-            raise ValueError(f"method.tasks: {name!r} is unknown{nearest_hint(name, names)}")
+    refuse_unknown(chosen, names, "method.tasks: ")
     part, models = copy.copy(modelpool), modelpool._models.copy()
     with open_dict(models) if isinstance(models, DictConfig) else nullcontext():
         for name in set(names) - set(chosen):
