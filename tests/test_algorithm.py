@@ -204,7 +204,7 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"presets": {"plus": {"mix_alpha": 0.5}}},
      r"^method\.presets\.plus: the row featcal_plus is FeatCal\+: set .*plus\.rule=plus"),
     ({"presets": {"weak": {}}, "save": "featcal_wek"},
-     r"method\.save must be .*featcal_weak.*'featcal_weak'\)"),
+     r"method\.save: row featcal_wek is unknown.*'featcal_weak'\)"),
 ]  # fmt: skip
 
 

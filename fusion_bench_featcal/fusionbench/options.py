@@ -7,12 +7,19 @@ from typing import Any, Generic, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.results.run import FEATCAL_PLUS, MERGED, row_of_rule
 from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
-from fusion_bench_featcal.settings.fields import Settings, check_values, is_text_list, setting
+from fusion_bench_featcal.settings.fields import (
+    Settings,
+    check_values,
+    is_mapping,
+    is_mapping_to,
+    is_text_list,
+    setting,
+)
 
 FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys in FusionBench's configs that are not settings of the method."""
@@ -62,7 +69,7 @@ class RunSettings(MergedBy):
         "Further settings to calibrate on the same merged model, {name: {setting: value}}. Null: "
         "with the paper's rule the model pool's presets.",
         accepts="a mapping of names to settings",
-        check=lambda value: isinstance(value, Mapping),
+        check=is_mapping,
     )
     compare_with: Sequence[str] | None = setting(
         None,
@@ -137,18 +144,12 @@ def checked_choices(
     rows = {row: settings} | {f"{FEATCAL}_{name}": preset for name, preset in checked.items()}
     rows[row] = settings  # before a preset of this name
     save = row if chosen.save == FEATCAL else chosen.save
-    if save not in (names := [*rows, MERGED]):
-        raise ValueError(
-            f"method.save must be a row that this run makes, of {', '.join(names)}, got {save!r}"
-            f"{nearest_hint(str(save), names)}"
-        )
+    refuse_unknown([save], [*rows, MERGED], "method.save: row ")
     return Choices(rows, tuple(references), save)
 
 
 def _checked_presets(settings: Chosen, presets: Any, key: str) -> dict[str, Chosen]:
-    if not isinstance(presets, Mapping) or not all(
-        isinstance(changes, Mapping) for changes in presets.values()
-    ):
+    if not is_mapping_to(is_mapping, presets):
         raise ValueError(f"{key} must be a mapping of names to settings, got {presets!r}")
     refuse_unusable_names(presets, key)
     checked = {}

@@ -165,6 +165,11 @@ def is_integer(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_mapping(value: Any) -> bool:
+    """Return True for a mapping."""
+    return isinstance(value, Mapping)
+
+
 def is_mapping_to(is_value: Callable[[Any], bool], value: Any) -> bool:
     """Return True for a mapping whose values all pass a test."""
     return isinstance(value, Mapping) and all(map(is_value, value.values()))

@@ -195,9 +195,9 @@ def test_methods_draw_the_comparisons_samples_unless_they_have_their_own_setting
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"upstream": ["wudi"]}, r"method\.upstream .*nearest: 'upstreams'"),
-    ({"post_merging": ["duoble"]}, r"method\.post_merging: 'duoble' is unknown.*: 'double'"),
+    ({"post_merging": ["duoble"]}, r"method\.post_merging: duoble is unknown.*: 'double'"),
     ({UPSTREAM: {"base": AVERAGE}}, r"'base' names a reference row"),
-    ({"default_rows": {"post_merging": ["duoble"]}}, r"default post_merging: 'duoble'.*: 'double'"),
+    ({"default_rows": {"post_merging": ["duoble"]}}, r"default post_merging: duoble.*: 'double'"),
     ({"default_rows": {"upstream": []}}, r"method\.default_rows\.upstream .*'upstreams'"),
     ({"upstreams": []}, r"there is nothing to run"),
     ({"tasks": ["rihgt"]}, r"method\.tasks: rihgt is unknown.*'right'"),

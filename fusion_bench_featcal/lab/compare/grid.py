@@ -136,18 +136,12 @@ def _chosen(
     """Return the names that a setting chooses, without a choice the default ones, else all."""
     if names is not None:
         return _named(f"method.{key}", names, available)
-    return _named(f"the default {key}", defaults.get(key, list(available)), available)
+    return _named(f"the default {key}", defaults.get(key, [*available]), available)
 
 
 def _named(key: str, names: Sequence[str], available: Iterable[str]) -> list[str]:
     """Return a list of available names, each once."""
-    available = list(available)
-    for name in names:
-        if name not in available:
-            raise ValueError(
-                f"{key}: {name!r} is unknown{nearest_hint(name, available)}. There are: "
-                f"{', '.join(available) or 'none'}"
-            )
+    refuse_unknown(names, available, f"{key}: ")
     return list(dict.fromkeys(names))
 
 
@@ -160,10 +154,9 @@ def _merger(name: str, config: Any, setting: str) -> MergerEntry:
             f"{setting} must be a method's config (with _target_ or name), got {config!r}; add "
             f"one by +method@{setting}=task_arithmetic (with the @)"
         )
-    target, available = config.get("_target_"), AlgorithmFactory.available_algorithms()
-    if target is None and config["name"] not in available:
-        hint = nearest_hint(config["name"], available)
-        raise ValueError(f"{setting}.name: FusionBench has no method {config['name']!r}{hint}")
+    if (target := config.get("_target_")) is None:
+        available = AlgorithmFactory.available_algorithms()
+        refuse_unknown([config["name"]], available, f"{setting}.name: method of FusionBench ")
     merger = MergerEntry(name=name, config=config, setting=setting)
     if target is not None and not merger.methods:
         _check_keys(config, setting)

@@ -6,13 +6,15 @@ from typing import Any
 
 from fusion_bench_featcal.results.run import REFERENCES
 from fusion_bench_featcal.settings import PoolDraw
-from fusion_bench_featcal.settings.fields import is_integer, is_mapping_to, is_text_list, setting
+from fusion_bench_featcal.settings.fields import (
+    is_integer,
+    is_mapping,
+    is_mapping_to,
+    is_text_list,
+    setting,
+)
 
 _CONFIGS = "a mapping of names to configs"
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _are_tasks(value: Any) -> bool:
@@ -55,10 +57,10 @@ class ComparisonSettings(PoolDraw):
         accepts="a folder's path",
     )
     upstream_mergers: Mapping[str, Any] | None = setting(
-        None, "Configs of FusionBench methods, by name.", accepts=_CONFIGS, check=_is_mapping
+        None, "Configs of FusionBench methods, by name.", accepts=_CONFIGS, check=is_mapping
     )
     post_merging_methods: Mapping[str, Any] | None = setting(
-        None, "Configs with `_target_` by name.", accepts=_CONFIGS, check=_is_mapping
+        None, "Configs with `_target_` by name.", accepts=_CONFIGS, check=is_mapping
     )
     default_rows: Mapping[str, Sequence[str]] | None = setting(
         None,
@@ -73,5 +75,5 @@ class ComparisonSettings(PoolDraw):
         None,
         "Footnotes of the tables, by merger or method.",
         accepts="a mapping of names to texts",
-        check=_is_mapping,
+        check=is_mapping,
     )
