@@ -6,8 +6,8 @@ from typing import Any
 
 from fusion_bench_featcal.fusionbench.driver import RowsMethod
 from fusion_bench_featcal.fusionbench.featcal import FeatCal
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.options import (
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.run_settings import (
     Choices,
     RunSettings,
     checked_choices,

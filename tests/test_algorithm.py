@@ -22,7 +22,7 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import report as reports
 from fusion_bench_featcal.fusionbench import saved_report
-from fusion_bench_featcal.fusionbench.options import RunSettings, checked_choices
+from fusion_bench_featcal.fusionbench.run_settings import RunSettings, checked_choices
 from fusion_bench_featcal.suites import image
 
 ROW = "featcal_mini"

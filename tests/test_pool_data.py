@@ -32,7 +32,7 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench.data import calibration_batches, draw_samples
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
-from fusion_bench_featcal.fusionbench.saving import save_model
+from fusion_bench_featcal.fusionbench.saved_model import save_model
 from fusion_bench_featcal.tasks import corrupted
 
 # --- samples ---

@@ -18,7 +18,7 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, files
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.fusionbench.saving import check_save_target, save_model
+from fusion_bench_featcal.fusionbench.saved_model import check_save_target, save_model
 from fusion_bench_featcal.models.saving import (
     PAPER,
     CardFacts,

@@ -16,7 +16,7 @@ from reports import error_of, featcal
 from fusion_bench_featcal import FeatCalSettings, Paper, Plus, calibrate
 from fusion_bench_featcal.families import LLAMA
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS
+from fusion_bench_featcal.fusionbench.run_settings import FUSION_BENCH_KEYS
 from fusion_bench_featcal.lab.settings_page import algorithm_class, method_names, settings_of_method
 from fusion_bench_featcal.settings.options import OptionKeywords, Options
 

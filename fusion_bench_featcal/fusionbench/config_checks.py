@@ -11,7 +11,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import causes
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.files import PATH_STARTS, is_missing
-from fusion_bench_featcal.fusionbench.options import (
+from fusion_bench_featcal.fusionbench.run_settings import (
     FUSION_BENCH_KEYS,
     RunSettings,
     checked_choices,

@@ -171,7 +171,7 @@ class MaskingFormatter(logging.Formatter):
 
 def hide_private_texts(config: Any) -> None:
     """Hide texts of the pools in messages, and in the files that Hydra has written for a job."""
-    from fusion_bench_featcal.fusionbench.options import POOLS, plain_config
+    from fusion_bench_featcal.fusionbench.run_settings import POOLS, plain_config
 
     parts = [config[name] for name in POOLS if config.get(name) is not None]
     written = [OmegaConf.to_container(part) for part in parts]  # as in Hydra's files

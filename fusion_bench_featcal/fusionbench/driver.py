@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 from fusion_bench import BaseModelPool
 from torch import nn
 
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import MERGED, plain_config
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.program_processes import join_processes, share_model
 from fusion_bench_featcal.fusionbench.report import suite_name
 from fusion_bench_featcal.fusionbench.rows import Method, improved
+from fusion_bench_featcal.fusionbench.run_settings import MERGED, plain_config
+from fusion_bench_featcal.fusionbench.saved_model import check_disks
 from fusion_bench_featcal.fusionbench.saved_report import SavedReport
-from fusion_bench_featcal.fusionbench.saving import check_disks
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import Facts

@@ -11,7 +11,7 @@ from torch import nn
 from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.json_files import json_lines, json_text
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.results.remarks import calibration_facts

@@ -10,11 +10,11 @@ from fusion_bench import BaseAlgorithm, BaseModelPool
 from fusion_bench.mixins import LightningFabricMixin
 
 from fusion_bench_featcal.fusionbench.evaluation import open_tests
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.options import FUSION_BENCH_KEYS, read_settings
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, open_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
-from fusion_bench_featcal.fusionbench.saving import folder_of_job
+from fusion_bench_featcal.fusionbench.run_settings import FUSION_BENCH_KEYS, read_settings
+from fusion_bench_featcal.fusionbench.saved_model import folder_of_job
 
 
 class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):

@@ -20,8 +20,8 @@ from fusion_bench_featcal.files import is_missing
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench.config_checks import check_config
 from fusion_bench_featcal.fusionbench.console import WORDS, explained, make_importable
-from fusion_bench_featcal.fusionbench.options import method_name
 from fusion_bench_featcal.fusionbench.pool_models import LORA_KEYS, NAME
+from fusion_bench_featcal.fusionbench.run_settings import method_name
 from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, model_downloads
 
 _GLUE = "nyu-mll/glue"

@@ -8,7 +8,6 @@ from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.files.names import refuse_unusable_names
-from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
@@ -17,6 +16,7 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     import_target,
     load_pool_model,
 )
+from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.models.configs import compare_configs
 
 

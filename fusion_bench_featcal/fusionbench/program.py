@@ -20,10 +20,10 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.masking import masked, public
 from fusion_bench_featcal.experts.copies import bind_own_functions, copied_module
 from fusion_bench_featcal.files import write_atomic
-from fusion_bench_featcal.fusionbench.options import POOLS, method_name
 from fusion_bench_featcal.fusionbench.pool_models import local_pool
 from fusion_bench_featcal.fusionbench.program_processes import fabric_alone
-from fusion_bench_featcal.fusionbench.saving import check_save_target
+from fusion_bench_featcal.fusionbench.run_settings import POOLS, method_name
+from fusion_bench_featcal.fusionbench.saved_model import check_save_target
 from fusion_bench_featcal.results import prepare_directory
 
 log = logging.getLogger(__name__)

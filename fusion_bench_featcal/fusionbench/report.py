@@ -17,9 +17,9 @@ from fusion_bench_featcal.fusionbench.evaluation import (
     joined_evaluation,
     task_names,
 )
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.options import plain_config
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
+from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import (
     BASE,

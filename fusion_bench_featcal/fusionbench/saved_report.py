@@ -11,9 +11,14 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.fusionbench.evaluation import PoolEvaluation
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.report import Report
-from fusion_bench_featcal.fusionbench.saving import SAVE_PATH, path_option, save_model, write_card
+from fusion_bench_featcal.fusionbench.saved_model import (
+    SAVE_PATH,
+    path_option,
+    save_model,
+    write_card,
+)
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.results.remarks import closing_lines

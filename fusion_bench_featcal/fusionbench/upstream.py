@@ -16,12 +16,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import LazyModel
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.budgets import budget_in_bytes
-from fusion_bench_featcal.fusionbench.options import (
-    FUSION_BENCH_KEYS,
-    MERGED,
-    method_name,
-    plain_config,
-)
 from fusion_bench_featcal.fusionbench.pool_models import (
     MERGED_MODEL,
     PoolModel,
@@ -30,6 +24,12 @@ from fusion_bench_featcal.fusionbench.pool_models import (
     load_pool_model,
 )
 from fusion_bench_featcal.fusionbench.program import run_merger
+from fusion_bench_featcal.fusionbench.run_settings import (
+    FUSION_BENCH_KEYS,
+    MERGED,
+    method_name,
+    plain_config,
+)
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)

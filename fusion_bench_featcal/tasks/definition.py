@@ -10,7 +10,7 @@ from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.fusionbench.options import plain_config
+from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.settings.fields import check_values, setting
 
 Templates = Sequence[Callable[[str], str]]

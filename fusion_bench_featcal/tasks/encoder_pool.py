@@ -37,7 +37,7 @@ from fusion_bench_featcal.encoders.optional import pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.fusionbench.options import plain_config
+from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.settings.fields import check_values, is_integer, is_text_list, setting
 from fusion_bench_featcal.streams.inputs import check_token_ids, to_device

@@ -18,7 +18,7 @@ from tiny_images import picture, write_clip
 from torch import nn
 from transformers import CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.suites import image
 
 TASKS = ("one", "two-b.c")

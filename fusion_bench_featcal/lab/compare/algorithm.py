@@ -22,12 +22,12 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
-from fusion_bench_featcal.fusionbench.options import suite_of
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.report import suite_name
 from fusion_bench_featcal.fusionbench.rows import Method
+from fusion_bench_featcal.fusionbench.run_settings import suite_of
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, Cell, cells_of
 from fusion_bench_featcal.lab.compare.settings import ComparisonSettings

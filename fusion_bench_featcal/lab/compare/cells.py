@@ -23,10 +23,10 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import new_path, write_atomic
 from fusion_bench_featcal.fusionbench.data import samples_used
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.options import plain_config
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.report import Report, config_of
 from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
+from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.compare.grid import Cell, MergerEntry
 from fusion_bench_featcal.models.hub import commits

@@ -10,13 +10,13 @@ from fusion_bench.compat.method import AlgorithmFactory
 from hydra.utils import instantiate
 
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
-from fusion_bench_featcal.fusionbench.options import (
+from fusion_bench_featcal.fusionbench.pool_models import import_target
+from fusion_bench_featcal.fusionbench.run_settings import (
     FUSION_BENCH_KEYS,
     is_merger,
     refuse_other_rule,
     with_preset,
 )
-from fusion_bench_featcal.fusionbench.pool_models import import_target
 from fusion_bench_featcal.lab.compare.settings import ComparisonSettings
 from fusion_bench_featcal.lab.rivals import Method
 from fusion_bench_featcal.results import FEATCAL

@@ -15,9 +15,9 @@ from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.featcal import FeatCal
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.options import RunSettings
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.run_settings import RunSettings
 from fusion_bench_featcal.fusionbench.saved_report import SavedReport
 from fusion_bench_featcal.lab.diagnosis.lines import expert_lines, row_lines
 from fusion_bench_featcal.lab.diagnosis.measure import measure_drift

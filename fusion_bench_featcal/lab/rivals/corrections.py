@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import GENERATORS, text_kind
 from fusion_bench_featcal.fusionbench.rows import SampleSettings

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.lab.rivals.mergers import load_base, load_means
 from fusion_bench_featcal.settings.fields import setting

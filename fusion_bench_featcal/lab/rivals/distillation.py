@@ -12,7 +12,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.lab.rivals import training

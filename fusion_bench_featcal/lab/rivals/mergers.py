@@ -12,7 +12,7 @@ from fusion_bench_featcal.calibration import result_of
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.fusionbench.inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import counting_in
 from fusion_bench_featcal.fusionbench.rows import SampleSettings

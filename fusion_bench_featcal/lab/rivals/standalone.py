@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fusion_bench_featcal.fusionbench.driver import RowsMethod
-from fusion_bench_featcal.fusionbench.options import MergedBy, plain_config
 from fusion_bench_featcal.fusionbench.rows import Method
+from fusion_bench_featcal.fusionbench.run_settings import MergedBy, plain_config
 from fusion_bench_featcal.lab.rivals.dc_merge import DCMerge
 from fusion_bench_featcal.lab.rivals.distillation import Distillation
 from fusion_bench_featcal.lab.rivals.esm import ESM

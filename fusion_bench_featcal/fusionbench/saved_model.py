@@ -15,8 +15,8 @@ from fusion_bench_featcal.errors.masking import public
 from fusion_bench_featcal.files import check_target, destination, write_atomic
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.files.tensors import stored_bytes
-from fusion_bench_featcal.fusionbench.options import plain_config
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
+from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.models.plan import check_room
 from fusion_bench_featcal.models.saving import (
     CARD,
