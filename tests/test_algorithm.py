@@ -21,7 +21,6 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisio
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import report as reports
-from fusion_bench_featcal.fusionbench import saved_report
 from fusion_bench_featcal.fusionbench.run_settings import RunSettings, checked_choices
 from fusion_bench_featcal.suites import image
 
@@ -76,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setattr("sys.argv", ["fusion_bench", "method=featcal"])
         for owner, name, events_of in (
             (reports, "evaluate", lambda pool, model, tasks=(): tasks or ()),
-            (saved_report.SavedReport, "add", lambda _, name, *__: [name]),
+            (reports.Report, "add", lambda _, name, *__: [name]),
             (CLIPVisionModel, "save_pretrained", lambda *_: ["save"]),
         ):
             patch.setattr(owner, name, noting(getattr(owner, name), events_of))

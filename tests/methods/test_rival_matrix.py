@@ -96,8 +96,7 @@ def test_a_model_is_finite_described_and_survives_saving(
     corrections = getattr(model, "corrections", torch.nn.Module())
     assert sum(method.added(model).values()) == sum(p.numel() for p in corrections.parameters())
     assert json.loads(json.dumps(method.settings)).items() >= few.items()
-    drawn = method.calibration_settings.batch_size
-    assert drawn == (method.settings["batch_size"] if with_samples else "auto")
+    assert method.calibration_settings.batch_size == method.settings.get("batch_size", "auto")
 
 
 @pytest.mark.parametrize("kind", ["ESM", "RidgeSurgery", "Surgery"])
@@ -122,7 +121,6 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("Surgery", {"rank": 0, "steps": 1.5}, r"rank must be an integer >= 1, got 0; steps"),
     ("Surgery", {"stream": "train"}, r"stream must be .*, got 'train'"),
     ("RidgeSurgery", {"samples_per_task": 1}, r"ridge_lambda=auto.*method\.samples_per_task"),
-    ("ESM", {"polarisation": 1}, "keyword argument 'polarisation'"),
     ("DCMerge", {"density": 2.0}, r"density must be .* > 0 and at most 1, got 2\.0"),
     ("SurgeryAlgorithm", {"base_metod": 1}, "'base_method'"),
 ]
@@ -130,7 +128,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "keys", "message"), SETTINGS)
 def test_wrong_settings(kind: str, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         getattr(rivals, kind)(**keys)
 
 

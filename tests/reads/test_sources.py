@@ -22,7 +22,6 @@ from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench import upstream
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
-from fusion_bench_featcal.fusionbench.upstream import Upstream
 
 
 def small_clip() -> Suite:
@@ -110,7 +109,7 @@ def test_a_budget_is_spent_in_forward_order_and_holds_one_module():
 )
 def test_files_are_merged_as_they_load(config: Any, make: Any, tmp_path: Path, caplog, monkeypatch):
     def merged() -> nn.Module:
-        return Upstream(config, PoolModels(make(tmp_path))).merged_model(None)
+        return upstream.Upstream(config, PoolModels(make(tmp_path))).merged_model(None)
 
     caplog.set_level(logging.INFO)
     from_files = merged()
