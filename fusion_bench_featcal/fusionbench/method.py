@@ -15,6 +15,7 @@ from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, open
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_settings import FUSION_BENCH_KEYS, read_settings
 from fusion_bench_featcal.fusionbench.saved_model import folder_of_job
+from fusion_bench_featcal.settings import Settings
 
 
 class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
@@ -34,7 +35,7 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
         declared: An object of each, made from the method's keys.
     """
 
-    setting_kinds: ClassVar[Sequence[Any]] = ()
+    setting_kinds: ClassVar[Sequence[type[Settings]]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Name the keys for FusionBench."""
@@ -68,11 +69,6 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
         taskpool = getattr(self._program, "taskpool", None)
         return MethodInputs(modelpool, taskpool, self.fabric, self._program)
 
-    @property
-    def planned_rows(self) -> dict[str, int]:
-        """Row of the results -> number of times that it is made."""
-        raise NotImplementedError
-
     def check(self, inputs: MethodInputs) -> None:
         """Refuse settings that do not fit the pools. Nothing is downloaded or opened.
 
@@ -82,7 +78,7 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
         """
         check_pool_models(inputs.models, self.fabric)
 
-    def open(self, inputs: MethodInputs) -> Any:
+    def open(self, inputs: MethodInputs) -> None:
         """Download and open models and data. No model is loaded.
 
         Raises:

@@ -78,9 +78,7 @@ class ComparisonAlgorithm(DeclaredMethod):
         results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
         store = prepare_directory(results_dir, RESULTS_DIR)
         folder = (store / "table") if self.log_dir is None else Path(self.log_dir)
-        readers = settings.reads_test or ()
-        runner = CellRunner(inputs, suite, settings.seed, tasks, label, store, readers)
-        done = _run_cells(runner, cells)
+        done = _run_cells(CellRunner(inputs, settings, suite, tasks, label, store), cells)
         self._report(folder, store, done)
         failed = [note for note in done.notes if note.kind == FAILED]
         if failed:

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.compare.grid import Cell, MergerEntry
+from fusion_bench_featcal.lab.compare.settings import ComparisonSettings
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Cost, ReportError, Run, measure, read_run, write_run
 from fusion_bench_featcal.results.lines import RUN_FILE
@@ -50,21 +51,20 @@ class CellRunner:
 
     Attributes:
         inputs: The pools, the device and the program.
+        settings: Settings of the comparison. Its seed is set before each merger and method, so that
+            cells are independent of one another.
         suite: Name of the model pool.
-        seed: Seed of each merger and method, so that cells are independent of one another.
         tasks: Tasks of the comparison, or None for all.
         tasks_label: Their number or names, which distinguishes rows in reports.
         folder: Folder of finished cells, which are not run again.
-        reads_test: Mergers that use the test split.
     """
 
     inputs: MethodInputs
+    settings: ComparisonSettings
     suite: str
-    seed: int
     tasks: list[str] | None
     tasks_label: int | str
     folder: Path
-    reads_test: Collection[str]
     _merged: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class CellRunner:
         if cell.merger is not None:  # references have no random numbers
             settings = cell.method.settings if cell.method else None
             made_of += [
-                self.seed,
+                self.settings.seed,
                 plain_config(cell.merger.config),
                 plain_config(cell.config),
                 settings,
@@ -105,7 +105,7 @@ class CellRunner:
                 return done
             except ReportError as error:
                 log.warning("%s. It runs again", error)
-        lightning.seed_everything(self.seed, verbose=False)
+        lightning.seed_everything(self.settings.seed, verbose=False)
         merger, config = (cell.merger.name, cell.merger.config) if cell.merger else ("", None)
         names: Any = {"suite": self.suite, "merger": merger, "base_method": config}
         report = Report(self.inputs, tasks=self.tasks, tasks_label=self.tasks_label, **names)
@@ -136,20 +136,20 @@ class CellRunner:
         if merging.seconds is not None and cost.seconds is not None:
             cost.more[TOTAL_SECONDS] = merging.seconds + cost.seconds
         tasks = self.tasks or self.inputs.modelpool.model_names
-        facts = replace(cell.method.facts(cell.row, model, tasks), seed=self.seed)
+        facts = replace(cell.method.facts(cell.row, model, tasks), seed=self.settings.seed)
         report.add(cell.row, model, facts, cost)
         return facts.files
 
     def _facts_of_merger(self, merger: MergerEntry, merged: nn.Module) -> Facts:
         settings = dict(plain_config(merger.config))
         number, split = settings.get("samples_per_task"), settings.get("calibration_split", "train")
-        if merger.name in self.reads_test:
+        if merger.name in (self.settings.reads_test or ()):
             number, split = sys.maxsize, "test"
         pool, samples = self.inputs.modelpool, {}
         if number is not None:
             samples = samples_used(pool, pool.model_names, number, str(split))
         cost = deployed(merged, {})
-        return Facts(settings=settings, seed=self.seed, samples=samples, cost=cost)
+        return Facts(settings=settings, seed=self.settings.seed, samples=samples, cost=cost)
 
     def _merged_model(self, merger: MergerEntry) -> tuple[nn.Module, Cost]:
         """Return the merged model and its cost. It is merged once.

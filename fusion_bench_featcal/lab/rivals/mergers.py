@@ -19,7 +19,7 @@ from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.hooks import record
 from fusion_bench_featcal.modules.models import device_of, load_updates
-from fusion_bench_featcal.rules.rule import Linear, Rule
+from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import empty_sums, groups_of, solve
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
@@ -34,9 +34,8 @@ from fusion_bench_featcal.streams.task_sums import empty_task_sums
 class Merger(Rule, SampleSettings, Blocks):
     """A merger for any model family.
 
-    Blocks are merged in forward order. Unless a subclass overrides `block`, linear weights are
-    solved from the inputs of each expert's modules, by `sums`. All other parameters are the
-    experts' mean.
+    Blocks are merged in forward order. Linear weights are solved from the inputs of each expert's
+    modules, by `sums`. All other parameters are the experts' mean.
 
     Attributes:
         features: Input features of an expert's block: the features of the `expert`, or the output
@@ -139,10 +138,6 @@ class Merger(Rule, SampleSettings, Blocks):
         recorded = record(expert, [group.name for group in groups], run)
         batch.expert = recorded.result
         return recorded.inputs
-
-    def sums(self, group: Any, merged: Linear, base: Linear | None) -> Any:
-        """Return empty sums for one group."""
-        raise NotImplementedError(f"{self.name} solves no single modules")
 
     def start_scale(self, tasks: int) -> float:
         """Return the factor of the experts' mean step from the base in the initial model."""
