@@ -114,7 +114,11 @@ def run_merger(
     with TemporaryFile("w+", encoding="utf-8") as printed:
         try:
             with redirect_stdout(printed):
-                merged = _merged(program, config, modelpool)
+                if program is None:
+                    merger = instantiate(config, _recursive_=False)
+                else:
+                    merger = program._instantiate_and_setup(config, compat_load_fn=_LOAD_METHOD)
+                merged = merger.run(_pool_for_merging(modelpool))
         finally:
             printed.seek(0)
             if text := printed.read().strip():
@@ -126,14 +130,6 @@ def run_merger(
         )
     bind_own_functions(merged)
     return counting_in(torch.int64, merged).requires_grad_(False)
-
-
-def _merged(program: FabricModelFusionProgram | None, config: Any, modelpool: BaseModelPool) -> Any:
-    if program is not None:
-        merger = program._instantiate_and_setup(config, compat_load_fn=_LOAD_METHOD)
-    else:
-        merger = instantiate(config, _recursive_=False)
-    return merger.run(_pool_for_merging(modelpool))
 
 
 def counting_in(dtype: torch.dtype, model: Any) -> Any:

@@ -179,11 +179,7 @@ def _plain_merge(config: Mapping[str, Any]) -> TensorMerge | None:
     """Return the function of a plain average or task arithmetic, or None for other mergers."""
     if set(config) - _OPTIONS or "_target_" not in config:
         return None
-    try:
-        merger = get_object(config["_target_"])
-    except Exception:  # running the merger reports the error
-        return None
-    scale = config.get("scaling_factor")
+    merger, scale = get_object(config["_target_"]), config.get("scaling_factor")
     if merger is SimpleAverageAlgorithm and "scaling_factor" not in config:
         return _average
     if merger is TaskArithmeticAlgorithm and isinstance(scale, Real) and type(scale) is not bool:
