@@ -38,7 +38,6 @@ from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
-from fusion_bench_featcal.experts.config_files import open_config
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.fusionbench.pool_models import PoolModel
@@ -406,12 +405,3 @@ def test_pools_refuse_adapters_that_peft_would_not_load(method: str, more: Any, 
     message = r"^modelpool\.models\.one: .*adapter_model.safetensors lacks .*Check its base"
     with pytest.raises(CalibrationError, match=message):
         PoolModel(pool, "one").source()
-
-
-def test_only_numbers_of_layers_are_bounded(tmp_path: Path):
-    file = tmp_path / "config.json"
-    file.write_text('{"model_type": "own", "vocab_size_per_layer_input": 262144}')  # as Gemma 3n's
-    assert open_config(tmp_path)
-    file.write_text('{"model_type": "own", "text_config": {"num_hidden_layers": 10000000}}')
-    with pytest.raises(CalibrationError, match="num_hidden_layers is 10000000, and no model has"):
-        open_config(tmp_path)
