@@ -37,9 +37,9 @@ def calibrate(
     merged: nn.Module,
     base: nn.Module | ExpertSource | None,
     experts: Mapping[str, nn.Module | ExpertSource],
-    batches: Mapping[str, Iterable[Any]],
+    batches: Mapping[str, Iterable[object]],
     rule: Rule | FeatCalSettings = Plus(),  # noqa: B008 (frozen)
-    family: Any = "auto",
+    family: object = "auto",
     *,
     device: torch.device | str | None = None,
     autocast: Autocast | None = None,

@@ -103,7 +103,7 @@ class _LinearThroughOnednn(TorchFunctionMode):
         func: Callable[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         if func is functional.linear and not kwargs and _fits(args):
             return _onednn_linear(*args)

@@ -29,7 +29,7 @@ _ADDRESS = re.compile(
 _private: set[str] = set()
 
 
-def public(value: Any, name: str = "", of_private: Callable[[str], Any] = lambda _: MASK) -> Any:
+def public(value: object, name: str = "", of_private: Callable[[str], Any] = lambda _: MASK) -> Any:
     """Return a config of models or data of which only texts with known names are left.
 
     Numbers stay, as do the defaults of a pool's runs (`featcal`), which are declared settings.
@@ -51,7 +51,7 @@ def public(value: Any, name: str = "", of_private: Callable[[str], Any] = lambda
     return of_private(value)
 
 
-def hide(config: Any) -> None:
+def hide(config: object) -> None:
     """Mask the texts of a config that `public` leaves out wherever `masked` finds them.
 
     Short texts, plain words and what the config has elsewhere, such as a task's name, stay.

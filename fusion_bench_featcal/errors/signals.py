@@ -36,7 +36,7 @@ def end_at_once() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(number: int, frame: object) -> None:
     raise Interruption(number)
 
 

@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _is_data_set(value: Any) -> bool:
+def _is_data_set(value: object) -> bool:
     return isinstance(value, str | Mapping) and bool(value)
 
 

@@ -19,13 +19,13 @@ _BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def setting(
-    default: Any,
+    default: object,
     help: str,
     *,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
-    choices: Sequence[Any] = (),
+    choices: Sequence[object] = (),
     accepts: str = "",
     check: Callable[[Any], bool] | None = None,
     convert: Callable[[Any], Any] | None = None,
@@ -98,7 +98,7 @@ class Settings:
         return tuple(field.name for field in settings_of(cls))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a setting's value for JSON: families and rules that are objects as their repr."""
     if isinstance(value, Mapping):
         return {str(key): entry for key, entry in value.items()}
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else repr(value)
 
 
-def check_values(kind: type, values: Mapping[str, Any], prefix: str = "") -> None:
+def check_values(kind: type, values: Mapping[str, object], prefix: str = "") -> None:
     """Refuse unknown names, and values that a dataclass of settings does not accept.
 
     Args:
@@ -130,7 +130,7 @@ def check_values(kind: type, values: Mapping[str, Any], prefix: str = "") -> Non
         raise ValueError("; ".join(problems))
 
 
-def accepted_values(field: Field[Any]) -> str:
+def accepted_values(field: Field[object]) -> str:
     """Return the accepted values of a setting in words."""
     kinds, rules = _kinds(field), field.metadata
     choices = [yaml_word(choice) for choice in rules["choices"]]
@@ -150,32 +150,32 @@ def accepted_values(field: Field[Any]) -> str:
     return " or ".join(words)
 
 
-def yaml_word(value: Any) -> str:
+def yaml_word(value: object) -> str:
     """Return a value in YAML's one-line form."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Return True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_integer(value: Any, least: int) -> bool:
+def is_integer(value: object, least: int) -> bool:
     """Return True for an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def is_mapping(value: Any) -> bool:
+def is_mapping(value: object) -> bool:
     """Return True for a mapping."""
     return isinstance(value, Mapping)
 
 
-def is_mapping_to(is_value: Callable[[Any], bool], value: Any) -> bool:
+def is_mapping_to(is_value: Callable[[Any], bool], value: object) -> bool:
     """Return True for a mapping whose values all pass a test."""
     return isinstance(value, Mapping) and all(map(is_value, value.values()))
 
 
-def is_text_list(value: Any, of: Sequence[str] | None = None) -> bool:
+def is_text_list(value: object, of: Sequence[str] | None = None) -> bool:
     """Return True for a list of texts that are not empty, and all in `of` if it is given."""
     return (
         isinstance(value, Sequence)
@@ -184,11 +184,11 @@ def is_text_list(value: Any, of: Sequence[str] | None = None) -> bool:
     )
 
 
-def _kinds(field: Field[Any]) -> Sequence[Any]:
+def _kinds(field: Field[object]) -> Sequence[Any]:
     return get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
 
 
-def _accepts(field: Field[Any], value: Any) -> bool:
+def _accepts(field: Field[object], value: object) -> bool:
     kinds, rules = _kinds(field), field.metadata
     if value is None and NoneType in kinds:
         return True

@@ -100,7 +100,7 @@ class Options(Draw, Blocks):
             folder = option("checkpoint_dir")
             yield f"{option('resume')} needs {folder}, the folder that keeps the blocks"
 
-    def of_rule(self, rule: Any) -> Self:
+    def of_rule(self, rule: object) -> Self:
         """Return the options with the rule's values in place of null."""
         unset = [name for name in self.names_by_rule() if getattr(self, name) is None]
         return replace(self, **{name: getattr(rule, name) for name in unset}) if unset else self

@@ -24,7 +24,7 @@ _LARGEST_RIDGE = 1e12
 _STRONG_RIDGE, _FAR_ANCHOR = 100, 10  # numbers from which a note says what they do
 
 
-def _is_rule(value: Any) -> bool:
+def _is_rule(value: object) -> bool:
     if isinstance(value, Mapping):
         return isinstance(value.get("_target_"), str)
     return value in ("paper", "plus") if isinstance(value, str) else hasattr(value, "turns")
@@ -113,7 +113,7 @@ class RuleSettings(Settings):
             raise ValueError(f"rule: {target}({typed}): {error}") from error
 
     def _refuse_changes(
-        self, rule: Any, rule_name: str, remedy: str, shared: Collection[str] = ()
+        self, rule: object, rule_name: str, remedy: str, shared: Collection[str] = ()
     ) -> None:
         """Refuse changed settings that the rule neither takes nor has with that value."""
         for name in (name for name in OF_RULES if name not in shared):

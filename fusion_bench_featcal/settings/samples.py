@@ -11,7 +11,7 @@ CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog")
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
-def _is_corruption(value: Any) -> bool:
+def _is_corruption(value: object) -> bool:
     return (
         isinstance(value, Mapping)
         and set(value) == {"kind", "severity"}

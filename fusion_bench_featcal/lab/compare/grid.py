@@ -122,7 +122,7 @@ def _defaults(
     return {**of_method, **of_pool}
 
 
-def _configs(configs: Mapping[str, Any] | None) -> dict[str, Any]:
+def _configs(configs: Mapping[str, object] | None) -> dict[str, Any]:
     """Return configs by name. Entries set to null are removed."""
     return {str(name): config for name, config in (configs or {}).items() if config is not None}
 
@@ -163,7 +163,7 @@ def _merger(name: str, config: Any, setting: str) -> MergerEntry:
     return merger
 
 
-def _row(name: str, config: Any, settings: ComparisonSettings) -> Cell:
+def _row(name: str, config: object, settings: ComparisonSettings) -> Cell:
     """Return a method's row, not yet over a merger."""
     setting = f"method.post_merging_methods.{name}"
     config = _drawing_alike(config, settings, setting)
@@ -177,7 +177,7 @@ def _row(name: str, config: Any, settings: ComparisonSettings) -> Cell:
     return Cell(row=name, method=method, config=config)
 
 
-def _drawing_alike(config: Any, settings: ComparisonSettings, setting: str) -> dict[str, Any]:
+def _drawing_alike(config: object, settings: ComparisonSettings, setting: str) -> dict[str, Any]:
     """Return a method's config, with the comparison's seed and samples where it names none."""
     if not isinstance(config, Mapping) or "_target_" not in config:
         raise ValueError(f"{setting} must have a _target_, got {config!r}")
@@ -190,7 +190,7 @@ def _drawing_alike(config: Any, settings: ComparisonSettings, setting: str) -> d
     return shared | dict(config)
 
 
-def _made(config: Mapping[str, Any], setting: str) -> Any:
+def _made(config: Mapping[str, object], setting: str) -> Any:
     try:
         return instantiate(config, _recursive_=False, _convert_="all")
     except Exception as error:  # Hydra wraps the constructor's error, which is about a setting

@@ -17,7 +17,7 @@ from fusion_bench_featcal.settings.fields import (
 _CONFIGS = "a mapping of names to configs"
 
 
-def _are_tasks(value: Any) -> bool:
+def _are_tasks(value: object) -> bool:
     return value is None or is_integer(value, 1) or is_text_list(value)
 
 

@@ -63,7 +63,7 @@ def measure_drift(
     base: nn.Module | ExpertSource | None,
     expert: nn.Module,
     task: str,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     settings: FeatCalSettings,
     family: Family,
     *,
@@ -141,7 +141,7 @@ def _compare(
     drift: dict[str, Tensor] = {}
     counted = _counted(family, model, inputs, settings)
 
-    def keep(block: str, _: nn.Module, __: Any, output: Any) -> None:
+    def keep(block: str, _: nn.Module, __: object, output: object) -> None:
         outputs[block] = hidden_output(output).to("cpu", copy=True)
 
     def cross(block: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def _compare(
         copies = {name: _copy(value) for name, value in kwargs.items()}
         crossed[block] = hidden_output(model.get_submodule(block)(*map(_copy, args), **copies))
 
-    def split(block: str, _: nn.Module, __: Any, output: Any) -> None:
+    def split(block: str, _: nn.Module, __: object, output: object) -> None:
         of_expert = hidden_output(output)
         sides = [outputs.pop(block).to(of_expert.device), of_expert, crossed.pop(block)]
         if of_expert.ndim == 4 and gives_images(model.get_submodule(block)):
@@ -178,7 +178,7 @@ def _compare(
 
 
 def _counted(
-    family: Family, model: nn.Module, inputs: Any, settings: FeatCalSettings
+    family: Family, model: nn.Module, inputs: object, settings: FeatCalSettings
 ) -> dict[str, Positions | None]:
     """Return the positions that count at each block's output, or None if all count."""
     rows = dict[str, Positions | None]()
@@ -189,13 +189,13 @@ def _counted(
     return rows
 
 
-def _final(model: nn.Module, inputs: Any, pooling: Pooling | None) -> Tensor:
+def _final(model: nn.Module, inputs: object, pooling: Pooling | None) -> Tensor:
     if head_of(model) is not None:
         return final_features(model, inputs)
     return final_features(getattr(model, "base_model", model), inputs, pooling).flatten(1)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     """Copy a block's argument for another run. A cache becomes None, because it stores a run."""
     return value.clone() if isinstance(value, Tensor) else without_cache(value)
 

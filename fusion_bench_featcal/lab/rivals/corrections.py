@@ -164,7 +164,11 @@ class FeatureCorrection(SampleSettings, Texts):
         return model
 
     def lessons(
-        self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: CorrectedFeature
+        self,
+        merged: nn.Module,
+        expert: nn.Module,
+        batches: Sequence[object],
+        site: CorrectedFeature,
     ) -> Lessons:
         """Run both models over a task's batches."""
         rows = [[site.features(m, batch).float() for m in (merged, expert)] for batch in batches]

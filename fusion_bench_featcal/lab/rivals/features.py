@@ -22,7 +22,7 @@ FINAL_NORMS = ("decoder.final_layer_norm", "model.norm")
 """The last norm of T5 and of decoder-only language models."""
 
 
-def final_features(model: nn.Module, inputs: Any, pooling: Pooling | None = None) -> Tensor:
+def final_features(model: nn.Module, inputs: object, pooling: Pooling | None = None) -> Tensor:
     """Return the features that a model's head receives.
 
     Args:
@@ -47,12 +47,12 @@ def final_features(model: nn.Module, inputs: Any, pooling: Pooling | None = None
     return output
 
 
-def final_states(model: nn.Module, final_norm: str, inputs: Any) -> Tensor:
+def final_states(model: nn.Module, final_norm: str, inputs: object) -> Tensor:
     """Return the output of a language model's last norm, `[batch, positions, d]`."""
     return _capture(model, model.get_submodule(final_norm).register_forward_hook, inputs)
 
 
-def _capture(model: nn.Module, register: Callable[..., Any], inputs: Any) -> Tensor:
+def _capture(model: nn.Module, register: Callable[..., Any], inputs: object) -> Tensor:
     """Run a model up to a hook. Return the last argument of the hook, or its first entry."""
     captured: list[Any] = []
 
@@ -65,7 +65,7 @@ def _capture(model: nn.Module, register: Callable[..., Any], inputs: Any) -> Ten
     return captured[0] if isinstance(captured[0], Tensor) else captured[0][0]
 
 
-def final_rows(model: nn.Module, family: Family, inputs: Any) -> Positions | None:
+def final_rows(model: nn.Module, family: Family, inputs: object) -> Positions | None:
     """Return the positions of the final features that predict a target, or None for all.
 
     Without labels these are all positions except padding.
@@ -94,7 +94,7 @@ def find_final_norm(models: PoolModels, final_norm: str | None) -> str:
     return next(name for name in names if name in modules)
 
 
-def project(output: Any, projection: nn.Linear) -> Tensor:
+def project(output: object, projection: nn.Linear) -> Tensor:
     """Return projected features `[batch, d]` of a CLIP vision tower's output.
 
     Raises:

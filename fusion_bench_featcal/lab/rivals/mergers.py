@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +65,7 @@ class Merger(Rule, SampleSettings, Blocks):
         self,
         base: nn.Module,
         experts: Mapping[str, nn.Module | ExpertSource],
-        batches: Mapping[str, Iterable[Any]],
+        batches: Mapping[str, Iterable[object]],
         *,
         device: torch.device | str | None = None,
         autocast: Autocast | None = None,

@@ -29,7 +29,7 @@ class FinalState:
 
     norm: str
 
-    def features(self, model: nn.Module, inputs: Any) -> Tensor:
+    def features(self, model: nn.Module, inputs: object) -> Tensor:
         """Return the states that predict a target in a pass on the targets, `[n, d]`."""
         rows = final_rows(model, resolve_family("auto", model), inputs)
         return rows_of(final_states(model, self.norm, inputs), rows)
