@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +36,6 @@ _OF_RUNS = ("suite", "merger", "versions", "device")
 _LISTS: dict[str, type] = {"rows": Row, "notes": Note}
 _NAMES = {*DIMENSIONS} - {"seed"}
 """Columns of texts, which are no numbers even if they look so."""
-_FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
 def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> Path:
@@ -182,25 +180,12 @@ def _changed(folder: Path) -> tuple[int, Path]:
 
 
 def csv_of(heads: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows as CSV, with nothing for a missing value.
-
-    A text that a spreadsheet would run as a formula gets a single quote in front.
-    """
+    """Return rows as CSV, with nothing for a missing value."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_quoted, heads))
-    writer.writerows([_quoted(row.get(head, "")) for head in heads] for row in rows)
+    writer.writerow(heads)
+    writer.writerows([row.get(head, "") for head in heads] for row in rows)
     return text.getvalue()
-
-
-def _quoted(value: Any) -> Any:
-    if not isinstance(value, str) or not _FORMULA.match(value):
-        return value
-    return f"'{value}" if isinstance(_number(value), str) else value
-
-
-def _unquoted(text: str) -> str:
-    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def csv_text(lines: Iterable[Line]) -> str:
@@ -230,8 +215,7 @@ def read_lines_csv(path: Path) -> list[Line]:
     """
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        reader.fieldnames = heads = [*map(_unquoted, reader.fieldnames or ())]
-        if missing := {*DIMENSIONS, VALUE} - {*heads}:
+        if missing := {*DIMENSIONS, VALUE} - {*(reader.fieldnames or ())}:
             raise ValueError(f"its first line has no {', '.join(missing)}")
         return [_line(cells) for cells in reader]
 
@@ -241,7 +225,7 @@ def _line(cells: Mapping[str, str]) -> Line:
     line: Line = {key: text if key in _NAMES else _number(text) for key, text in filled.items()}
     if not math.isfinite(line[VALUE]):
         raise ValueError(f"{line[VALUE]} is no value of {line}")
-    return {key: _unquoted(v) if isinstance(v, str) else v for key, v in line.items()}
+    return line
 
 
 def _number(text: str) -> int | float | str:

@@ -1,6 +1,5 @@
 """Files of runs: they are read back as they were written, and damage is refused by name."""
 
-import csv
 import json
 import math
 import re
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reports import LEVELS, error_of, featcal, leave_cells, leave_run, leave_seeds, make_run
+from reports import LEVELS, error_of, leave_cells, leave_run, leave_seeds, make_run
 
 from fusion_bench_featcal.results import Note, ReportError, load, read_run, write_run
 
@@ -102,24 +101,3 @@ def test_items_of_another_run_and_earlier_layouts_are_refused(tmp_path: Path) ->
     (run / "run.json").unlink()
     (run / "report.json").write_text(json.dumps({"kind": "run", "schema": 2}))
     assert "no run in or below" in error_of("report", run)
-
-
-FORMULAS = ("=1+1", "+x", "@SUM(A1)", "-x", "\tx", "'=1", "-1.5", "it's", "'quoted'")
-
-
-def test_texts_of_csv_files_are_no_formulas_and_read_unchanged(tmp_path: Path) -> None:
-    """A spreadsheet runs what begins with =, +, @ or -, also behind a tab."""
-    run = make_run(dict.fromkeys(FORMULAS, 0.5), FORMULAS, merger="=merger", suite="@suite")
-    run.lines.append({"row": "=row", "block": "+0", "metric": "-drift", "value": -0.3})
-    again = read_run(write_run(tmp_path / "run", run))
-    assert again.all_lines() == run.all_lines()
-    other = make_run({"+x": 0.5}, FORMULAS, merger="=merger", suite="@suite")
-    other.rows[0].settings |= {"=label": "=1+1", "scale": "-1.5"}
-    write_run(tmp_path / "other", other)
-    assert featcal("report", tmp_path, "--out", tmp_path / "out").code == 0
-    for file in (tmp_path / "run" / "lines.csv", *(tmp_path / "out").glob("*.csv")):
-        with file.open(newline="") as stream:
-            cells = [cell for row in csv.reader(stream) for cell in row]
-        assert "'=1+1" in cells or "accuracy.=1+1" in cells
-        starts = [cell for cell in cells if re.match(r"[=+@\t-]", cell)]
-        assert all(re.fullmatch(r"[+-][\d.]+", cell) for cell in starts), {*starts}
