@@ -9,17 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
-import pyarrow
-import torch
 from datasets.config import HF_HUB_OFFLINE
 from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.errors.words import word
 from fusion_bench_featcal.files import TABLES, can_be_hub_id
-from fusion_bench_featcal.files.memory import free_bytes
 from fusion_bench_featcal.files.untrusted import parse_sample
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
@@ -165,7 +161,7 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
         raise ValueError(f"data {str(file)!r} is empty.")
     try:
         if ending == ".parquet":
-            return datasets.Dataset(_unpacked(file))  # type: ignore[arg-type]
+            return datasets.Dataset(parquet.read_table(file))  # type: ignore[arg-type]
         text = _decoded(file)
         return FileRows(_csv_rows(text) if ending == ".csv" else _json_rows(text))
     except PermissionError:
@@ -174,15 +170,6 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
         raise CalibrationError(
             f"data {str(file)!r} is not readable as {ending[1:]}: {first_line(error)}"
         ) from error
-
-
-def _unpacked(file: Path) -> pyarrow.Table:
-    """Read a parquet file, unless its footer has more bytes than half of the free memory."""
-    footer, room = parquet.read_metadata(file), (free_bytes(torch.device("cpu")) or 0) // 2
-    if sum(footer.row_group(n).total_byte_size for n in range(footer.num_row_groups)) > room:
-        free = f"{bytes_text(room)}, half of the free memory"
-        raise ValueError(f"it unpacks to more than {free}: give fewer rows")
-    return parquet.read_table(file)
 
 
 def _decoded(file: Path) -> str:

@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data import tables
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
 
@@ -96,16 +93,3 @@ def test_bad_answers_are_left_out(name: str, tmp_path: Path):
     rows, first = rows_of(tmp_path / name), int(name == "a.jsonl")
     assert (len(rows), rows.left_out) == (4, 2)
     assert [int(rows.at(n).split()[-1]) - first for n in range(4)] == [1, 2, 4, 5]
-
-
-def test_parquet_that_unpacks_to_more_than_memory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    file, texts = tmp_path / "a.parquet", [f"{'x' * 10**5}{n}" for n in range(200)]
-    table: Any = pyarrow.table({"prompt": texts})
-    parquet.write_table(table, file, use_dictionary=False, compression="zstd")
-    assert file.stat().st_size < 10**5
-    assert list(load_texts(str(file))) == [{"prompt": text} for text in texts]
-    monkeypatch.setattr(tables, "free_bytes", lambda device: 2 * 10**7)
-    with pytest.raises(CalibrationError, match=r"unpacks to more than 9\.54 MiB, half of the free"):
-        load_texts(str(file))
