@@ -1,34 +1,26 @@
-"""Models of transformers without weights, of a size that their files can hold, and their inputs."""
+"""Models of transformers without weights, and inputs for them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
-_MOST = 10**5  # parameters of a model whose files are not safetensors
 _TARGETS = 8  # tokens that a decoder writes
 
 
-def without_weights(kind: Any, config: Any, dtype: torch.dtype, tensors: int | None) -> nn.Module:
+def without_weights(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     """Return a model of transformers with its parameters on the meta device.
 
     Args:
         kind: Its class.
         config: Its config, which may be of another person.
         dtype: Its dtype.
-        tensors: Number of tensors in its files, or None if they are not known.
-
-    Raises:
-        ValueError: If the config asks for many more parameters than the files can hold.
     """
-    most = _MOST if tensors is None else 1000 + 100 * tensors  # experts may be stored as one
     # Not `model.to(dtype)`: position tables stay float32, as by `from_pretrained`.
-    with default_dtype(dtype), init_empty_weights(include_buffers=False), _bounded(most):
+    with default_dtype(dtype), init_empty_weights(include_buffers=False):
         model = kind(config)
     model.tie_weights()  # moving parameters to the meta device has untied them
     return model.eval().requires_grad_(False)
@@ -59,22 +51,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextmanager
-def _bounded(most: int) -> Iterator[None]:
-    """Context in which a model can have a number of parameters, by what its files can hold."""
-    numbers = count(1)
-
-    def refuse(module: nn.Module, name: str, parameter: Any) -> None:
-        if next(numbers) > most:
-            raise ValueError(
-                "its numbers of layers and modules ask for many more tensors than its files have "
-                f"(more than {most:,}). Correct them"
-            )
-
-    handle = register_module_parameter_registration_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -147,7 +147,7 @@ def _operations(text: str) -> tuple[list[Any], dict[str, bytes]]:
     config._attn_implementation = "eager"  # others hide their operations
     config._experts_implementation = "batched_mm"  # others depend on values
     name = next(iter(values.get("architectures") or ()), MODEL_MAPPING_NAMES[_kind(values)])
-    model: Any = without_weights(getattr(transformers, name), config, torch.float32, None)
+    model: Any = without_weights(getattr(transformers, name), config, torch.float32)
     buffers = {name: bytes(buffer.numpy().data) for name, buffer in model.named_buffers()}
     for module in model.modules():
         module.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the text

@@ -200,8 +200,7 @@ class ModelFiles:
     def _empty(self, kind: Any) -> nn.Module:
         try:
             config = self._config_of(kind)
-            tensors = None if self.weights is None else len(self.weights.names())
-            return without_weights(kind, config, self._dtype(config), tensors)
+            return without_weights(kind, config, self._dtype(config))
         except CalibrationError:
             raise
         except Exception as error:  # any error of the class about its config's values
