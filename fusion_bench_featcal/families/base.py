@@ -118,12 +118,14 @@ def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
             f"{option('family', family.name)}: stages gives {stages!r}, but must give one list of "
             "names for each stage, [[block, ...], ...]"
         )
-    modules = dict(model.named_modules())
+    modules = [name for name, _ in model.named_modules()]
     for block in (block for stage in stages for block in stage):
         if block not in modules:
             raise CalibrationError(
-                f"{option('family', family.name)}: {type(model).__name__} has no block {block!r}"
+                f"{option('family', family.name)}: {type(model).__name__} has no block {block!r}, "
+                "or it is named twice"
             )
+        modules.remove(block)
     return stages
 
 

@@ -74,26 +74,16 @@ class Stack(Family):
         """Return the blocks in forward order, as one stage.
 
         Raises:
-            CalibrationError: If there are none, or a named one is missing.
+            CalibrationError: If there are none.
         """
-        names = dict(model.named_modules())
-        if self.pattern is not None and not isinstance(self.pattern, str):
-            missing = [name for name in self.pattern if name not in names]
-            lacks, blocks = f"module named {missing[:1]}", [] if missing else [*self.pattern]
-            if twice := [name for name in blocks if blocks.count(name) > 1]:
-                raise CalibrationError(f"family: {twice[0]!r} is named twice: blocks run once each")
-            for name in blocks:
-                if isinstance(names[name], nn.ModuleList | nn.ModuleDict):
-                    raise CalibrationError(
-                        f"family: {name!r} holds blocks, and never runs: name its entries, such as "
-                        f"{name}.0"
-                    )
-        elif self.pattern is None:
+        pattern, lacks = self.pattern, f"module named {self.pattern}"
+        if pattern is None:
             lacks = "list of modules of one class that clearly holds them"
             blocks = find_stack(model)
+        elif isinstance(pattern, str):
+            blocks = [name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]
         else:
-            lacks = f"module named {self.pattern}"
-            blocks = [name for name in names if re.fullmatch(self.pattern, name)]
+            blocks = [*pattern]
         if not blocks:
             raise CalibrationError(
                 f"{option('family', self.name)} finds no blocks in {type(model).__name__}: it has "
@@ -124,8 +114,8 @@ class Stack(Family):
             call_model(model, inputs)
         if list(calls) != blocks:
             raise CalibrationError(
-                f"{type(model).__name__} runs the blocks {list(calls)}, but has {blocks}; each "
-                "must run once, in this order: choose another family"
+                f"{option('family', self.name)}: {type(model).__name__} runs {list(calls)}, not "
+                f"each of {blocks} once, in this order: name blocks that run, or another family"
             )
         hidden, mask = calls[block].hidden, mask_named(inputs, "attention_mask")
         if mask is not None and hidden.shape[:-1] != mask.shape:
