@@ -212,7 +212,7 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
             `merged` has a link to a file elsewhere.
         CalibrationError: If the model cannot be written. Nothing of it stays.
     """
-    target, source = destination(folder, "folder"), Path(merged)
+    target, source = destination(folder), Path(merged)
     check_target(target, "folder")
     size = stored_bytes(model.state_dict().values())
     advice = "Make room, or name another folder"

@@ -25,19 +25,13 @@ PATH_STARTS = ("/", "./", "../", "~")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 
-def destination(location: str | Path, setting: str) -> Path:
-    """Return the path that a setting names to write to, which is where a link there leads.
+def destination(location: str | Path) -> Path:
+    """Return the path to write to, which is where a link at a location leads.
 
     A folder cannot be moved to the place of a link.
-
-    Raises:
-        ReportError: If the link leads to itself.
     """
     path = Path(location).expanduser()
-    path = Path(os.path.realpath(path)) if path.is_symlink() else path
-    if path.is_symlink():
-        raise ReportError(f"{setting} {location} is a link to itself: name another path")
-    return path
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> Path:
@@ -46,7 +40,7 @@ def prepare_directory(directory: str | Path, setting: str = LOG_DIR_SETTING) -> 
     Raises:
         ReportError: If it cannot be created or written. The message names it and `setting`.
     """
-    directory = destination(directory, setting).absolute()
+    directory = destination(directory).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -67,7 +61,7 @@ def check_target(target: Path, setting: str) -> None:
         ValueError: If it exists and is not an empty folder.
         ReportError: If the folder above it cannot be written.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{setting} {target} exists and is not empty: name a new folder")
     prepare_directory(target.absolute().parent, setting)
 

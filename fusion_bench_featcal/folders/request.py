@@ -136,12 +136,12 @@ class Request:
     @cached_property
     def folder(self) -> Path:
         """The folder for the model."""
-        return destination(self.out or "", "--out")
+        return destination(self.out or "")
 
     @cached_property
     def checkpoints(self) -> Path:
         """The folder for finished blocks."""
-        return destination(f"{self.folder}.blocks", "--out")
+        return destination(f"{self.folder}.blocks")
 
     @property
     def has_blocks(self) -> bool:

@@ -51,7 +51,7 @@ def path_option(program: FabricModelFusionProgram | None, name: str) -> Path | N
     if path is None:
         return None
     log_dir = folder_of_job(getattr(program, "log_dir", None))
-    return destination(str(path).replace("{log_dir}", str(log_dir)), name).absolute()
+    return destination(str(path).replace("{log_dir}", str(log_dir))).absolute()
 
 
 def check_save_target(program: FabricModelFusionProgram) -> None:
@@ -107,7 +107,7 @@ def save_model(
     Raises:
         CalibrationError: If it cannot be written.
     """
-    target = destination(os.fspath(path), SAVE_PATH).absolute()
+    target = destination(os.fspath(path)).absolute()
     needed = stored_bytes(model.state_dict().values())
     with (
         locked_target(target, SAVE_PATH),

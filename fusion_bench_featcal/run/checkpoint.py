@@ -231,7 +231,7 @@ def open_checkpoint(options: Any, processes: Processes) -> Iterator[Checkpoint]:
         yield Checkpoint()
         return
     setting = option("checkpoint_dir")
-    folder, refusal = destination(options.checkpoint_dir, setting), None
+    folder, refusal = destination(options.checkpoint_dir), None
     with ExitStack() as stack:
         if processes.rank == 0:
             try:
