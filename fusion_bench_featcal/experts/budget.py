@@ -75,7 +75,9 @@ def grant_of(budget: float | str | None, sizes: Sizes) -> Grant:
         sizes: Sizes of the tensors of all experts.
     """
     full = sum(sum(dict(of_expert.values()).values()) for of_expert in sizes.values())
-    limit = None if budget is None else budget_in_bytes(budget, full)
+    if budget is None:
+        return Grant(None, full, full, {})
+    limit = budget_in_bytes(budget, full)
     order = list(dict.fromkeys(name for of_expert in sizes.values() for name in of_expert))
     keys: dict[str, set[str]] = {task: set() for task in sizes}
     is_open, total = True, 0
@@ -84,7 +86,7 @@ def grant_of(budget: float | str | None, sizes: Sizes) -> Grant:
         for task, of_expert in sizes.items():
             new = dict(of_expert[n] for n in inside if of_expert[n][0] not in keys[task])
             cost = sum(new.values())
-            is_open = is_open and (limit is None or total + cost <= limit)
+            is_open = is_open and total + cost <= limit
             if is_open:
                 keys[task] |= new.keys()
                 total += cost
@@ -129,8 +131,7 @@ def limit_reads(
             "expert: give more"
         )
     for task, expert in experts.items():
-        if grant.omitted[task]:
-            omitted = {expert.keys[name]: name for name in grant.omitted[task]}
+        if omitted := {expert.keys[name]: name for name in grant.omitted.get(task, ())}:
             expert.source = Budgeted(expert.source, merged, omitted)
     return grant
 

@@ -28,6 +28,7 @@ class LazyModel:
 
     Attributes:
         source: The expert's weights.
+        structure: The merged model.
         keys: Name in the merged model's `state_dict` -> name in the source.
         sizes: Bytes of all tensors read so far, by the source's names. Reading a tensor twice
             counts once.
@@ -71,14 +72,12 @@ class LazyModel:
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
-        self._structure, self._device, self._shared = like, device, module
+        self.structure, self._device, self._shared = like, device, module
 
     @cached_property
     def module(self) -> nn.Module:
         """The runnable copy. It is made on first use, as many experts are only read."""
-        if self._shared is not None:
-            return self._shared
-        return hollow_copy(self._structure, self._device)
+        return hollow_copy(self.structure, self._device) if self._shared is None else self._shared
 
     def stored(self, name: str) -> Tensor:
         """Return one tensor under the merged model's name, in its stored dtype.

@@ -90,12 +90,13 @@ def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callabl
     The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
     Other names that it changes on loading, such as DINOv2's, are as in files.
     """
-    stored_names = {name: name for name in available}
-    prefix, covered = _prefix(available, names)
-    if covered < len(names):
-        stored_names |= _names_in_files(available, model)
-        prefix, _ = _prefix(set(stored_names), names)
-    added, removed = prefix
+    stored_names, added, removed = {name: name for name in available}, "", ""
+    if not names <= available:
+        prefix, covered = _prefix(available, names)
+        if covered < len(names):
+            stored_names |= _names_in_files(available, model)
+            prefix, _ = _prefix(set(stored_names), names)
+        added, removed = prefix
 
     def stored(name: str) -> str:
         spelled = added + name.removeprefix(removed)

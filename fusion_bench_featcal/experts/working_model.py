@@ -98,20 +98,21 @@ def offloaded(model: LazyModel, device: torch.device) -> nn.Module:
     from accelerate.hooks import attach_align_device_hook, remove_hook_from_module
 
     tensors = Tensors(model.tensor, {name: name for name in model.keys})
+    module = hollow_copy(model.structure, device)
     attach_align_device_hook(
-        model.module,
+        module,
         device,
         offload=True,
         weights_map=tensors,
         offload_buffers=True,
         preload_module_classes=["MultiheadAttention"],  # torch's, which never calls its out_proj
     )
-    for name, module in model.module.named_modules():
+    for name, part in module.named_modules():
         # DeBERTa reads its table of relative positions without calling it.
-        if isinstance(module, nn.Embedding) and module.weight.nbytes <= _SMALL_TABLE:
-            remove_hook_from_module(module)
-            put_tensor(model.module, f"{name}.weight", model.tensor(f"{name}.weight"))
+        if isinstance(part, nn.Embedding) and part.weight.nbytes <= _SMALL_TABLE:
+            remove_hook_from_module(part)
+            put_tensor(module, f"{name}.weight", model.tensor(f"{name}.weight"))
     # transformers moves inputs to the model's device, which empty tensors do not show.
-    kind = type(model.module)
-    model.module.__class__ = type(kind.__name__, (kind,), {"device": device})
-    return model.module
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"device": device})
+    return module

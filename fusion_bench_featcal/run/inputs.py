@@ -10,7 +10,6 @@ from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
 from fusion_bench_featcal.families.open_clip import split
 from fusion_bench_featcal.run.devices import check_device
 from fusion_bench_featcal.run.processes import Processes
@@ -27,12 +26,6 @@ class Inputs:
     experts: Mapping[str, nn.Module | ExpertSource]
     batches: Mapping[str, Iterable[Any]]
     merged_weights: ExpertSource | None = None
-
-    def runnable(self, device: torch.device) -> nn.Module:
-        """Return the merged model. If it is only a structure, tensors are loaded when needed."""
-        if self.merged_weights is None:
-            return self.merged
-        return offloaded(WorkingModel(self.merged, self.merged_weights, device=device), device)
 
     def with_split_attention(self) -> "Inputs":
         """Return the inputs with the attention of open_clip's models split.

@@ -25,7 +25,7 @@ from fusion_bench_featcal.experts.budget import Grant, limit_reads
 from fusion_bench_featcal.experts.likeness import warn_of_strangers
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.pairing import refuse_more_blocks
-from fusion_bench_featcal.experts.working_model import WorkingModel
+from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.families.check import compare_with_model
 from fusion_bench_featcal.modules.models import (
@@ -136,11 +136,12 @@ def open_problem(
     samples = open_samples(inputs, rule, options, processes)
     kernel = agreed_kernel(processes.gather(choose_kernel(device)))
     family = resolve_family(options.family, inputs.merged)
-    reads_first = head_reads_first(inputs, rule, family, runtime, samples)
+    working = WorkingModel(inputs.merged, inputs.merged_weights, device=device)
+    reads_first = head_reads_first(working, rule, family, runtime, samples)
     processes.doing = "the models"
     stages = stages_of(family, inputs.merged)
     modules = open_modules(inputs.merged, stages, rule, options, runtime)
-    working, base, experts = open_models(inputs, rule, runtime, stages)
+    base, experts = open_models(inputs, working, rule, processes, stages)
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
     if base is not None and budget is None:
@@ -196,7 +197,7 @@ def open_samples(
 
 
 def head_reads_first(
-    inputs: Inputs,
+    working: WorkingModel,
     rule: Rule,
     family: Family,
     runtime: Runtime,
@@ -207,7 +208,8 @@ def head_reads_first(
     Returns:
         Whether only the first position of the last block's output is read and counts.
     """
-    model = inputs.runnable(runtime.device)
+    device = runtime.device
+    model = working.structure if working.is_in_memory else offloaded(working, device)
     priority = _, task, number, sample = longest_sample(samples, family, model)
     batch = samples[task][number]
     few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
@@ -236,16 +238,19 @@ def open_modules(
 
 
 def open_models(
-    inputs: Inputs, rule: Rule, runtime: Runtime, stages: Sequence[Sequence[str]]
-) -> tuple[WorkingModel, LazyModel | None, dict[str, LazyModel]]:
-    """Open the calibrated model, the base and the experts of this process's tasks.
+    inputs: Inputs,
+    working: WorkingModel,
+    rule: Rule,
+    processes: Processes,
+    stages: Sequence[Sequence[str]],
+) -> tuple[LazyModel | None, dict[str, LazyModel]]:
+    """Open the base and the experts of this process's tasks.
 
     Only names and shapes are read.
 
     Raises:
         CalibrationError: If a model's weights or config do not fit the merged model.
     """
-    working = WorkingModel(inputs.merged, inputs.merged_weights, device=runtime.device)
     like, config = working.module, getattr(inputs.merged, "config", None)
     optional, shared = set(tail_of(like, stages[-1][-1])), hollow_copy(like, working.device)
 
@@ -260,8 +265,8 @@ def open_models(
 
     has_base = inputs.base is not None and rule.reads_base
     base = opened(word("base"), inputs.base) if has_base else None
-    tasks = runtime.processes.share(inputs.experts)
-    return working, base, {t: opened(word("expert", t), inputs.experts[t]) for t in tasks}
+    tasks = processes.share(inputs.experts)
+    return base, {t: opened(word("expert", t), inputs.experts[t]) for t in tasks}
 
 
 def with_estimated_statistics(
