@@ -22,8 +22,8 @@ from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
+from fusion_bench_featcal.run.devices import memory_cause, return_freed_memory
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
-from fusion_bench_featcal.run.memory import memory_cause, return_freed_memory
 from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, check_merged, open_problem
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult

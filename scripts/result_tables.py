@@ -17,10 +17,10 @@ from fusion_bench_featcal.results.figures import ErrorBar, curves, dots, estimat
 from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
 from fusion_bench_featcal.results.lines import find, read_run
-from fusion_bench_featcal.results.numbers import Unit, share_text
 from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS, ROWS_ERROR, ROWS_SHARE
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.statistics import difference
+from fusion_bench_featcal.results.tables import Unit, share_text
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 SUITES = {

@@ -16,7 +16,6 @@ from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.families import Family, stages_of
-from fusion_bench_featcal.files.memory import free_bytes
 from fusion_bench_featcal.folders.heads import ClassifierHeads
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import (
@@ -36,6 +35,7 @@ from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.run.devices import free_bytes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 

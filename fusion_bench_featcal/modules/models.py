@@ -15,11 +15,6 @@ from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.modules.sites import BlockModules
 
 
-def tensors_of_block(model: nn.Module, block: str) -> list[str]:
-    """Return names of the tensors that running one block needs."""
-    return names_under(model.state_dict(keep_vars=True), [block])
-
-
 def tensors_before_stage(
     model: nn.Module, stages: Sequence[Sequence[str]], stage: int
 ) -> list[str]:
@@ -56,7 +51,7 @@ def names_in_order(
             names += tensors_before_stage(model, stages, index)
         for block in stage:
             calibrated = [name for site in modules[block].sites for name in site.names]
-            names += tensors_of_block(model, block) if runs_experts else calibrated
+            names += tensors_under(model, block) if runs_experts else calibrated
     return list(dict.fromkeys(names))
 
 

@@ -9,7 +9,6 @@ naming location and cause. Their argument `setting` is the setting that chose th
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import prepare_directory
 
-from .against import against
 from .columns import AVERAGE
 from .cost import Cost, describe_device, measure, versions
 from .frame import Frame, frame_of, summary
@@ -17,6 +16,7 @@ from .joining import Results, join
 from .lines import join_folders, load, read_run, write_run
 from .notes import Note
 from .run import ACCURACY, BASE, EXPERTS, FEATCAL, Line, Row, Run
+from .show import against
 
 __all__ = [
     "ACCURACY",

@@ -20,9 +20,8 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .columns import AVERAGE
 from .frame import Frame, FrameLine
-from .numbers import Unit
 from .run import BASE, MERGED
-from .tables import without_codes
+from .tables import Unit, without_codes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -75,7 +75,8 @@ def join(runs: Mapping[Path, Run]) -> Results:
     origins: dict[str, Path] = {}
     older: list[str] = []
     keys: dict[Path, list[str]] = {}
-    commits = _differing_commits(runs.values())
+    # hub models and data of which the runs used several commits
+    commits = [name for name in _several(runs.values()) if name not in ("python", *PACKAGES)]
     for folder, run in runs.items():
         of_run = {f"commit of {name}": run.versions.get(name) for name in commits}
         for row in (replace(row, point=_point(row, of_run)) for row in run.rows):
@@ -101,11 +102,6 @@ def join(runs: Mapping[Path, Run]) -> Results:
         for note in _notes(run, [rows[key].labels for key in keys.get(folder, ())])
     )
     return Results(_without_copies(joined), runs, [*notes, *_versions(runs.values())])
-
-
-def _differing_commits(runs: Iterable[Run]) -> list[str]:
-    """Return the hub models and data of which the runs used several commits."""
-    return [name for name in _several(runs) if name not in ("python", *PACKAGES)]
 
 
 def _several(runs: Iterable[Run]) -> dict[str, list[str]]:

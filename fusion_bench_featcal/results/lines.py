@@ -142,8 +142,8 @@ def load(*folders: str | Path) -> Any:
 
 def join_folders(folders: Iterable[str | Path]) -> Results:
     """Find, read and join runs (see `load`)."""
-    runs = {folder: read_run(folder) for folder in find(folders)}
-    return join(dict(sorted(runs.items(), key=lambda entry: _changed(entry[0]))))
+    ages = {folder: (folder / RUN_FILE).stat().st_mtime_ns for folder in find(folders)}
+    return join({folder: read_run(folder) for folder in sorted(ages, key=lambda f: (ages[f], f))})
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:
@@ -157,7 +157,8 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
         if not path.exists():
             raise ReportError(f"no such run: {path}")
         folder = path if path.is_dir() else path.parent
-        below = [file.parent for file in sorted(folder.rglob(RUN_FILE)) if _is_run(file, folder)]
+        files = (file for file in sorted(folder.rglob(RUN_FILE)) if file.is_file())
+        below = [file.parent for file in files if "/." not in f"/{file.relative_to(folder)}"]
         if not below:
             raise ReportError(
                 f"no run in or below {path}: a run's log directory has {RUN_FILE}, unless an "
@@ -165,15 +166,6 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
             )
         folders |= {run.resolve(): run for run in below}
     return list(folders.values())
-
-
-def _is_run(file: Path, start: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(start).parts)
-    return file.is_file() and not hidden
-
-
-def _changed(folder: Path) -> tuple[int, Path]:
-    return (folder / RUN_FILE).stat().st_mtime_ns, folder
 
 
 # ---- lines.csv

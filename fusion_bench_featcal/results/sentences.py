@@ -6,7 +6,6 @@ from fusion_bench_featcal.errors.plurals import counted
 
 from .frame import LEAST_GAP, Frame, FrameLine
 from .notes import WARNING, Note, sentences_of
-from .numbers import Unit, share_text
 from .run import (
     ACCURACY,
     DRIFT,
@@ -19,7 +18,7 @@ from .run import (
     grouped,
     label_texts,
 )
-from .tables import ABSENT
+from .tables import ABSENT, Unit, share_text
 
 _SHOWN = 0.0005
 """Differences of accuracy below this are invisible in tables with tenths of a per cent."""

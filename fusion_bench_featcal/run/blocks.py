@@ -82,9 +82,10 @@ def groups_of(problem: Problem, block: str) -> list[Group]:
     sites = problem.modules[block].sites
     if not sites:
         return []
-    recorded, rows = problem.streams.record_largest(block, [site.name for site in sites])
+    names = [site.name for site in sites]
+    recorded, rows, priority = problem.streams.record_largest(block, names)
     groups = find_groups(problem.model, block, sites, recorded, rows.kind_of)
-    return problem.processes.decided(problem.streams.largest[0], groups)
+    return problem.processes.decided(priority, groups)
 
 
 def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:

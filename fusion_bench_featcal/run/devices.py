@@ -1,8 +1,16 @@
-"""Devices that a user names, checked before anything is loaded."""
+"""Devices that a user names, their memory, and messages where it runs out."""
 
+import ctypes
+import errno
+import platform
+import sys
+from pathlib import Path
+
+import psutil
 import torch
 
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.words import option
 
 
 def check_cuda(name: str, setting: str) -> None:
@@ -34,3 +42,87 @@ def check_device(name: str, setting: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # a build without the device asserts
         raise ValueError(f"{setting} cannot be used: {first_line(error)}") from error
+
+
+_PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
+"""Phrases in out-of-memory errors of torch, its libraries, and the system for mapped files."""
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the largest memory so far: of torch's allocator on a GPU, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
+
+
+def return_freed_memory() -> None:
+    """Let this process give freed blocks of 1 MiB or more back to the system at once.
+
+    By default glibc keeps blocks of up to 32 MiB for later, which leaves holes between matrices of
+    different sizes. Other C libraries have no such setting.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory ran out, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return any(phrase in str(error) for phrase in _PHRASES)
+
+
+def memory_cause(device: torch.device, location: str, error: Exception) -> str | None:
+    """Return where memory ran out and the settings to lower, or None for other errors.
+
+    Args:
+        device: Device of the computation.
+        location: The block and task that are processed.
+        error: The error.
+    """
+    if not is_out_of_memory(error):
+        return None
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"out of memory ({device.type}) at {location}: {reason}. What lowers it: "
+        f"{option('activations', 'host')} beside a GPU, a lower {option('batch_size')} or "
+        f"{option('samples_per_task')}, {option('modules')} without the widest modules"
+    )
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that can still be allocated on a device, or None if unknown.
+
+    On a CPU the limit of a container counts too.
+    """
+    if device.type == "cpu":
+        available = psutil.virtual_memory().available
+        return min(available, _left_in_container() or available)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return None
+
+
+def _left_in_container() -> int | None:
+    """Return the bytes available under a container's limit, or None without a limit."""
+    files = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    try:
+        limit, used, statistics = (file.read_text(encoding="ascii") for file in files)
+        # The page cache counts as used, but is released when memory is needed.
+        sizes = dict(line.split() for line in statistics.splitlines())
+        cached = sum(int(sizes.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+        return max(int(limit) - int(used) + cached, 1)
+    except (OSError, ValueError):  # "max" is not a number
+        return None

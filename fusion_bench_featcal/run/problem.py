@@ -45,11 +45,11 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import part_of, to_device
 from fusion_bench_featcal.streams.samples import longest_sample, take
 from fusion_bench_featcal.streams.storage import storage_for
 from fusion_bench_featcal.streams.streams import Streams
+from fusion_bench_featcal.streams.task_sums import DriftLog
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from tqdm.std import tqdm as plain_tqdm
 
 from fusion_bench_featcal.errors.plurals import bytes_text
-from fusion_bench_featcal.run.memory import peak_bytes
+from fusion_bench_featcal.run.devices import peak_bytes
 from fusion_bench_featcal.run.processes import Processes
 
 logger = logging.getLogger(__name__)

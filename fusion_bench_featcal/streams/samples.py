@@ -60,15 +60,10 @@ def check_inputs(
         )
     if not experts:
         raise CalibrationError("there is no expert to calibrate towards. Name the experts")
-    if without_expert := sorted(set(batches) - set(experts)):
+    if alone := sorted({*batches} ^ {*experts}):
         raise CalibrationError(
-            f"tasks {without_expert} have calibration data but no expert; experts are "
-            f"{sorted(experts)}. Use one name for a task and its expert"
-        )
-    if without_data := sorted(set(experts) - set(batches)):
-        raise CalibrationError(
-            f"tasks {without_data} have an expert but no calibration data; there is data for "
-            f"{sorted(batches)}. Give every expert data"
+            f"tasks {alone} have no expert or no calibration data; experts are {sorted(experts)}, "
+            f"there is data for {sorted(batches)}. Use one name for a task, its expert and its data"
         )
     for task, values in batches.items():
         if isinstance(values, Tensor | Mapping | str):

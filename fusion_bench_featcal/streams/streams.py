@@ -1,7 +1,7 @@
 """All tasks' batches on their way through the calibrated model and the experts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,16 +17,15 @@ from fusion_bench_featcal.experts.expert import lacks_values
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import stoppable
-from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.modules.hooks import Recorded, record
-from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_of_block
+from fusion_bench_featcal.modules.groups import Group, Recorded, record
+from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_under
 from fusion_bench_featcal.modules.sites import Site, exclusion
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import Batch, Positions, StagePositions
-from fusion_bench_featcal.streams.drift import DriftLog
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import resolved_decoder_rows
 from fusion_bench_featcal.streams.storage import DeviceStorage
+from fusion_bench_featcal.streams.task_sums import DriftLog
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,9 @@ class Streams:
         """Return the last block before the tail."""
         return self.stages[-1 - len(self.family.tail)][-1]
 
-    @contextmanager
-    def loaded(self, block: str) -> Iterator[None]:
+    def loaded(self, block: str) -> AbstractContextManager[nn.Module]:
         """Context with a block of the calibrated model in memory, with merged weights at first."""
-        with self.working.loaded(tensors_of_block(self.model, block)):
-            yield
+        return self.working.loaded(self.tensors_of(block))
 
     @property
     def runs_experts(self) -> bool:
@@ -146,7 +143,7 @@ class Streams:
 
     def tensors_of(self, block: str) -> list[str]:
         """Return the names of an expert's tensors for running a block."""
-        return tensors_of_block(self.model, block)
+        return list(tensors_under(self.model, block))
 
     def visits(self, task: str) -> Iterator[Batch]:
         """Yield a task's batches, each with its features on the device."""
@@ -160,26 +157,26 @@ class Streams:
         """Return the number of a task's samples, including copies."""
         return sum(batch.samples for batch in self.tasks[task])
 
-    @property
-    def largest(self) -> tuple[tuple[int, str, int], Batch]:
-        """Return the batch with most counted positions, and its priority in `Processes.decided`.
+    def record_largest(
+        self, block: str, names: Sequence[str]
+    ) -> tuple[Recorded, StagePositions, tuple[int, str, int]]:
+        """Run the batch with most counted positions through a block, and record inputs of modules.
 
         First positions do not count here, because samples of one position show neither which
         modules feed the first one nor much else.
+
+        Returns:
+            The inputs, the batch's positions, and its priority in `Processes.decided`.
         """
         batches = {
             (-batch.later, task, number): batch
             for task, batches in self.tasks.items()
             for number, batch in enumerate(batches)
         }
-        return min(batches.items())
-
-    def record_largest(self, block: str, names: Sequence[str]) -> tuple[Recorded, StagePositions]:
-        """Run the largest batch through a block to its end and record the inputs of modules."""
-        _, batch = self.largest
+        priority, batch = min(batches.items())
         with self.storage.loaded(batch):
             run = partial(self.step, self.model, block, batch.calibrated)
-            return record(self.model, names, run), batch.positions
+            return record(self.model, names, run), batch.positions, priority
 
     @property
     def narrows(self) -> bool:

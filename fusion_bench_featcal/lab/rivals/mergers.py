@@ -15,8 +15,7 @@ from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import counting_in
 from fusion_bench_featcal.fusionbench.rows import SampleSettings
-from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.modules.hooks import record
+from fusion_bench_featcal.modules.groups import Group, record
 from fusion_bench_featcal.modules.models import device_of, load_updates
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import empty_sums, groups_of, solve
