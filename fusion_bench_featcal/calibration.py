@@ -24,7 +24,7 @@ from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.devices import memory_cause, return_freed_memory
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
-from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, check_merged, open_problem
+from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, open_problem
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.run.run_digest import digest_of_run
@@ -145,8 +145,6 @@ def calibrate_inputs(
     ):
         problem = open_problem(inputs, rule, options, runtime, output)
         with problem.computing():
-            if inputs.merged_weights is None:
-                check_merged(problem)
             digest = partial(digest_of_run, problem, options)
             problem.output.start(digest, problem.modules, problem.progress)
             if problem.output.is_complete:

@@ -154,15 +154,12 @@ def encode_labels(
     chosen = list(classnames if classnames is not None else names or ())
     if names is not None:
         if set(names) <= set(chosen) and len(set(chosen)) == len(chosen):
-            values = [names[v] if _is_position(v, names) else v for v in values]
+            of_data = dict(enumerate(names))
+            values = [of_data.get(v, v) if isinstance(v, int) else v for v in values]
         else:
             _warn_of_other_numbers(names, chosen, data)
     numbers = class_numbers(values, chosen or None, lambda n: f"{data}, item {n}", are_own=True)
     return numbers, chosen or None
-
-
-def _is_position(value: Any, names: Sequence[str]) -> bool:
-    return isinstance(value, int) and 0 <= value < len(names)
 
 
 def _warn_of_other_numbers(names: Sequence[str], classnames: Sequence[str], data: str) -> None:

@@ -157,8 +157,6 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
             f"data {str(file)!r} is one table without splits: remove split ({split!r}) and name "
             "the file of that split."
         )
-    if file.stat().st_size == 0:
-        raise ValueError(f"data {str(file)!r} is empty.")
     try:
         if ending == ".parquet":
             return datasets.Dataset(parquet.read_table(file))  # type: ignore[arg-type]

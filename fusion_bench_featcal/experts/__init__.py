@@ -1,25 +1,10 @@
 """Sources of weights, and experts with one block at a time in memory."""
 
-from fusion_bench_featcal.experts.expert import (
-    LazyModel,
-    hollow_copy,
-    names_under,
-    put_tensor,
-)
-from fusion_bench_featcal.experts.source import (
-    ExpertSource,
-    InMemoryExpert,
-    SourceView,
-    source_of,
-)
-
-__all__ = [
-    "ExpertSource",
-    "InMemoryExpert",
-    "LazyModel",
-    "SourceView",
-    "hollow_copy",
-    "names_under",
-    "put_tensor",
-    "source_of",
-]
+from fusion_bench_featcal.experts.expert import LazyModel as LazyModel
+from fusion_bench_featcal.experts.expert import hollow_copy as hollow_copy
+from fusion_bench_featcal.experts.expert import names_under as names_under
+from fusion_bench_featcal.experts.expert import put_tensor as put_tensor
+from fusion_bench_featcal.experts.source import ExpertSource as ExpertSource
+from fusion_bench_featcal.experts.source import InMemoryExpert as InMemoryExpert
+from fusion_bench_featcal.experts.source import SourceView as SourceView
+from fusion_bench_featcal.experts.source import source_of as source_of

@@ -1,7 +1,7 @@
 """Names of a model's tensors in a source: prefixes, ties, keys of older files."""
 
 import difflib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -54,7 +54,7 @@ def pair_names(
 
 
 def refuse_more_blocks(
-    label: str, source: ExpertSource, keys: Mapping[str, str], blocks: Iterable[str]
+    label: str, source: ExpertSource, keys: Mapping[str, str], stages: Iterable[Sequence[str]]
 ) -> None:
     """Refuse a source with blocks that the model lacks: only a part of it would run.
 
@@ -62,26 +62,22 @@ def refuse_more_blocks(
         label: Name of the source in messages.
         source: The source.
         keys: The model's names -> the source's.
-        blocks: The model's blocks. Those in numbered lists count.
+        stages: The model's blocks. The last ones of numbered lists count.
 
     Raises:
         CalibrationError: Naming the first such block.
     """
-    for holder in dict.fromkeys(block.rpartition(".")[0] for block in blocks):
-        pairs = ((n, key) for n, key in keys.items() if n.startswith(f"{holder}."))
-        name, key = next(pairs, ("", ""))
-        if not (holder and name and key.endswith(name)):  # else its blocks have other names
-            continue
-        start = f"{key.removesuffix(name)}{holder}."
-        of_source, of_model = (
-            {n.removeprefix(start).split(".")[0] for n in names if n.startswith(start)}
-            for names in (source.names(), keys.values())
-        )
-        if more := sorted(filter(str.isdigit, of_source - of_model), key=int):
-            raise CalibrationError(
-                f"{label} has the block {start}{more[0]}, which the merged model lacks: both must "
-                "have equally many blocks"
-            )
+    names = source.names()
+    for holder, _, number in (stage[-1].rpartition(".") for stage in stages):
+        following = f"{holder}.{int(number) + 1}" if holder and number.isdigit() else ""
+        inside = (name for name in keys if following and name.startswith(f"{holder}.{number}."))
+        for name in inside:
+            key = keys[name].replace(f"{holder}.{number}.", f"{following}.")
+            if key != keys[name] and key in names:
+                raise CalibrationError(
+                    f"{label} has the block {following}, which the merged model lacks: both must "
+                    "have equally many blocks"
+                )
 
 
 def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callable[[str], str]:
@@ -149,10 +145,9 @@ def tied_head(source: ExpertSource, model: Any) -> dict[str, list[str]]:
         model: The model whose structure runs them.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    config = None if head is None else complete_config(source.config)
-    if head is None or config is None or not config.get("tie_word_embeddings"):
+    if head is None or head.weight is model.get_input_embeddings().weight:
         return {}
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     embedding, name = names[id(model.get_input_embeddings())], names[id(head)]
-    is_tied = head.weight is model.get_input_embeddings().weight or name in source.names()
-    return {} if is_tied else {name: [embedding]}
+    config = {} if name in source.names() else complete_config(source.config) or {}
+    return {name: [embedding]} if config.get("tie_word_embeddings") else {}

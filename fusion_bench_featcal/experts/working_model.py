@@ -1,10 +1,13 @@
 """Models with only some of their weights in memory: during calibration, and when they run."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.core.finite import finiteness, is_sound, read_back
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.expert import LazyModel, hollow_copy, put_tensor
 from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, Tensors
 
@@ -55,6 +58,27 @@ class WorkingModel(LazyModel):
             return tensors[of_block]
         # A model in memory was checked as a whole.
         return self.source.tensor(key) if self.is_in_memory else super().stored(name)
+
+    def refuse_not_finite(self, models: Iterable[LazyModel]) -> None:
+        """Refuse NaN or infinity in a parameter of a model in memory, or NaN in a buffer.
+
+        Args:
+            models: Those that it was merged from, of which one may have them already.
+
+        Raises:
+            CalibrationError: Naming the tensor and the model it came from.
+        """
+        stored = self.structure.state_dict().items()
+        tensors = {name: tensor for name, tensor in stored if tensor.is_floating_point()}
+        signs = read_back(finiteness([*tensors.values()]))
+        for (name, tensor), sign in zip(tensors.items(), signs, strict=True):
+            is_parameter = name in self._parameters
+            if not math.isfinite(sign) and not is_sound(tensor, is_parameter=is_parameter):
+                for model in (model for model in models if name in model.keys):
+                    model.stored(name)
+                raise CalibrationError(
+                    f"the merged model: tensor {name!r} has NaN or infinite values. {self.advice}"
+                )
 
     def finish(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the merged model's tensors by the tensors of a finished block."""

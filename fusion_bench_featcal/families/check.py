@@ -1,5 +1,6 @@
 """Comparison of a family's steps with the model's forward pass on some samples."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from fusion_bench_featcal.families.base import (
     Family,
     call_model,
     hidden_output,
-    stages_of,
     stop_forward,
     stoppable,
 )
@@ -23,13 +23,19 @@ _ROUNDING = 1e-5
 
 @torch.no_grad()
 def compare_with_model(
-    family: Family, model: nn.Module, inputs: Any, *, needs_first: bool = False
+    family: Family,
+    model: nn.Module,
+    stages: Sequence[Sequence[str]],
+    inputs: Any,
+    *,
+    needs_first: bool = False,
 ) -> bool:
     """Compare the blocks, run one by one, with the model's forward pass, unless tests have.
 
     Args:
         family: Runs the blocks.
         model: The model, with weights.
+        stages: Its blocks.
         inputs: Some of its inputs.
         needs_first: Whether the return value is needed.
 
@@ -42,7 +48,7 @@ def compare_with_model(
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        if family.compared and (reason := _difference(family, model, inputs)):
+        if family.compared and (reason := _difference(family, model, stages, inputs)):
             raise CalibrationError(
                 f"{option('family', family.name)}: the blocks of {type(model).__name__} cannot "
                 f"be run one by one: {reason}. Write or correct a family (docs/models.md)"
@@ -53,10 +59,11 @@ def compare_with_model(
             module.training = training
 
 
-def _difference(family: Family, model: nn.Module, inputs: Any) -> str | None:
+def _difference(
+    family: Family, model: nn.Module, stages: Sequence[Sequence[str]], inputs: Any
+) -> str | None:
     """Describe how the blocks' outputs differ from the model's forward pass, or return None."""
-    stages, outputs = stages_of(family, model), list[Tensor]()
-    blocks = [block for stage in stages for block in stage]
+    blocks, outputs = [block for stage in stages for block in stage], list[Tensor]()
     try:
         call = family.begin(model, inputs, blocks[0])
     except CalibrationError:

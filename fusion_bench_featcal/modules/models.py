@@ -1,14 +1,14 @@
 """Whole models: copies, modes, and the tensors that running a model needs."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.finite import all_finite, finiteness, is_sound, read_back
+from fusion_bench_featcal.core.finite import all_finite, finiteness, read_back
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under, put_tensor
 from fusion_bench_featcal.experts.copies import copied_module
@@ -92,34 +92,6 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters, or the one it loads them to while it runs."""
     device: Any = next(model.parameters()).device
     return model.device if device.type == "meta" else device  # type: ignore[return-value]
-
-
-def refuse_not_finite(
-    model: nn.Module, label: str, advice: str, sources: Iterable[Callable[[str], object]] = ()
-) -> None:
-    """Refuse a model with NaN or infinity in a parameter, or NaN in a persistent buffer.
-
-    Args:
-        model: The model, its tensors on one device.
-        label: Its name in the message.
-        advice: End of the message if none of the sources has such values in that tensor.
-        sources: Readers of the models that it was merged from. Each takes a tensor's name and
-            raises a `CalibrationError` if its tensor of that name is not finite. Unknown names
-            pass.
-
-    Raises:
-        CalibrationError: Naming the tensor and the model it came from.
-    """
-    parameters = {id(parameter) for parameter in model.parameters()}
-    stored = model.state_dict(keep_vars=True)
-    tensors = {name: t.detach() for name, t in stored.items() if t.is_floating_point()}
-    signs = read_back(finiteness([*tensors.values()]))
-    for (name, tensor), sign in zip(tensors.items(), signs, strict=True):
-        is_parameter = id(stored[name]) in parameters
-        if not math.isfinite(sign) and not is_sound(tensor, is_parameter=is_parameter):
-            for read in sources:
-                read(name)
-            raise CalibrationError(f"{label}: tensor {name!r} has NaN or infinite values. {advice}")
 
 
 def gives_images(model: nn.Module) -> bool:

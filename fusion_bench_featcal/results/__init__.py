@@ -6,42 +6,29 @@ the frame of which every view is a part. Functions raise `ReportError` for wrong
 naming location and cause. Their argument `setting` is the setting that chose the folder.
 """
 
-from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.files import prepare_directory
+from fusion_bench_featcal.errors import ReportError as ReportError
+from fusion_bench_featcal.files import prepare_directory as prepare_directory
 
-from .columns import AVERAGE
-from .cost import Cost, describe_device, measure, versions
-from .frame import Frame, frame_of, summary
-from .joining import Results, join
-from .lines import join_folders, load, read_run, write_run
-from .notes import Note
-from .run import ACCURACY, BASE, EXPERTS, FEATCAL, Line, Row, Run
-from .show import against
-
-__all__ = [
-    "ACCURACY",
-    "AVERAGE",
-    "BASE",
-    "EXPERTS",
-    "FEATCAL",
-    "Cost",
-    "Frame",
-    "Line",
-    "Note",
-    "ReportError",
-    "Results",
-    "Row",
-    "Run",
-    "against",
-    "describe_device",
-    "frame_of",
-    "join",
-    "join_folders",
-    "load",
-    "measure",
-    "prepare_directory",
-    "read_run",
-    "summary",
-    "versions",
-    "write_run",
-]
+from .columns import AVERAGE as AVERAGE
+from .cost import Cost as Cost
+from .cost import describe_device as describe_device
+from .cost import measure as measure
+from .cost import versions as versions
+from .frame import Frame as Frame
+from .frame import frame_of as frame_of
+from .frame import summary as summary
+from .joining import Results as Results
+from .joining import join as join
+from .lines import join_folders as join_folders
+from .lines import load as load
+from .lines import read_run as read_run
+from .lines import write_run as write_run
+from .notes import Note as Note
+from .run import ACCURACY as ACCURACY
+from .run import BASE as BASE
+from .run import EXPERTS as EXPERTS
+from .run import FEATCAL as FEATCAL
+from .run import Line as Line
+from .run import Row as Row
+from .run import Run as Run
+from .show import against as against

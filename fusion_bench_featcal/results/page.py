@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from fusion_bench_featcal.errors import ReportError
@@ -49,13 +48,15 @@ def page_text(frame: Frame, results: Results, folder: Path) -> str:
     )
     environment.filters["svg"] = svg
     template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
+    facts = ((run.device | run.versions).items() for run in results.runs.values())
+    machines = (", ".join(f"{key} {value}" for key, value in of_run) for of_run in facts)
     text = environment.from_string(template).render(
         title=", ".join(dict.fromkeys(run.suite for run in results.runs.values())),
         tables=[_with_mergers(table) for table in tables_of(frame)],
         figures=figures_of(frame),
         verdicts=verdicts(frame, results.notes),
         lines=sentences(frame, results.notes),
-        machines=list(dict.fromkeys(_machine(run) for run in results.runs.values())),
+        machines=list(dict.fromkeys(machines)),
         links=_links(results.runs, folder),
     )
     return without_codes(text.strip()) + "\n"
@@ -69,10 +70,6 @@ def _with_mergers(table: Table) -> Table:
         merger = merger if is_below else head
         lines.append((f"{merger} {head}" if is_below else head, cells))
     return replace(table, lines=lines)
-
-
-def _machine(run: Any) -> str:
-    return ", ".join(f"{key} {value}" for key, value in (run.device | run.versions).items())
 
 
 def _links(folders: Iterable[Path], start: Path) -> dict[str, dict[str, str]]:

@@ -58,7 +58,8 @@ class Table:
         """Return a Markdown table."""
         lines = [["", *(head.replace("\n", " ") for head in self.heads)]]
         lines += [[head, *cells] for head, cells in self.lines]
-        texts = ["| " + " | ".join(map(_escaped, cells)) + " |" for cells in lines]
+        texts = [" | ".join(t.replace("|", "\\|").replace("\n", " ") for t in of) for of in lines]
+        texts = [f"| {text} |" for text in texts]
         return "\n".join([texts[0], "|:--" + "|--:" * len(self.heads) + "|", *texts[1:]])
 
     def show(self) -> None:
@@ -120,10 +121,6 @@ def _text(text: str, style: str = "") -> "Text":
     from rich.text import Text
 
     return Text(without_codes(text), style=style)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 class Unit(NamedTuple):

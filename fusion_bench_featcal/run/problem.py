@@ -1,7 +1,7 @@
 """One calibration, opened and checked: models, modules and samples."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,6 @@ from fusion_bench_featcal.modules.models import (
     dtype_of_features,
     gives_images,
     names_in_order,
-    refuse_not_finite,
     tail_of,
 )
 from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
@@ -137,9 +136,9 @@ def open_problem(
     kernel = agreed_kernel(processes.gather(choose_kernel(device)))
     family = resolve_family(options.family, inputs.merged)
     working = WorkingModel(inputs.merged, inputs.merged_weights, device=device)
-    reads_first = head_reads_first(working, rule, family, runtime, samples)
-    processes.doing = "the models"
     stages = stages_of(family, inputs.merged)
+    reads_first = head_reads_first(working, rule, family, stages, runtime, samples)
+    processes.doing = "the models"
     modules = open_modules(inputs.merged, stages, rule, options, runtime)
     base, experts = open_models(inputs, working, rule, processes, stages)
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
@@ -200,6 +199,7 @@ def head_reads_first(
     working: WorkingModel,
     rule: Rule,
     family: Family,
+    stages: Sequence[Sequence[str]],
     runtime: Runtime,
     samples: Mapping[str, list[Batch]],
 ) -> bool:
@@ -215,7 +215,7 @@ def head_reads_first(
     few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
     with at(task=task), runtime.autocast():
         few = to_device(few, device_of(model))
-        first = compare_with_model(family, model, few, needs_first=rule.reads_closing_rows)
+        first = compare_with_model(family, model, stages, few, needs_first=rule.reads_closing_rows)
     return runtime.processes.decided(priority, first)
 
 
@@ -246,10 +246,11 @@ def open_models(
 ) -> tuple[LazyModel | None, dict[str, LazyModel]]:
     """Open the base and the experts of this process's tasks.
 
-    Only names and shapes are read.
+    Only names and shapes are read, and all of a merged model in memory.
 
     Raises:
-        CalibrationError: If a model's weights or config do not fit the merged model.
+        CalibrationError: If a model's weights or config do not fit the merged model, or that has
+            NaN or infinite values.
     """
     like, config = working.module, getattr(inputs.merged, "config", None)
     optional, shared = set(tail_of(like, stages[-1][-1])), hollow_copy(like, working.device)
@@ -260,13 +261,16 @@ def open_models(
         options: Any = {"device": working.device, "optional": optional, "module": shared}
         lazy = LazyModel(label, source, like, **options)
         check_same_function(label, source.config, config)
-        refuse_more_blocks(label, source, lazy.keys, (name for stage in stages for name in stage))
+        refuse_more_blocks(label, source, lazy.keys, stages)
         return lazy
 
     has_base = inputs.base is not None and rule.reads_base
     base = opened(word("base"), inputs.base) if has_base else None
     tasks = processes.share(inputs.experts)
-    return base, {t: opened(word("expert", t), inputs.experts[t]) for t in tasks}
+    experts = {task: opened(word("expert", task), inputs.experts[task]) for task in tasks}
+    if working.is_in_memory:
+        working.refuse_not_finite([base, *experts.values()] if base else experts.values())
+    return base, experts
 
 
 def with_estimated_statistics(
@@ -301,13 +305,3 @@ def with_estimated_statistics(
         block: replace(part, sites=tuple(site for site in part.sites if site.name not in fixed))
         for block, part in modules.items()
     }
-
-
-def check_merged(problem: Problem) -> None:
-    """Refuse NaN and infinity in the merged model, naming the base or expert they came from."""
-
-    def reader(source: LazyModel) -> Callable[[str], object]:
-        return lambda name: source.stored(name) if name in source.keys else None
-
-    readers = map(reader, problem.models.values())
-    refuse_not_finite(problem.merged, "the merged model", "Check how it was merged", readers)

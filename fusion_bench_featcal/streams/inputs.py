@@ -60,7 +60,7 @@ def size_and_rank(label: str, inputs: Any) -> tuple[int, int]:
     if not tensors or tensors[0].ndim == 0 or len(tensors[0]) == 0:
         raise CalibrationError(
             f"{label} must be a tensor, or a mapping or tuple with tensors, batch first, of at "
-            f"least one sample; got {_kinds_in(inputs)}"
+            f"least one sample; got {inputs!r:.80}"
         )
     return len(tensors[0]), max(tensor.ndim for tensor in tensors)
 
@@ -130,17 +130,6 @@ def vocabulary_size(model: nn.Module) -> int | None:
     except NotImplementedError:
         return None
     return table.num_embeddings if isinstance(table, nn.Embedding) else None
-
-
-def _kinds_in(inputs: Any) -> str:
-    """Return the class of a batch, and its shape or the classes of its entries."""
-    if isinstance(inputs, Tensor):
-        return f"a tensor {list(inputs.shape)}"
-    if not isinstance(inputs, _BATCHES):
-        return type(inputs).__name__
-    entries = inputs.values() if isinstance(inputs, Mapping) else inputs
-    kinds = dict.fromkeys(type(value).__name__ for value in entries)
-    return f"a {type(inputs).__name__} of {', '.join(kinds) or 'nothing'}"
 
 
 def _named_tensors(inputs: Any) -> dict[Any, Tensor]:

@@ -134,4 +134,4 @@ class OfTuples(nn.Module):
 
 def test_blocks_that_return_no_features_first_are_named():
     with pytest.raises(CalibrationError, match=r"OfTuples, layers.0: a block returned tuple .*Wri"):
-        compare_with_model(STACK, OfTuples(), torch.ones(2, 3, 4))
+        compare_with_model(STACK, OfTuples(), [["layers.0", "layers.1"]], torch.ones(2, 3, 4))

@@ -177,7 +177,7 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 ROW = ["--data one", "one.jsonl, line "]
 DATA: list[Case] = [
     ("llama", {"two.jsonl": None}, {}, ["--data two=", "there is no such file or folder here"]),
-    ("llama", {"two.jsonl": ""}, {}, ["two.jsonl' is empty"]),
+    ("llama", {"two.jsonl": ""}, {}, ["two.jsonl has no rows"]),
     ("llama", {"one.jsonl": '{"prompt": "a"\nnonsense'}, {},
      ["--data one=", "one.jsonl' is not readable as jsonl: line 1: "]),
     ("llama", {"one.jsonl": [{"prompt": None, "id": 1}]}, {},

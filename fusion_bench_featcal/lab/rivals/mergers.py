@@ -21,7 +21,7 @@ from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import empty_sums, groups_of, solve
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
-from fusion_bench_featcal.run.problem import Problem, check_merged, open_problem
+from fusion_bench_featcal.run.problem import Problem, open_problem
 from fusion_bench_featcal.settings import Blocks
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.checks import Checks
@@ -83,7 +83,6 @@ class Merger(Rule, SampleSettings, Blocks):
         inputs = Inputs(start, base, experts, batches)
         runtime = Runtime(device, autocast or nullcontext)
         problem = open_problem(inputs, self, settings.completed.options, runtime, Checkpoint())
-        check_merged(problem)
         with problem.computing():
             self.merge_blocks(problem)
         tasks = problem.streams.tasks
