@@ -163,10 +163,11 @@ def restore(problem: Problem) -> None:
 
 def result_of(problem: Problem) -> CalibrationResult:
     """Return the calibrated model in the merged model's form, the log and the count of reads."""
-    model, working = problem.merged, problem.working
+    working = problem.working
+    model = working.structure
     if working.is_in_memory:
         model = working.assembled(device_of(model))
-        Modes.of(problem.merged).restore(model)
+        Modes.of(working.structure).restore(model)
         model = fused(model)
         problem.output.finish(without_ties(model), problem.log)
     else:

@@ -70,7 +70,7 @@ CONFIGS: list[tuple[Any, Any, str]] = [
      LLAMA | {"sentence_transformers": {"version": "6.2"}, "model_max_length": 9}, ""),
     (LLAMA | POSITIONS | DYNAMIC, LLAMA | DYNAMIC, "max_position_embeddings=4096"),
     (LLAMA | DYNAMIC | {"attention_dropout": 0.5}, LLAMA | DYNAMIC, ""),
-    (LLAMA | POSITIONS | {"rms_norm_eps": 1e-3}, LLAMA, "has rms_norm_eps=0.001 (there 1e-06)."),
+    (LLAMA | POSITIONS | {"rms_norm_eps": 1e-3}, LLAMA, "8), rms_norm_eps=0.001 (there 1e-06)."),
     (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, LLAMA, "linear"),
     (MISTRAL | {"sliding_window": 64}, MISTRAL, "sliding_window=64 (there 4096)"),
     (MISTRAL | {"num_attention_heads": 4, "head_dim": 2}, MISTRAL, "num_attention_heads=4"),

@@ -128,10 +128,6 @@ class LazyModel:
         aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
         return tensor if aligned else tensor.clone()
 
-    def nbytes(self, name: str) -> int:
-        """Return the bytes to read for one tensor, by the merged model's name."""
-        return self.source.nbytes(self.keys[name])
-
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
         """Context with the named tensors in memory.

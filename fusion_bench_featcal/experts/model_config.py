@@ -15,7 +15,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.empty import sample_of, without_weights
 
 _TOKENS = 8  # of the text with which two models are compared
-_SHOWN = 4
 # Shapes of tensors are compared elsewhere. Numbers of tokens and further outputs may differ.
 _UNRELATED = {
     "d_ff", "d_model", "hidden_size", "intermediate_size", "n_embd", "n_inner", "projection_dim",
@@ -61,20 +60,12 @@ def check_same_function(
             "its architecture. Check its folder"
         )
     if differing and not _is_same_function(*parts):
-        alone = {k: v for k, v in differing.items() if not _is_same_function(*_with(k, *parts))}
-        pairs = [*(alone or differing).items()][:_SHOWN]
-        first = [f"{key}={value!r} (there {ref!r})" for key, (value, ref) in pairs]
+        pairs = [f"{key}={value!r} (there {ref!r})" for key, (value, ref) in differing.items()]
         raise CalibrationError(
             f"{label} is another function than {other}, in whose modules its weights run: "
-            f"its config has {', '.join(first)}. Check its folder. To calibrate all "
+            f"its config has {', '.join(pairs)}. Check its folder. To calibrate all "
             "the same, write the other values into its config.json"
         )
-
-
-def _with(name: str, config: Any, reference: Any) -> tuple[dict[str, Any], Any]:
-    """Return a reference with one value of a config, and the reference."""
-    key = name.split(".")[0]
-    return {**reference, key: config[key]}, reference
 
 
 def complete_config(config: Any) -> dict[str, Any] | None:

@@ -37,16 +37,15 @@ class Inputs:
         if merged is self.merged:
             return self
 
-        def split_model(model: Any) -> Any:
-            if model is None or isinstance(model, nn.Module):
-                return None if model is None else split(model)
+        experts, base = dict[str, Any](self.experts), self.base
+        models = [*experts.values(), base, self.merged_weights]
+        if any(isinstance(model, ExpertSource) for model in models):
             raise CalibrationError(
                 "an open_clip model is calibrated in memory: load it from its file"
             )
-
-        split_model(self.merged_weights)
-        experts = {task: split_model(expert) for task, expert in self.experts.items()}
-        return replace(self, merged=merged, base=split_model(self.base), experts=experts)
+        experts = {task: split(expert) for task, expert in experts.items()}
+        base = split(base) if isinstance(base, nn.Module) else None
+        return replace(self, merged=merged, base=base, experts=experts)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,6 @@ class Problem:
 
     Attributes:
         tasks: All tasks, including those of other processes.
-        merged: The merged model.
         working: The calibrated model, with one block at a time in memory.
         base: The base model, or None if it is not read.
         experts: The expert of each task of this process.
@@ -82,7 +81,6 @@ class Problem:
     """
 
     tasks: Sequence[str]
-    merged: nn.Module
     working: WorkingModel
     base: LazyModel | None
     experts: Mapping[str, LazyModel]
@@ -166,7 +164,6 @@ def open_problem(
     log.add("engine", {"linear_kernel": kernel, "processor": processor()})
     return Problem(
         tasks=tasks,
-        merged=inputs.merged,
         working=working,
         base=base,
         experts=experts,

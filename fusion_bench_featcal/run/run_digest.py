@@ -30,16 +30,14 @@ def digest_of_run(problem: Problem, options: Options) -> str:
             samples[task].add(batch.inputs)
     texts = {task: digest.text() for task, digest in samples.items()}
     texts |= {f"model {n}": model.source.digest for n, model in problem.models.items()}
-    whole = dict(problem.merged.named_buffers()) | problem.merged.state_dict()
+    merged = working.structure
+    whole = dict(merged.named_buffers()) | merged.state_dict()
     with streams.autocast():
         on = torch.is_autocast_enabled(device)
         autocast = str(torch.get_autocast_dtype(device)) if on else None
     facts = [
         options.of_the_model(),
-        [
-            without_addresses(repr(value))
-            for value in (problem.rule, streams.family, problem.merged)
-        ],
+        [without_addresses(repr(value)) for value in (problem.rule, streams.family, merged)],
         [list(stage) for stage in streams.stages],
         [own_code(type(value)) for value in (problem.rule, streams.family)],
         {name: digest_tensor(tensor) for name, tensor in whole.items()}
