@@ -15,10 +15,15 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
-from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, open_config
 from fusion_bench_featcal.experts.empty import without_weights
 from fusion_bench_featcal.experts.pairing import pair_names
-from fusion_bench_featcal.experts.safetensors_files import DTYPES, SafetensorsExpert, shards_of
+from fusion_bench_featcal.experts.safetensors_files import (
+    DTYPES,
+    IS_RELEASE_4,
+    SafetensorsExpert,
+    open_config,
+    shards_of,
+)
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.adapters import WEIGHTS, AdapterExpert, check_adapter
 from fusion_bench_featcal.models.errors import (

@@ -8,7 +8,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, BaseImageProcessor, 
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.config_files import IS_RELEASE_4, RELEASE, refuse_code
+from fusion_bench_featcal.experts.safetensors_files import IS_RELEASE_4, RELEASE, refuse_code
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.other_files import refuse_links
 

@@ -39,7 +39,7 @@ class Inputs:
 
         experts, base = dict[str, Any](self.experts), self.base
         models = [*experts.values(), base, self.merged_weights]
-        if any(isinstance(model, ExpertSource) for model in models):
+        if not all(isinstance(model, nn.Module | None) for model in models):
             raise CalibrationError(
                 "an open_clip model is calibrated in memory: load it from its file"
             )

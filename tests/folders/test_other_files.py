@@ -7,7 +7,7 @@ from made_folders import words
 from reports import error_of, featcal
 from tiny_texts import WORDS, word_tokenizer
 
-from fusion_bench_featcal.experts.config_files import IS_RELEASE_4
+from fusion_bench_featcal.experts.safetensors_files import IS_RELEASE_4
 from fusion_bench_featcal.folders.digests import digests_of
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.request import Request

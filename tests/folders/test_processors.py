@@ -25,7 +25,7 @@ from transformers import (
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.pictures import to_pixels
-from fusion_bench_featcal.experts.config_files import IS_RELEASE_4
+from fusion_bench_featcal.experts.safetensors_files import IS_RELEASE_4
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_input_processor
 from fusion_bench_featcal.models.processors import check_processors

@@ -10,9 +10,8 @@ from tiny_models import clip_suite, decoder_suite, normal
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.streams import Batch, augmentation
-from fusion_bench_featcal.streams.augmentation import jittered, number_of_copies
-from fusion_bench_featcal.streams.samples import with_copies
+from fusion_bench_featcal.streams import Batch, samples
+from fusion_bench_featcal.streams.samples import jittered, number_of_copies, with_copies
 
 
 def copies_of(images: Tensor, task: str = "a", start: int = 0, seed: int = 42) -> list[Any]:
@@ -37,7 +36,7 @@ def test_copies_depend_on_seed_task_position_and_number_alone():
 
 
 def test_without_changes_a_copy_is_the_image(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(augmentation, "LIMITS", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(samples, "LIMITS", (0.0, 0.0, 0.0, 0.0))
     images = normal(0, 2, 3, 8, 6)
     copies = jittered(images, [torch.Generator(), torch.Generator()])
     torch.testing.assert_close(copies, images, rtol=0, atol=1e-6)
