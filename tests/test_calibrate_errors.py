@@ -80,7 +80,7 @@ ROWS: list[Row] = [
         lambda s: s.inputs["task_1"][1]["labels"][1].fill_(-100)),
     row(t5_suite, r"task_0.*labels, or decoder_input_ids",
         lambda s: s.inputs["task_0"][0].pop("labels")),
-    row(decoder_suite, r"^task task_0: augment=jitter needs images .*Use augment",
+    row(decoder_suite, r"^task task_0: a batch has no floating-point images .*use augment",
         **PLUS | {"augment": "jitter"}),
     row(clip_suite, r"task_weights names tasks \['travel'\].*no expert", **PLUS,
         task_weights={"travel": 2.0}),

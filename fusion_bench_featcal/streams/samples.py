@@ -232,17 +232,9 @@ def number_of_copies(samples: int, augment: str, inputs: Any) -> int:
         samples: Number of samples that the task has.
         augment: The setting: `none`, `auto` (images only) or `jitter`.
         inputs: A batch of the model's inputs.
-
-    Raises:
-        CalibrationError: If the setting is `jitter` and the inputs hold no images.
     """
     if augment == "none" or (augment == "auto" and images_of(inputs) is None):
         return 0
-    if images_of(inputs) is None:
-        raise CalibrationError(
-            f"{option('augment', 'jitter')} needs images [batch, channels, height, width], and the "
-            f"inputs hold none. Use {option('augment', 'auto')}, which changes images only"
-        )
     return max(1, min(ceil(ENOUGH / samples) - 1, MOST))
 
 
@@ -270,8 +262,8 @@ def jittered(inputs: Any, generators: Sequence[torch.Generator]) -> Any:
     images = images_of(inputs)
     if images is None:
         raise CalibrationError(
-            "a batch has no floating-point images [batch, channels, height, width], unlike the "
-            f"task's first batch: convert it, or use {option('augment', 'none')}"
+            "a batch has no floating-point images [batch, channels, height, width] to jitter: "
+            f"convert it, or use {option('augment', 'none')}"
         )
     draws = torch.cat([torch.rand(1, 4, generator=generator) for generator in generators])
     height, width = images.shape[-2:]
