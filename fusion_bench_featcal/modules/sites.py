@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from fusion_bench_featcal.core.patches import Patches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.words import option
-from fusion_bench_featcal.modules.kinds import is_layer_norm, is_linear, runs_as
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,11 @@ def find_all_modules(
         CalibrationError: If a module's weight is quantised, shared, or carries an adapter, a
             pattern matches no module, or no module remains.
     """
-    shared: dict[int, list[str]] = {}
+    shared, blocks = dict[int, list[str]](), dict[str, BlockModules]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
-    blocks = {
-        block: _find_modules(model, block, patterns, calibrate_norm, shared)
-        for stage in stages
-        for block in stage
-    }
+    for block in (block for stage in stages for block in stage):
+        blocks[block] = _find_modules(model, block, patterns, calibrate_norm, shared)
     names = [site.name for modules in blocks.values() for site in modules.sites]
     names += [name for modules in blocks.values() for name in modules.unchanged]
     for pattern in patterns or ():
@@ -168,9 +168,8 @@ def _find_modules(
             # Vectors may be stored as [1, 1, 1, d] (ConvNeXt V2).
             matrices = any(p.ndim > 1 and not p.numel() == p.shape[-1] > 1 for p in direct.values())
             named = selected and matrices and not isinstance(module, nn.Embedding)
-            unchanged[name] = (
-                "" if not named else "routed experts" if routed else type(module).__name__
-            )
+            kind = "routed experts" if routed else type(module).__name__
+            unchanged[name] = kind if named else ""
             continue
         _refuse_unusable(block, name, direct, shared)
         sites.append(site)
@@ -221,8 +220,8 @@ def _patches(module: Any) -> Patches:
 def is_selected(name: str, patterns: Sequence[str] | None) -> bool:
     """Return whether patterns select a module. A leading `!` excludes, None selects all."""
     included = [p for p in patterns or () if not p.startswith("!")]
-    excluded = [p[1:] for p in patterns or () if p.startswith("!")]
     chosen = not included or any(matches(name, pattern) for pattern in included)
+    excluded = (p[1:] for p in patterns or () if p.startswith("!"))
     return chosen and not any(matches(name, pattern) for pattern in excluded)
 
 
@@ -241,15 +240,61 @@ def _refuse_unusable(
     block: str, name: str, direct: Mapping[str, Tensor], shared: Mapping[int, Sequence[str]]
 ) -> None:
     for leaf, parameter in direct.items():
+        names, reason = shared[id(parameter)], ""
         if not parameter.is_floating_point():
+            reason = f"is quantised ({parameter.dtype}): load the merged model in a floating dtype"
+        elif len(names) > 1:
+            reason = f"is one parameter under the names {names}; it has no update of its own"
+        if reason:
             raise CalibrationError(
-                f"block {block}: {name}.{leaf} is quantised ({parameter.dtype}); load the merged "
-                "model in a floating dtype, or exclude the module: "
-                f"{exclusion([name])}"
+                f"block {block}: {name}.{leaf} {reason}. Or exclude it: {exclusion([name])}"
             )
-        names = shared[id(parameter)]
-        if len(names) > 1:
-            raise CalibrationError(
-                f"block {block}: {name}.{leaf} is one parameter under the names {names}; it has no "
-                f"update of its own. Exclude it: {exclusion([name])}"
-            )
+
+
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a module uses the forward of its kind, not an override."""
+    is_unchanged = isinstance(module, kind) and type(module).forward is kind.forward
+    return is_unchanged and not is_parametrized(module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear map by its weight and bias and has no other state.
+
+    A subclass with an overridden forward (Falcon's) is tried on a small example, unless it has
+    attributes that `nn.Linear` lacks. These, such as a scale, could differ between modules.
+    """
+    if not isinstance(module, nn.Linear) or is_parametrized(module):
+        return False
+    usual = {*vars(nn.Linear(1, 1, device="meta")), "_is_hf_initialized"}  # a flag of transformers
+    return runs_as(module, nn.Linear) or (
+        set(vars(module)) <= usual and bool(_agrees(type(module), nn.Linear))
+    )
+
+
+def is_layer_norm(module: nn.Module) -> bool:
+    """Return whether a module is a LayerNorm whose gain and shift are its weight and bias.
+
+    A subclass with another formula does not count (Nemotron's gain is one more than its weight).
+    """
+    if not isinstance(module, nn.LayerNorm):
+        return False
+    return runs_as(module, nn.LayerNorm) or _agrees(type(module), nn.LayerNorm) is not False
+
+
+@cache
+def _agrees(kind: Any, base: type[nn.Module]) -> bool | None:
+    """Try a small module of a class with random weights. Return None if it cannot be run."""
+    generator, sizes = torch.Generator().manual_seed(0), (4, 4) if base is nn.Linear else (4,)
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            module: Any = kind(*sizes)
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            x, weight, bias = torch.randn(3, 4, generator=generator), module.weight, module.bias
+            if base is nn.Linear:
+                expected = linear(x, weight, bias)
+            else:
+                expected = layer_norm(x, x.shape[-1:], weight, bias, module.eps)
+            return bool(torch.allclose(module(x), expected, rtol=1e-4, atol=1e-4))
+    except Exception:  # a class that takes other arguments
+        return None
