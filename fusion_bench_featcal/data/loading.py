@@ -1,6 +1,7 @@
 """Errors in loading data, tokenizers and models."""
 
-from fusion_bench_featcal.data.tables import offline_hint
+from datasets.config import HF_HUB_OFFLINE
+
 from fusion_bench_featcal.models.hub import hub_cause
 
 
@@ -13,5 +14,7 @@ def unloadable(error: Exception) -> str | None:
         return cause
     if not isinstance(error, OSError | ValueError | KeyError | TypeError):
         return None
-    hint = offline_hint() if isinstance(error, OSError) else ""
-    return f"it cannot be loaded: {str(error).rstrip('.')}.{hint}"
+    text = f"it cannot be loaded: {str(error).rstrip('.')}."
+    if not (HF_HUB_OFFLINE and isinstance(error, OSError)):
+        return text
+    return f"{text} HF_HUB_OFFLINE is set: only local files and what is in the cache are found."

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
-from datasets.config import HF_HUB_OFFLINE
 from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -255,10 +254,3 @@ def load_hub_split(path: str, config: str | None, split: str) -> datasets.Datase
         raise hub_error(error, f"data {name!r}, split {split!r}") from error
     note_data_set(loaded)
     return cast(datasets.Dataset, loaded)
-
-
-def offline_hint() -> str:
-    """Return a hint for messages about failed loading, or an empty text when online."""
-    if not HF_HUB_OFFLINE:
-        return ""
-    return " HF_HUB_OFFLINE is set: only local files and what is already in the cache are found."

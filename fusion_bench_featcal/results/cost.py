@@ -61,7 +61,8 @@ def measure() -> Iterator[Cost]:
         cuda.synchronize(device)
         cuda.reset_peak_memory_stats(device)
     before = _joules()
-    _reset_peak_memory()
+    with contextlib.suppress(OSError):  # on Linux, the kernel's record of the peak begins again
+        Path("/proc/self/clear_refs").write_text("5")
     start = time.perf_counter()
     try:
         yield cost
@@ -86,12 +87,6 @@ def _cuda_devices() -> tuple[Any, list[int]]:
         return None, []
     cuda = torch.cuda
     return cuda, [index for index in range(cuda.device_count()) if cuda.memory_reserved(index) > 0]
-
-
-def _reset_peak_memory() -> None:
-    """Restart the kernel's record of this process's peak resident memory, on Linux."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_memory() -> int | None:

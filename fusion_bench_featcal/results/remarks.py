@@ -109,11 +109,8 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
 
 def doubted_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
     """Return notes on tasks whose samples were exchanged, from the calibration log of a row."""
-    trust = [record for record in records if record["kind"] == "trust"]
-    return [
-        Note(WARNING, f"{task}: {doubt}", name, task)
-        for task, doubt in exchanged_samples(trust).items()
-    ]
+    doubts = exchanged_samples(records).items()
+    return [Note(WARNING, f"{task}: {doubt}", name, task) for task, doubt in doubts]
 
 
 def closing_lines(
@@ -128,12 +125,9 @@ def closing_lines(
     if saved_path is None:
         saved = f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"
     another = [f"another row is saved by method.save={' or '.join(unsaved)}"] if unsaved else []
-    return [*another, saved, *(next_lines(folder) if folder else [])]
-
-
-def next_lines(folder: Path) -> list[str]:
-    """Return the folder of the reports and the command that prints them."""
-    return [f"reports: {folder}", f"next: featcal report {typed_path(folder)}"]
+    if folder is None:
+        return [*another, saved]
+    return [*another, saved, f"reports: {folder}", f"next: featcal report {typed_path(folder)}"]
 
 
 def typed_path(path: Path) -> str:

@@ -158,7 +158,7 @@ class CheckpointFolder(Checkpoint):
         """
         file = self._files[block]
         if block in self._finished:
-            log.records[self._logged :] = map(dict, self._blocks.records(file))
+            log.records[self._logged :] = map(dict, self._blocks.records[file])
         elif self._processes.rank == 0:
             tensors = model.module.state_dict()
             inside = {key: tensors[name] for name, key in self._names(block, model).items()}

@@ -34,30 +34,22 @@ def digest_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()[:_SHORT]
 
 
-class InputsDigest:
-    """Digest of a stream of model inputs."""
-
-    def __init__(self) -> None:
-        """Start without inputs."""
-        self._digest = hashlib.sha256()
-
-    def add(self, inputs: Any) -> None:
-        """Add one batch: a tensor, or a mapping or tuple of tensors and plain values."""
+def digest_inputs(batches: Iterable[Any]) -> str:
+    """Return the digest of batches: tensors, or mappings or tuples of tensors and plain values."""
+    digest = hashlib.sha256()
+    for inputs in batches:
         entries: Iterable[tuple[Any, Any]]
         if isinstance(inputs, Mapping):
             entries = sorted(inputs.items())
         else:
             entries = enumerate(inputs if isinstance(inputs, tuple) else (inputs,))
-        self._digest.update(b"batch\n")
+        digest.update(b"batch\n")
         for name, value in entries:
             if isinstance(value, Tensor):
-                update_digest(self._digest, value, str(name))
+                update_digest(digest, value, str(name))
             else:
-                self._digest.update(f"{name} {without_addresses(repr(value))}\n".encode())
-
-    def text(self) -> str:
-        """Return the digest of all batches so far."""
-        return self._digest.hexdigest()[:_SHORT]
+                digest.update(f"{name} {without_addresses(repr(value))}\n".encode())
+    return digest.hexdigest()[:_SHORT]
 
 
 def own_code(kind: type) -> str | None:

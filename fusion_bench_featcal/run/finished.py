@@ -30,6 +30,9 @@ class FinishedBlocks(SafetensorsExpert):
     Metadata of a file are the digest of its run, its log records, a digest of each tensor, and a
     digest of all these and the file's name. The metadata are checked when a file is opened, and a
     tensor whenever it is read. A file of another run, or a damaged one, is thus never used.
+
+    Attributes:
+        records: File -> the log records in it.
     """
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -42,7 +45,7 @@ class FinishedBlocks(SafetensorsExpert):
         self._folder, self._run = folder, run
         self._stored, self._states = {}, {}
         self._digests = dict[str, str]()
-        self._records = dict[str, Records]()
+        self.records = dict[str, Records]()
 
     def write(self, file: str, tensors: Mapping[str, Tensor], records: Records = ()) -> None:
         """Write a file atomically, and open it.
@@ -84,11 +87,7 @@ class FinishedBlocks(SafetensorsExpert):
                 "remove this one. Nothing in it was changed"
             )
         self._digests |= digests
-        self._records[file] = json.loads(metadata["records"])
-
-    def records(self, file: str) -> Records:
-        """Return the log records in an opened file."""
-        return self._records[file]
+        self.records[file] = json.loads(metadata["records"])
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.

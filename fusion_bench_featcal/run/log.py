@@ -85,15 +85,15 @@ def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {t: drift for t, drift in drifts.items() if drift is not None and math.isfinite(drift)}
 
 
-def exchanged_samples(trust: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def exchanged_samples(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return a sentence on each task whose samples were exchanged with those of another one.
 
     Args:
-        trust: The records of kind `trust`.
+        records: Records of a log, of which those of kind `trust` count.
     """
     return {
         record["task"]: f"its expert fits the samples of task {record['fits']}. Were the samples "
         "exchanged?"
-        for record in trust
-        if record["fits"]
+        for record in records
+        if record.get("fits")
     }

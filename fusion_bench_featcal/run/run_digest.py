@@ -5,7 +5,7 @@ import torch
 from fusion_bench_featcal.core.float32_products import products_in_force
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.run.digests import (
-    InputsDigest,
+    digest_inputs,
     digest_tensor,
     own_code,
     versions_of_software,
@@ -24,11 +24,8 @@ def digest_of_run(problem: Problem, options: Options) -> str:
     """
     streams, working, processes = problem.streams, problem.working, problem.processes
     device = working.device.type
-    samples = {task: InputsDigest() for task in streams.tasks}
-    for task, batches in streams.tasks.items():
-        for batch in batches:
-            samples[task].add(batch.inputs)
-    texts = {task: digest.text() for task, digest in samples.items()}
+    samples = streams.tasks.items()
+    texts = {task: digest_inputs(batch.inputs for batch in batches) for task, batches in samples}
     texts |= {f"model {n}": model.source.digest for n, model in problem.models.items()}
     merged = working.structure
     whole = dict(merged.named_buffers()) | merged.state_dict()

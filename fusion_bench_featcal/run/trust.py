@@ -50,7 +50,7 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
         exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(likeness).items()}
     for task, value in trust.items():
         problem.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
-    for task, doubt in exchanged_samples(problem.log.of_kind("trust")).items():
+    for task, doubt in exchanged_samples(problem.log.records).items():
         logger.warning("task %s: %s Check the data of both", task, doubt)
     rule: Any = problem.rule
     gammas = dict[str, float]()
