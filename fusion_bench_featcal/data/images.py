@@ -11,7 +11,7 @@ from PIL import Image
 
 from fusion_bench_featcal.data.image_folders import read_folder, with_files
 from fusion_bench_featcal.data.labels import class_numbers, encode_labels
-from fusion_bench_featcal.data.pictures import check_header, digest_of, to_rgb
+from fusion_bench_featcal.data.pictures import digest_of, read_image, refuse_depth
 from fusion_bench_featcal.data.tables import (
     from_hub,
     read_table,
@@ -145,7 +145,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             CalibrationError: If one cannot be used, naming its file.
         """
         for index in indices:
-            check_header(self.read(index)[0], self.at(index))
+            read_image(self.read(index)[0], self.at(index), refuse_depth)
 
     def digest(self, index: int) -> bytes:
         """Return a digest of a stored image, which tells repeated ones."""
@@ -157,7 +157,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             CalibrationError: If it cannot be read, naming its file.
         """
-        picture = to_rgb(stored, self.at(index))
+        picture = read_image(stored, self.at(index))
         for change in self._changes:
             picture = change(picture, index)
         return picture

@@ -22,28 +22,6 @@ def is_of_transformers(processor: Any) -> bool:
     return isinstance(processor, ProcessorMixin | BaseImageProcessor)
 
 
-def to_rgb(value: Any, item: str) -> Image.Image:
-    """Convert an image of a dataset to an upright 8-bit RGB picture.
-
-    Transparency is dropped, as by the `convert("RGB")` of pipelines and trainers.
-
-    Args:
-        value: A PIL image, a path, the bytes of an image file, or a mapping with `bytes` or `path`,
-            as `datasets` stores images.
-        item: Name of the item in messages.
-
-    Raises:
-        CalibrationError: If it is not an image, its file is missing or damaged, or it has more than
-            8 bits per channel.
-    """
-    return _used(value, item, _rgb)
-
-
-def check_header(value: Any, item: str) -> None:
-    """Refuse an image whose header shows that `to_rgb` will, without reading its pixels."""
-    _used(value, item, _refuse_depth)
-
-
 def digest_of(value: Any) -> bytes:
     """Return the SHA-256 of a dataset's image: of its file, or of the pixels of a PIL image."""
     value = _stored(value)
@@ -59,8 +37,38 @@ def _stored(value: Any) -> Any:
     return value
 
 
-def _used(value: Any, item: str, use: Callable[[Image.Image], Any]) -> Any:
-    """Return what a function makes of an opened image. Arguments and errors are `to_rgb`'s."""
+def refuse_depth(picture: Image.Image) -> None:
+    """Refuse a picture with more than 8 bits per channel, without reading its pixels."""
+    if picture.mode.startswith(("I", "F")):
+        raise ValueError(f"mode {picture.mode}: store 8 bits per channel")
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Return a picture upright, in RGB, with 8 bits per channel.
+
+    Transparency is dropped, as by the `convert("RGB")` of pipelines and trainers.
+    """
+    picture.load()
+    refuse_depth(picture)
+    picture = ImageOps.exif_transpose(picture)
+    if picture.has_transparency_data:  # which RGB would keep as a colour that is transparent
+        picture = picture.convert("RGBA")
+    return picture.convert("RGB")
+
+
+def read_image(value: Any, item: str, read: Callable[[Image.Image], Any] = to_rgb) -> Any:
+    """Return what a function makes of an image of a dataset, by default an RGB picture.
+
+    Args:
+        value: A PIL image, a path, the bytes of an image file, or a mapping with `bytes` or `path`,
+            as `datasets` stores images.
+        item: Name of the item in messages.
+        read: The function.
+
+    Raises:
+        CalibrationError: If it is not an image, its file is missing or damaged, or the function
+            refuses it.
+    """
     value = _stored(value)
     if not isinstance(value, str | Path | bytes | Image.Image):
         raise CalibrationError(
@@ -70,29 +78,15 @@ def _used(value: Any, item: str, use: Callable[[Image.Image], Any]) -> Any:
     is_file = isinstance(value, str | Path)
     try:
         if isinstance(value, Image.Image):
-            return use(value)
+            return read(value)
         with Image.open(Path(value).expanduser() if is_file else io.BytesIO(value)) as opened:
-            return use(opened)
+            return read(opened)
     except Exception as error:  # PIL raises many types for damaged files
         name = f"file {value}" if is_file else "the image"
         reason = str(error).split(" <")[0]  # without the repr of a buffer
         raise CalibrationError(
             f"{item}: {name} cannot be read as an image ({reason}). Repair or remove it"
         ) from error
-
-
-def _refuse_depth(picture: Image.Image) -> None:
-    if picture.mode.startswith(("I", "F")):
-        raise ValueError(f"mode {picture.mode}: store 8 bits per channel")
-
-
-def _rgb(picture: Image.Image) -> Image.Image:
-    picture.load()
-    _refuse_depth(picture)
-    picture = ImageOps.exif_transpose(picture)
-    if picture.has_transparency_data:  # which RGB would keep as a colour that is transparent
-        picture = picture.convert("RGBA")
-    return picture.convert("RGB")
 
 
 def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
