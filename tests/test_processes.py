@@ -28,7 +28,8 @@ from fusion_bench_featcal.errors import LostProcessError
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import share_model
 from fusion_bench_featcal.results import read_run
-from fusion_bench_featcal.run import CheckpointFolder, Processes
+from fusion_bench_featcal.run.checkpoint import CheckpointFolder
+from fusion_bench_featcal.run.processes import Processes
 
 PAPER, PLUS = Paper(), Plus()
 

@@ -20,7 +20,7 @@ from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.models import merging as merging_module
 from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.structure import fill
-from fusion_bench_featcal.streams import Streams
+from fusion_bench_featcal.streams.streams import Streams
 
 CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule
     "clip": (lambda: clip_suite(tasks=2), Plus()),

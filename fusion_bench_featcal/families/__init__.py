@@ -6,17 +6,17 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.errors.words import option
-from fusion_bench_featcal.families.base import Call, Family, stages_of
+from fusion_bench_featcal.families.base import Call as Call
+from fusion_bench_featcal.families.base import Family as Family
+from fusion_bench_featcal.families.base import stages_of as stages_of
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
-from fusion_bench_featcal.families.stack import CLIP, LLAMA, STACK, EveryPosition, Stack, find_stack
+from fusion_bench_featcal.families.stack import CLIP, LLAMA, STACK
+from fusion_bench_featcal.families.stack import EveryPosition as EveryPosition
+from fusion_bench_featcal.families.stack import Stack as Stack
+from fusion_bench_featcal.families.stack import find_stack as find_stack
 from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
 from fusion_bench_featcal.families.t5 import T5, WHISPER
 from fusion_bench_featcal.files.classes import named_class
-
-__all__ = [
-    "CLIP", "LLAMA", "OPEN_CLIP", "STACK", "STAGES", "T5", "WHISPER", "Call", "EveryPosition",
-    "Family", "Stack", "check_family", "find_stack", "resolve_family", "stages_of",
-]  # fmt: skip
 
 _FAMILIES = (CLIP, LLAMA, OPEN_CLIP, STACK, STAGES, T5, WHISPER)
 _BY_NAME: Mapping[str, Family] = {family.name: family for family in _FAMILIES}

@@ -16,7 +16,7 @@ from reports import featcal
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.errors.signals import end_at_once, interruptions
-from fusion_bench_featcal.run import CheckpointFolder
+from fusion_bench_featcal.run.checkpoint import CheckpointFolder
 
 LOG = "out/featcal/calibration_log.jsonl"
 

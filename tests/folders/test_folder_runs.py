@@ -29,8 +29,9 @@ from transformers.utils import logging as hf_logging
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.data import TextEncoder, pad_samples, sample_order
+from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.text_formats import read_row
+from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.folders import calibrate_folder, options, screen, transformers_models
 from fusion_bench_featcal.folders.digests import digests_of, repeats

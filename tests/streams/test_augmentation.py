@@ -10,7 +10,8 @@ from tiny_models import clip_suite, decoder_suite, normal
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.streams import Batch, samples
+from fusion_bench_featcal.streams import samples
+from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.samples import jittered, number_of_copies, with_copies
 
 

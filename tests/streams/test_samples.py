@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.settings import Options
-from fusion_bench_featcal.streams import Batch, Positions
+from fusion_bench_featcal.streams.batch import Batch, Positions
 from fusion_bench_featcal.streams.samples import take
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.families import Call
 from fusion_bench_featcal.run import problem
-from fusion_bench_featcal.streams import Batch
+from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.storage import HostStorage, StoredTensor
 
 CPU = torch.device("cpu")
