@@ -9,6 +9,7 @@ naming location and cause. Their argument `setting` is the setting that chose th
 from fusion_bench_featcal.errors import ReportError as ReportError
 from fusion_bench_featcal.files import prepare_directory as prepare_directory
 
+from .against import against as against
 from .columns import AVERAGE as AVERAGE
 from .cost import Cost as Cost
 from .cost import describe_device as describe_device
@@ -31,4 +32,3 @@ from .run import FEATCAL as FEATCAL
 from .run import Line as Line
 from .run import Row as Row
 from .run import Run as Run
-from .show import against as against

@@ -1,21 +1,21 @@
-"""The frame of results as text: tables with their sentences, differences of rows, and files."""
+"""The frame of results as text: tables with their sentences, and the files of a report."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import prepare_directory, write_atomic
 
+from .against import against
 from .columns import AVERAGE
-from .frame import Frame, FrameLine, frame_of, paired, share_tests
+from .frame import Frame, FrameLine, frame_of
 from .joining import Results, join
 from .lines import LINES_FILE, RUN_FILE, csv_of, csv_text
 from .notes import Note
 from .run import TASK_ID, Run, short_label
 from .sentences import sentences, verdicts
-from .statistics import Difference, difference, holm
+from .statistics import Difference
 from .tables import ABSENT, Table, Unit, console, page, print_lines, share_text
 
 _MIB = 2**20
@@ -169,62 +169,3 @@ def write_report(
     write_atomic(folder / "report.md", markdown(frame, results.notes), setting)
     write_atomic(folder / LINES_FILE, csv_text(results.lines()), setting)
     return folder
-
-
-_COLUMNS = ("suite", "row", "difference", "half", "seeds", "p", "adjusted")
-
-
-def against(results: Results, name: str, metric: str | None = None) -> Any:
-    """Return every row's difference from one row, with Holm's correction over all of them.
-
-    Args:
-        results: Joined runs of one point. Several suites are compared each by itself.
-        name: The row, `merger/row`, or only the row's name if one merger has it.
-        metric: As in `frame_of`.
-
-    Returns:
-        A pandas DataFrame with the columns `suite`, `row`, `difference`, `half`, `seeds`, `p` and
-        `adjusted`. Rows without a seed in common with the named row, or of other tests, are left
-        out. `attrs` has the `metric`.
-
-    Raises:
-        ReportError: If settings differ between rows of one name, or no row or several have the
-            name, or nothing was scored.
-    """
-    from pandas import DataFrame  # slow to import
-
-    if results.labels:
-        raise ReportError(
-            f"--against compares rows of equal settings, and {', '.join(results.labels)} differ"
-        )
-    frame = frame_of(results, metric)
-    records: list[dict[str, Any]] = []
-    if not any(line.values for line in frame.lines):
-        raise ReportError("--against: nothing was scored, so there are no rows to compare")
-    for suite, part in frame.by_suite().items():
-        reference = _find(part.lines, name)
-        for line in part.lines:
-            if line is reference or not share_tests(line, reference):
-                continue
-            compared = difference(*paired(line, reference))
-            if compared is not None:
-                row = {"suite": suite, "row": line.first.title, "difference": compared.value}
-                records.append(row | {key: getattr(compared, key) for key in _COLUMNS[3:6]})
-    with_p = [record for record in records if record["p"] is not None]
-    for record, adjusted in zip(with_p, holm([of["p"] for of in with_p]), strict=True):
-        record["adjusted"] = adjusted
-    differences = DataFrame(records, columns=list(_COLUMNS))
-    differences.attrs["metric"] = frame.metric
-    return differences
-
-
-def _find(lines: Sequence[FrameLine], name: str) -> FrameLine:
-    titles = [line.first.title for line in lines]
-    matches = [line for line in lines if line.first.title == name]
-    matches = matches or [line for line in lines if line.first.name == name]
-    if len(matches) != 1:
-        choices = [line.first.title for line in matches] or titles
-        near = [] if matches else get_close_matches(name, titles, 1)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {choices}")
-    return matches[0]
