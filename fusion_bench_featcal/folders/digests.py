@@ -11,7 +11,7 @@ from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.options import INPUTS_FILE
-from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.request import labelled
 from fusion_bench_featcal.models.hub import fetch, needed_files
 
 
@@ -24,15 +24,12 @@ def digests_of(models: InputModels) -> dict[str, str]:
     Raises:
         CalibrationError: If a model cannot be downloaded or read.
     """
-    request = models.request
-    digests = {option: _digest_model(model) for option, model in _models_of(models)}
-    if request.text_tower is not None:
-        tower = ModelFolder("text tower", request.text_tower, "--text-tower")
-        digests["--text-tower"] = _digest_model(tower)
+    request, opened = models.request, filter(None, (*models.by_name.values(), models.text_tower))
+    digests = {model.option: _digest_model(model) for model in opened}
     if (named := request.tokenizer) is not None:
-        folder = fetch(named, f"--tokenizer {named}", weights=False)
+        folder = fetch(named, labelled("--tokenizer", named), weights=False)
         digests["--tokenizer"] = _digest_files(_used_files(folder, weights=False))
-    data = dict(_data_of(request))
+    data = dict(request.data_options)
     if request.chat_template is not None:
         data["--chat-template"] = request.chat_template
     return digests | {option: _digest_data(location) for option, location in data.items()}
@@ -59,32 +56,16 @@ def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
 
 def repeats(models: InputModels, digests: Mapping[str, str]) -> list[str]:
     """Describe models, and data, that are given twice, as one folder or as copies."""
-    groups = {
-        "are the same model": _models_of(models),
-        "are the same data": _data_of(models.request),
-    }
-    texts = list[str]()
-    for text, pairs in groups.items():
+    request, texts = models.request, list[str]()
+    groups = {"model": request.model_options, "data": request.data_options}
+    for kind, options in groups.items():
         by_digest = dict[str, list[str]]()
-        for option, _ in pairs:
+        for option in options:
             shown = "the merged model" if option == "MERGED" else option
             by_digest.setdefault(digests[option], []).append(shown)
-        texts += [f"{' and '.join(names)} {text}" for names in by_digest.values() if names[1:]]
+        copies = (" and ".join(names) for names in by_digest.values() if names[1:])
+        texts += [f"{names} are the same {kind}" for names in copies]
     return texts
-
-
-def _models_of(models: InputModels) -> Iterator[tuple[str, ModelFolder]]:
-    """Yield option and folder of the merged model, the base and every expert."""
-    for option, model in (("MERGED", models.merged), ("--base", models.base)):
-        if model is not None:
-            yield option, model
-    yield from ((f"--expert {task}", expert) for task, expert in models.experts.items())
-
-
-def _data_of(request: Request) -> Iterator[tuple[str, str]]:
-    """Yield option and location of every data set."""
-    for flag, locations in {"--data": request.data, "--eval": request.eval}.items():
-        yield from ((f"{flag} {task}", location) for task, location in locations.items())
 
 
 def _digest_model(model: ModelFolder) -> str:

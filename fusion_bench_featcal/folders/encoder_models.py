@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import nn
-
 from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.opening import (
     merged_by_library,
@@ -15,11 +13,12 @@ from fusion_bench_featcal.encoders.opening import (
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import ModelFolder, refuse_adapter
+from fusion_bench_featcal.folders.opened import Models
 from fusion_bench_featcal.models.other_files import refuse_links
 
 
 class EncoderModels:
-    """See `Models`: whole models in memory, with equal modules and vocabularies.
+    """The models of one request: whole in memory, with equal modules and vocabularies.
 
     Attributes:
         inputs: Their folders.
@@ -51,29 +50,16 @@ class EncoderModels:
             self.base = self._open_base(home)
             self.experts = self._open_experts(home)
 
-    @property
-    def title(self) -> str:
-        """The library's class, and that of the transformer."""
-        return f"{type(self.merged).__name__}: {type(self.merged.transformers_model).__name__}"
-
-    @property
-    def size(self) -> int:
-        """Bytes of the merged model."""
-        return stored_bytes(self.merged.state_dict().values())
-
-    @property
-    def read(self) -> int:
-        """Bytes of all experts."""
-        experts = self.experts.values()
-        return sum(stored_bytes(expert.state_dict().values()) for expert in experts)
-
-    def load_merged(self) -> nn.Module:
-        """Return the merged model."""
-        return self.merged
-
-    def load_expert(self, task: str) -> nn.Module:
-        """Return an expert."""
-        return self.experts[task]
+    def loaders(self) -> Models:
+        """Return what a run does with them."""
+        merged, experts = self.merged, self.experts
+        return Models(
+            f"{type(merged).__name__}: {type(merged.transformers_model).__name__}",
+            stored_bytes(merged.state_dict().values()),
+            sum(stored_bytes(expert.state_dict().values()) for expert in experts.values()),
+            lambda: merged,
+            experts.__getitem__,
+        )
 
     def _open_base(self, reference: Any) -> Any:
         if (base := self.inputs.base) is None:

@@ -25,16 +25,17 @@ class InputModels:
             CalibrationError: If a model is missing or damaged.
             ValueError: If one is not a folder.
         """
-        self.request, named = request, dict[str, ModelFolder]()
-        if request.merged is not None:
-            named["merged"] = ModelFolder("merged", request.merged, "the merged model")
-        for task, location in request.expert.items():
-            named[task] = ModelFolder(task, location, "--expert")
-        if request.base is not None:
-            named["base"] = ModelFolder("base", request.base, "--base")
-        self.by_name = named
+        self.request = request
+        models = (ModelFolder(*named) for named in request.model_options.items())
+        self.by_name = named = {model.name: model for model in models}
         self.merged, self.base = named.get("merged"), named.get("base")
         self.experts = {task: named[task] for task in request.expert}
+
+    @cached_property
+    def text_tower(self) -> ModelFolder | None:
+        """The whole CLIP for zero-shot heads that an option names, or None."""
+        named = self.request.text_tower
+        return None if named is None else ModelFolder("--text-tower", named)
 
     @property
     def whole(self) -> list[ModelFolder]:

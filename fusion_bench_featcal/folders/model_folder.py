@@ -8,6 +8,7 @@ from torch import nn
 from fusion_bench_featcal.data.labels import are_unnamed
 from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.families import EveryPosition, Family, Stack, find_stack, resolve_family
+from fusion_bench_featcal.folders.request import labelled
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import CLIP_CLASSES, ModelFiles, base_models
 
@@ -29,22 +30,22 @@ class ModelFolder(ModelFiles):
     """A model's folder, whole or with an adapter. A hub id is downloaded.
 
     Attributes:
+        option: The option that names it: `MERGED`, `--base`, `--expert TASK` or `--text-tower`.
         name: The task of an expert, else `base` or `merged`.
         encoder_class: The class of sentence-transformers that its files name, or an empty text.
     """
 
-    def __init__(self, name: str, location: str, option: str) -> None:
+    def __init__(self, option: str, location: str) -> None:
         """Find the folder, and check config and headers of files.
 
         Files of sentence-transformers are not checked, as its models open their own.
 
         Args:
-            name: The model's name in messages.
+            option: As the attribute.
             location: Folder or hub id.
-            option: The option that names it.
         """
-        self.name = name
-        label = f"{option} {name}={location}" if option == "--expert" else f"{option} {location}"
+        self.option, label = option, labelled(option, location)
+        self.name = option.partition(" ")[2] or option.removeprefix("--").lower()
         super().__init__(fetch(location, label), label)
         if not self.folder.is_dir():
             raise ValueError(f"{label} is a file: name the folder that the model is in")

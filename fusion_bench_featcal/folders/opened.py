@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,58 +21,40 @@ class CardHead(NamedTuple):
     tags: Sequence[str]
 
 
-class Calibrated(Protocol):
-    """The calibrated model."""
+@dataclass(frozen=True)
+class Calibrated:
+    """The calibrated model.
 
-    @property
-    def result(self) -> CalibrationResult:
-        """The calibration's log and reads."""
-        ...
+    Attributes:
+        result: The calibration's log and reads.
+        load: Returns the model on the device.
+        write: Writes the model and all that belongs to it, but no card. Receives an empty folder,
+            and task -> its expert's head, if experts have heads of their own.
+        notes: Sentences on the model.
+    """
 
-    @property
-    def notes(self) -> Sequence[str]:
-        """Sentences on the model."""
-        ...
-
-    def load(self) -> nn.Module:
-        """Return the model on the device."""
-        ...
-
-    def write(self, folder: Path, heads: Mapping[str, nn.Module]) -> CardHead:
-        """Write the model and all that belongs to it, but no card, to an empty folder.
-
-        Args:
-            folder: The folder.
-            heads: Task -> its expert's head, if experts have heads of their own.
-        """
-        ...
+    result: CalibrationResult
+    load: Callable[[], nn.Module]
+    write: Callable[[Path, Mapping[str, nn.Module]], CardHead]
+    notes: Sequence[str] = ()
 
 
-class Models(Protocol):
-    """Merged model, base and experts of one request, which fit each other."""
+class Models(NamedTuple):
+    """Merged model, base and experts of one request, which fit each other.
 
-    @property
-    def title(self) -> str:
-        """Kind and class of the models."""
-        ...
+    Attributes:
+        title: Kind and class of the models.
+        size: Bytes of the merged model.
+        read: Bytes of all experts.
+        load_merged: Returns the merged model on the device.
+        load_expert: Returns a task's expert on the device.
+    """
 
-    @property
-    def size(self) -> int:
-        """Bytes of the merged model."""
-        ...
-
-    @property
-    def read(self) -> int:
-        """Bytes of all experts."""
-        ...
-
-    def load_merged(self) -> nn.Module:
-        """Return the merged model on the device."""
-        ...
-
-    def load_expert(self, task: str) -> nn.Module:
-        """Return an expert on the device."""
-        ...
+    title: str
+    size: int
+    read: int
+    load_merged: Callable[[], nn.Module]
+    load_expert: Callable[[str], nn.Module]
 
 
 @dataclass(frozen=True)

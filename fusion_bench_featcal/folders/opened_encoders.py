@@ -1,7 +1,7 @@
 """Models of sentence-transformers for `featcal calibrate`, which the library opens and saves."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,14 @@ from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.folders.encoder_models import EncoderModels
 from fusion_bench_featcal.folders.input_models import InputModels
-from fusion_bench_featcal.folders.opened import CardHead, Opened, notes_on_inputs, require_base
+from fusion_bench_featcal.folders.model_folder import ModelFolder
+from fusion_bench_featcal.folders.opened import (
+    Calibrated,
+    CardHead,
+    Opened,
+    notes_on_inputs,
+    require_base,
+)
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.sentence_rows import open_sentences
 from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows
@@ -27,7 +34,6 @@ from fusion_bench_featcal.folders.tokenizers import doubts_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.other_files import copy_other_files, note_on_weights
 from fusion_bench_featcal.models.saving import CARD, card_tags
-from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -59,65 +65,47 @@ def open_encoders(inputs: InputModels) -> Opened:
     # The model itself limits the length of texts.
     settings = request.settings.replace(max_length=None).completed
     return Opened(
-        models,
+        models.loaders(),
         None,
         settings,
-        partial(CalibratedEncoder.of, models, settings),
+        partial(calibrate_encoders, models, settings),
         {task: _open_task(task, request, models) for task in request.expert},
         _notes(models),
         _doubts(models),
     )
 
 
-@dataclass(frozen=True)
-class CalibratedEncoder:
-    """See `Calibrated`. It is whole in memory.
+def calibrate_encoders(
+    models: EncoderModels, settings: FeatCalSettings, batches: Mapping[str, Any]
+) -> Calibrated:
+    """Calibrate the merged model with each task's rows. It is whole in memory."""
+    # Options count texts, of which a row has several. The rows are drawn already.
+    options = replace(settings.options, samples_per_task=None)
+    result = calibrate_encoder(
+        models.merged,
+        models.base,
+        models.experts,
+        batches,
+        settings.made_rule,
+        options,
+        settings.batch_size,
+    )
+    (record,) = result.log.of_kind("as_merged")
+    notes = [text_on_merged(record["modules"])] if record["modules"] else []
+    write = partial(_write, result.model, models.inputs.merged)
+    return Calibrated(result, lambda: result.model, write, notes)
 
-    Attributes:
-        result: The calibration's log and reads.
-        models: The models of the run.
-        notes: A sentence on modules that stay as merged.
-    """
 
-    result: CalibrationResult
-    models: EncoderModels
-    notes: Sequence[str]
-
-    @classmethod
-    def of(
-        cls, models: EncoderModels, settings: FeatCalSettings, batches: Mapping[str, Any]
-    ) -> "CalibratedEncoder":
-        """Calibrate the merged model with each task's rows."""
-        # Options count texts, of which a row has several. The rows are drawn already.
-        options = replace(settings.options, samples_per_task=None)
-        result = calibrate_encoder(
-            models.merged,
-            models.base,
-            models.experts,
-            batches,
-            settings.made_rule,
-            options,
-            settings.batch_size,
-        )
-        (record,) = result.log.of_kind("as_merged")
-        modules = record["modules"]
-        return cls(result, models, [text_on_merged(modules)] if modules else [])
-
-    def load(self) -> nn.Module:
-        """Return the model."""
-        return self.result.model
-
-    def write(self, folder: Path, heads: Mapping[str, nn.Module]) -> CardHead:
-        """Save by the library, with small files of the merged model that it does not write."""
-        del heads  # all tasks share the model's
-        write_encoder(self.load(), folder)
-        written, tags = read_local(str(folder), CARD), list[str]()
-        if (merged := self.models.inputs.merged) is not None:
-            modules = module_folders(merged.folder)
-            copy_other_files(merged.folder, folder, skipped_folders=modules)
-            tags = card_tags(merged.folder)
-        library = {key: written[key] for key in ("library_name", "pipeline_tag") if key in written}
-        return CardHead(library, [*tags, *written.get("tags", ())])
+def _write(model: nn.Module, merged: ModelFolder | None, folder: Path, heads: Any) -> CardHead:
+    """Save by the library, with small files of the merged model that it does not write."""
+    del heads  # all tasks share the model's
+    write_encoder(model, folder)
+    written, tags = read_local(str(folder), CARD), list[str]()
+    if merged is not None:
+        copy_other_files(merged.folder, folder, skipped_folders=module_folders(merged.folder))
+        tags = card_tags(merged.folder)
+    library = {key: written[key] for key in ("library_name", "pipeline_tag") if key in written}
+    return CardHead(library, [*tags, *written.get("tags", ())])
 
 
 def _doubts(models: EncoderModels) -> list[str]:

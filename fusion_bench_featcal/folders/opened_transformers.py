@@ -6,17 +6,16 @@ from typing import Any
 
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text, positions_of
 from fusion_bench_featcal.data.text_samples import TextEncoder
-from fusion_bench_featcal.folders.calibrated_transformers import CalibratedTransformers
+from fusion_bench_featcal.folders.calibrated_transformers import calibrate_transformers
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import (
     IMAGE_ENCODER,
     LANGUAGE_MODELS,
     TEXT_MODELS,
-    ModelFolder,
     class_names,
 )
-from fusion_bench_featcal.folders.opened import Opened
+from fusion_bench_featcal.folders.opened import Models, Opened
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
@@ -44,13 +43,14 @@ def open_transformers(inputs: InputModels) -> Opened:
         encoder = TextEncoder(processor, "classification", length, positions)
         tasks = _class_tasks(models, request, encoder)
     else:
-        heads = {} if request.no_eval else _image_heads(models, request)
+        heads = {} if request.no_eval else _image_heads(models, inputs)
         tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
+    title = f"{kind}: {models.like.calibrated_class.__name__}"
     return Opened(
-        models,
+        Models(title, models.like.size, models.read, models.load_merged, models.load_expert),
         models.heads,
         settings,
-        partial(CalibratedTransformers.of, models, settings),
+        partial(calibrate_transformers, models, settings),
         tasks,
         [*models.notes, *note],
         _doubts_on_texts(models, request, tasks) if kind in TEXT_MODELS else [],
@@ -115,12 +115,12 @@ def _doubts_on_texts(
     return doubts
 
 
-def _image_heads(models: TransformersModels, request: Request) -> dict[str, Any]:
+def _image_heads(models: TransformersModels, inputs: InputModels) -> dict[str, Any]:
     """Return each task's class names, or zero-shot heads."""
     if models.like.kind == IMAGE_ENCODER:
         raise ValueError(f"{models.like.label} has no head to be scored with: give --no-eval")
     is_clip = models.like.kind == "clip"
-    zero_shot = _zero_shot(models, request) if is_clip else None
+    zero_shot = _zero_shot(inputs) if is_clip else None
     return dict.fromkeys(models.experts, zero_shot) if is_clip else _class_names(models)
 
 
@@ -131,11 +131,10 @@ def _class_names(models: TransformersModels) -> dict[str, Any]:
     }
 
 
-def _zero_shot(models: TransformersModels, request: Request) -> ZeroShot | None:
+def _zero_shot(inputs: InputModels) -> ZeroShot | None:
     """Return zero-shot heads of a whole CLIP, or None if there is no such model."""
-    if request.text_tower is not None:
-        return ZeroShot(ModelFolder("text tower", request.text_tower, "--text-tower"))
-    for model in (models.merged, models.base):
-        if model is not None and model.architecture.__name__ == "CLIPModel":
-            return ZeroShot(model)
-    return None
+    if inputs.text_tower is not None:
+        return ZeroShot(inputs.text_tower)
+    named = filter(None, (inputs.merged, inputs.base))
+    whole = (model for model in named if model.architecture.__name__ == "CLIPModel")
+    return next(map(ZeroShot, whole), None)

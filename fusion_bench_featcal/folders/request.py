@@ -150,23 +150,32 @@ class Request:
         return not all(name.startswith(".") for name in names)  # a lock, or unfinished files
 
     @property
-    def models(self) -> dict[str, str]:
-        """Option with its value -> folder or hub id, for all models."""
-        named = {
-            f"the merged model {self.merged}": self.merged,
-            f"--base {self.base}{self._origin('base')}": self.base,
-            f"--text-tower {self.text_tower}": self.text_tower,
-        }
-        origin = self._origin("expert")
-        named |= {f"--expert {task}={path}{origin}": path for task, path in self.expert.items()}
-        return {name: path for name, path in named.items() if path is not None}
+    def model_options(self) -> dict[str, str]:
+        """Option (`MERGED`, `--base`, `--expert TASK`) -> folder or hub id, of models that run."""
+        experts = {f"--expert {task}": location for task, location in self.expert.items()}
+        named = {"MERGED": self.merged, "--base": self.base, **experts}
+        return {option: location for option, location in named.items() if location is not None}
 
-    def _origin(self, option: str) -> str:
-        """Return the file with an option's value and the way to override it, for messages."""
-        if option not in self.by_config:
-            return ""
-        options = {"base": "--base DIR", "expert": "--expert NAME=DIR for every expert"}
-        return f" (named by {self.merged}/{FILE}, which {options[option]} overrides)"
+    @property
+    def data_options(self) -> dict[str, str]:
+        """Option (`--data TASK`, `--eval TASK`) -> location of data."""
+        flags = {"--data": self.data, "--eval": self.eval}
+        return {f"{flag} {task}": at for flag, of in flags.items() for task, at in of.items()}
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Option with its value, and the file that names it -> folder or hub id, for all models."""
+        instead = {"base": "--base DIR", "expert": "--expert NAME=DIR for every expert"}
+        origins = {
+            f"--{name}": f" (named by {self.merged}/{FILE}, which {instead[name]} overrides)"
+            for name in self.by_config
+        }
+        named = {
+            f"{labelled(option, location)}{origins.get(option.split()[0], '')}": location
+            for option, location in self.model_options.items()
+        }
+        tower = self.text_tower
+        return named if tower is None else named | {labelled("--text-tower", tower): tower}
 
     @property
     def recipe(self) -> str:
@@ -269,11 +278,8 @@ class Request:
                 f"no data of {', '.join(missing)}: every expert needs samples of its task, "
                 f"--data {missing[0]}=FILE"
             )
-        locations = dict(self.models)
-        locations |= {f"--data {task}={path}": path for task, path in self.data.items()}
-        locations |= {f"--eval {task}={path}": path for task, path in self.eval.items()}
-        if self.tokenizer is not None:
-            locations[f"--tokenizer {self.tokenizer}"] = self.tokenizer
+        others = self.data_options | ({"--tokenizer": self.tokenizer} if self.tokenizer else {})
+        locations = self.models | {labelled(o, path): path for o, path in others.items()}
         if (file := self.chat_template) is not None and not Path(file).expanduser().is_file():
             raise ValueError(f"--chat-template {file}: there is no such file here")
         for option, path in locations.items():  # before torch is imported: that takes seconds
@@ -286,6 +292,12 @@ class Request:
         for text in self.prompt.values():
             if "{}" not in text:
                 raise ValueError(f"--prompt {text!r} has no {{}} for the class name")
+
+
+def labelled(option: str, location: str) -> str:
+    """Return an option with its value, for messages."""
+    sign = "=" if " " in option else " "
+    return f"{'the merged model' if option == 'MERGED' else option}{sign}{location}"
 
 
 def _recipe(file: Path) -> dict[str, Any]:

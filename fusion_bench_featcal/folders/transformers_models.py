@@ -41,7 +41,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 
 class TransformersModels:
-    """See `Models`. Tensors are read when they are needed.
+    """The models of one request. Tensors are read when they are needed.
 
     Attributes:
         merged: The merged model, or None if it is merged during the run.
@@ -212,16 +212,6 @@ class TransformersModels:
         return MergedOnRead(like, self._opened_base, experts, scale)
 
     # --- what a run does with them ---
-
-    @property
-    def title(self) -> str:
-        """Kind and class of the models."""
-        return f"{self.like.kind}: {self.like.calibrated_class.__name__}"
-
-    @property
-    def size(self) -> int:
-        """Bytes of the merged model."""
-        return self.like.size
 
     @property
     def read(self) -> int:
