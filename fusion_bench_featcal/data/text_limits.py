@@ -20,12 +20,15 @@ def longest_text(tokenizer: Any, positions: int = NO_LIMIT) -> tuple[int, str]:
     return allowed, "the tokenizer's limit (model_max_length)"
 
 
-def end_tokens(*configs: Any) -> frozenset[int]:
-    """Return the end tokens that configs of models declare: one each, several, or none.
+def end_tokens(*models: object) -> frozenset[int]:
+    """Return the end tokens that models declare: one each, several, or none.
 
     Args:
-        configs: Configs and generation configs, as objects of transformers or mappings, or None.
+        models: Models, or their files, whose `config` and `generation_config` are objects of
+            transformers, mappings, None or missing.
     """
+    names = ("config", "generation_config")
+    configs: list[Any] = [getattr(model, name, None) for model in models for name in names]
     contents = [c if isinstance(c, Mapping) else c.to_dict() for c in configs if c is not None]
     contents += [c["text_config"] for c in contents if isinstance(c.get("text_config"), Mapping)]
     values = [content.get("eos_token_id") for content in contents]

@@ -16,7 +16,7 @@ from fusion_bench_featcal.experts.source import InMemoryExpert
 from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import ModelFiles
-from fusion_bench_featcal.models.processors import check_tokenizers, load_tokenizers
+from fusion_bench_featcal.models.processors import load_tokenizers
 from fusion_bench_featcal.modules.models import tail_of
 
 
@@ -88,7 +88,7 @@ def with_weights(reference: Any, files: ModelFiles) -> Any:
         CalibrationError: If the folder lacks others, or numbers tokens in another way.
     """
     transformer = transformer_of(files.label, reference).model
-    check_tokenizers(reference.tokenizer, "merged", load_tokenizers({files.label: files.folder}))
+    load_tokenizers(reference.tokenizer, "merged", {files.label: files.folder})  # raises
     state, tail = transformer.state_dict(), tail_of(transformer, last_block_of(transformer))
     spare = {name: state[name] for name in tail}
     return _replaced(reference, files.load(type(transformer), spare))

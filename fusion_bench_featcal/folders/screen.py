@@ -9,11 +9,10 @@ import datasets
 
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
-from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import hub_models
-from fusion_bench_featcal.models.plan import Plan, check_room, show_plan
+from fusion_bench_featcal.models.plan import Plan, check_room, read_within, show_plan
 from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import Note
@@ -27,26 +26,20 @@ def show_start(request: Request, opened: Opened, notes: Sequence[str]) -> None:
         CalibrationError: If the disk is too small.
     """
     models, settings = opened.models, opened.settings
-    size, read = models.size, models.read
     print(f"{models.title}, {counted(len(opened.tasks), 'task')}")
     for note in notes:
         print(f"  {masked(note)}")
-    if settings.expert_read_budget is not None:
-        read = min(read, budget_in_bytes(settings.expert_read_budget, read))
+    read, size = read_within(models.read, settings.expert_read_budget), models.size
     row = row_of_rule(settings.rule)
     rows, strengths = {row: 1}, {row: settings.strengths}
-    writes = {}
-    if request.out is not None:
-        writes = {
-            str(request.folder): written_bytes(size),
-            str(request.checkpoints): size,
-        }
+    writes = {str(request.folder): written_bytes(size), str(request.checkpoints): size}
+    writes = {} if request.out is None else writes
     plan = Plan(read=read, output=size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:
         show_plan(plan)
         print("nothing was run: only a run shows whether every block can be calibrated by itself")
         return
-    print(f"plan: {bytes_text(read)} read from experts, at most")
+    print(f"plan: {bytes_text(read or 0)} read from experts, at most")
     check_room(plan.writes)
 
 

@@ -2,11 +2,10 @@
 
 import shutil
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from fusion_bench_featcal.data.pictures import check_channels
 from fusion_bench_featcal.folders.input_models import InputModels
@@ -15,7 +14,6 @@ from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.processors import (
     check_processors,
-    check_tokenizers,
     has_processor,
     load_tokenizers,
     read_processor,
@@ -29,6 +27,7 @@ class SharedProcessor:
         folder: Its folder.
         option: Its name in messages.
         loaded: The tokenizer or image processor. For a whole CLIP, both in one object.
+        expert_tokenizers: An expert in the words of messages -> its tokenizer, if it has one.
         note: A sentence if it is an expert's, or an empty text.
     """
 
@@ -46,6 +45,7 @@ class SharedProcessor:
         self._request, self._is_text = inputs.request, like.kind in TEXT_MODELS
         self._experts = {expert.label: expert.folder for expert in inputs.experts.values()}
         self.folder, self.note = self._find(inputs, like), ""
+        self.expert_tokenizers: Mapping[str, PreTrainedTokenizerBase] = {}
         self.option = f"--tokenizer {self.folder}"
         owner = next((e for e in inputs.experts.values() if e.folder == self.folder), None)
         if owner not in (None, like) and self._request.tokenizer is None:
@@ -71,16 +71,11 @@ class SharedProcessor:
             check_channels(loaded, getattr(like.empty.config, "num_channels", None), like.label)
             return loaded
         loaded = read_processor(self.folder, AutoTokenizer, "--tokenizer")
-        check_tokenizers(loaded, self.option, self.expert_tokenizers)
+        self.expert_tokenizers = load_tokenizers(loaded, self.option, self._experts)
         loaded.padding_side = "right"
         if (file := self._request.chat_template) is not None:
             loaded.chat_template = Path(file).expanduser().read_text("utf-8")
         return loaded
-
-    @cached_property
-    def expert_tokenizers(self) -> Mapping[str, Any]:
-        """An expert in the words of messages -> its tokenizer, if it has one."""
-        return load_tokenizers(self._experts)
 
     def write(self, folder: Path) -> None:
         """Save it, by copying its original files if it has them.

@@ -12,7 +12,6 @@ from fusion_bench_featcal.data.text_limits import end_tokens
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.likeness import notes_on_experts
-from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.source import total_bytes
 from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.families import Family, stages_of
@@ -29,6 +28,7 @@ from fusion_bench_featcal.folders.model_folder import (
 )
 from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.shared_processor import SharedProcessor
+from fusion_bench_featcal.models.configs import compare_configs
 from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.other_files import note_on_weights, refuse_links
 from fusion_bench_featcal.models.structure import fill
@@ -76,9 +76,8 @@ class TransformersModels:
         like = self.like
         refuse_links(like.folder)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
-        for model in (like, *filter(None, [self.base]), *whole.values()):
-            name = f"expert {model.name!r}" if model.name in whole else model.label
-            check_same_function(name, model.config, like.config, other=like.label)
+        configs = {m.label: m.config for m in filter(None, (like, self.base))}
+        compare_configs(configs | {f"expert {task!r}": e.config for task, e in whole.items()})
         for expert in whole.values():
             if expert.kind != like.kind:
                 raise ValueError(
@@ -271,8 +270,7 @@ class TransformersModels:
     @property
     def ends(self) -> frozenset[int]:
         """End tokens that any of the models declares."""
-        models = self._inputs.by_name.values()
-        return end_tokens(*(c for m in models for c in (m.config, m.generation_config)))
+        return end_tokens(*self._inputs.by_name.values())
 
     @property
     def notes(self) -> list[str]:

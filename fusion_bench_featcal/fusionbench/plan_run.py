@@ -17,12 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_featcal.errors.words import speaking
 from fusion_bench_featcal.files import is_missing
-from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench.config_checks import check_config
 from fusion_bench_featcal.fusionbench.console import WORDS, explained, make_importable
 from fusion_bench_featcal.fusionbench.pool_models import LORA_KEYS, NAME
-from fusion_bench_featcal.fusionbench.run_settings import method_name
-from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, model_downloads
+from fusion_bench_featcal.fusionbench.run_settings import method_name, plain_config
+from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, model_downloads, read_within
 
 _GLUE = "nyu-mll/glue"
 _OLD_LOADERS = {  # of configs without `_target_`
@@ -52,7 +51,7 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     with _composed(words) as config:
         check_config(config)
         OmegaConf.resolve(config)
-        method, pool = _plain(config.method), _plain(config.modelpool)
+        method, pool = plain_config(config.method), plain_config(config.modelpool)
         entries = pool.get("models") or {}
         models = {name: _locations(name, entry) for name, entry in entries.items()}
         downloads, sizes = model_downloads(dict(chain(*(keys.items() for keys in models.values()))))
@@ -66,8 +65,7 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     experts = [[*keys][-1] for name, keys in models.items() if keys and not name.startswith("_")]
     of_experts = [sizes[key] for key in experts]
     read = None if None in of_experts else sum(size or 0 for size in of_experts)
-    if read is not None and method.get("expert_read_budget") is not None:
-        read = min(read, budget_in_bytes(method["expert_read_budget"], read))
+    read = read_within(read, method.get("expert_read_budget"))
     rows = {row: jobs * times for row, times in rows.items()}
     first = next(iter(sizes.values()), None)
     folders = (method.get("checkpoint_dir"), config.merged_model_save_path)
@@ -157,10 +155,6 @@ def _composed(words: list[str]) -> Iterator[Any]:
         yield config
     finally:
         HydraConfig.instance().cfg = before
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    return OmegaConf.to_container(config, resolve=True) or {}  # type: ignore[return-value]
 
 
 def _locations(name: str, entry: Any) -> dict[str, str]:

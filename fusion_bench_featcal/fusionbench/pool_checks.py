@@ -49,6 +49,8 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
 def open_pool_models(models: PoolModels) -> None:
     """Download a pool's models, and check that they are of one kind. Loads no model.
 
+    Configs are compared with the base's, else with the merged model's or the first expert's.
+
     Raises:
         CalibrationError: If a model's files are missing or damaged, or the models differ, naming
             the model.
@@ -56,7 +58,10 @@ def open_pool_models(models: PoolModels) -> None:
     models.fetch()
     for model in models.values():
         _ = model.files  # reads config and headers
-    _check_configs(models)
+    labels = {BASE_MODEL: "the base", MERGED_MODEL: "the merged model"}
+    labels |= {name: f"expert {name!r}" for name in models.experts}
+    opened = {label: models[name] for name, label in labels.items() if name in models}
+    compare_configs({n: getattr(m.module, "config", m.config) for n, m in opened.items()})
 
 
 def _check_precision(fabric: Any) -> None:
@@ -81,13 +86,6 @@ def _check_entry(model: PoolModel) -> None:
         )
     if isinstance(entry, Mapping) and isinstance(entry.get("_target_"), str):
         import_target(setting, entry["_target_"])
-
-
-def _check_configs(models: PoolModels) -> None:
-    """Compare all configs with the base's, else with the merged model's or the first expert's."""
-    order = [name for name in (BASE_MODEL, MERGED_MODEL, *models.experts) if name in models]
-    configs = {name: getattr(models[name].module, "config", models[name].config) for name in order}
-    compare_configs(configs, models.experts)
 
 
 def check_experts(models: PoolModels, family: Any = None) -> list[str]:

@@ -176,13 +176,11 @@ class PoolModels(dict[str, PoolModel]):
     @property
     def ends(self) -> frozenset[int]:
         """End tokens of text models, as far as their files declare them."""
-        configs = list[Any]()
+        ends = set[int]()
         with suppress(CalibrationError, ValueError):  # the pool may load such models all the same
             for model in self.values():
-                sources = model.folders if model.module is None else [model.module]
-                for source in sources:
-                    configs += [getattr(source, n, None) for n in ("config", "generation_config")]
-        return end_tokens(*configs)
+                ends |= end_tokens(*(model.folders if model.module is None else [model.module]))
+        return frozenset(ends)
 
     def fetch(self) -> None:
         """Download at once all files that the hub's cache lacks. Raises as `fetch_all`."""

@@ -7,17 +7,19 @@ from typing import Any
 from fusion_bench import instantiate
 from fusion_bench.modelpool import BaseModelPool
 from omegaconf import OmegaConf
+from torch import nn
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPProcessor
 
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.pictures import check_channels
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels
-from fusion_bench_featcal.models.hub import fetch
+from fusion_bench_featcal.models.hub import fetch, note_data_set
 from fusion_bench_featcal.models.processors import (
     check_processors,
-    check_tokenizers,
     load_tokenizers,
     read_processor,
 )
@@ -56,7 +58,7 @@ def load_input_processor(models: PoolModels) -> Any:
     if text_kind(modelpool) is not None:
         tokenizer = _loaded(models, "tokenizer", AutoTokenizer)
         _check_vocabulary(modelpool, tokenizer)
-        check_tokenizers(tokenizer, "modelpool.tokenizer", load_tokenizers(folders))
+        load_tokenizers(tokenizer, "modelpool.tokenizer", folders)  # raises
         return tokenizer
     is_clip = hasattr(modelpool, "load_clip_model")
     processor = _loaded(models, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
@@ -69,25 +71,61 @@ def load_input_processor(models: PoolModels) -> Any:
 
 
 def _loaded(models: PoolModels, name: str, kind: Any) -> Any:
-    """Load a pool's entry: a folder, a hub id, a mapping with _target_, or the object itself."""
+    """Load a pool's entry, or its base's processor."""
     entry, setting = _entry(models, name), f"modelpool.{name}"
     if entry is None:
         raise CalibrationError(
             f"the model pool names no {name}, which converts samples to model inputs: set {setting}"
         )
+    return load_part(setting, entry, kind)
+
+
+def load_part(setting: str, entry: Any, kind: Any, **options: Any) -> Any:
+    """Load a component of a pool: a folder, a hub id, a mapping with `_target_`, or the object.
+
+    Args:
+        setting: The setting that names it.
+        entry: The component's entry.
+        kind: Its class if it is a folder or hub id.
+        **options: Arguments of the loader of a model.
+
+    Raises:
+        ValueError: If there is no entry.
+        CalibrationError: If it cannot be loaded.
+    """
+    is_model = issubclass(kind, nn.Module)
+    if entry is None:
+        raise ValueError(f"{setting} is not set: set it or taskpool.base_model.")
     if isinstance(entry, str):
-        return read_processor(fetch(entry, f"{setting}={entry}", weights=False), kind, setting)
-    if not isinstance(entry, Mapping):
-        return entry
-    location = entry.get(NAME)
+        folder = fetch(entry, f"{setting}={entry}", weights=is_model)
+        if not is_model:
+            return read_processor(folder, kind, setting)
+        with at(f"{setting}={entry!r}", cause=unloadable):
+            loader: Any = kind
+            return loader.from_pretrained(folder, trust_remote_code=False, **options)
+    location = entry.get(NAME) if isinstance(entry, Mapping) else None
     if isinstance(location, str) and not {"revision", "subfolder"} & set(entry):
-        folder = fetch(location, f"{setting}={location}", weights=False)
+        folder = fetch(location, f"{setting}={location}", weights=is_model)
         entry = OmegaConf.merge(entry, {NAME: str(folder)})
-    try:
-        return instantiate(entry)
-    except Exception as error:  # a loader may raise anything
-        cause = first_line(error)
-        raise CalibrationError(f"{setting} ({entry}) cannot be loaded: {cause}") from error
+    return build_part(setting, entry)
+
+
+def build_part(setting: str, entry: Any) -> Any:
+    """Instantiate a configuration with `_target_`. Return anything else unchanged.
+
+    Raises:
+        CalibrationError: If it cannot be loaded.
+    """
+    if not (isinstance(entry, Mapping) and "_target_" in entry):
+        return entry
+
+    def cause(error: Exception) -> str:  # a loader may raise anything
+        return unloadable(error) or f"it cannot be loaded: {first_line(error)}"
+
+    with at(setting, cause=cause):
+        part = instantiate(entry)
+    note_data_set(part)
+    return part
 
 
 def _entry(models: PoolModels, name: str) -> Any:

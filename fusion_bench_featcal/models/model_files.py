@@ -34,7 +34,7 @@ from fusion_bench_featcal.models.errors import (
     wrapper_text,
 )
 from fusion_bench_featcal.models.hub import MODULES
-from fusion_bench_featcal.models.structure import untie
+from fusion_bench_featcal.models.structure import fill, untie
 from fusion_bench_featcal.settings.fields import is_text_list
 
 CLIP_CLASSES = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
@@ -286,10 +286,8 @@ class ModelFiles:
         """Load the model whole. An adapter is merged into the base's weights."""
         if base is None or not self.is_adapter:  # adapters without a base were refused before
             return self.load()
-        source, model = self.source(base), base.load()
-        tensors = model.state_dict()
-        for name, key in pair_names(self.label, source, model).items():
-            tensors[name].copy_(source.tensor(key))
+        model = base.load()
+        fill(model, self.source(base))
         return model
 
     def streamed(self, base: "ModelFiles | None" = None, part: str = "") -> ExpertSource | None:

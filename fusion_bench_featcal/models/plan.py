@@ -16,6 +16,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import existing, free_space
+from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.models.hub import hub_error, hub_models, patiently
 
 _NO_DATA = (".md", ".py", ".gitattributes")
@@ -120,6 +121,11 @@ def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:
     return downloads
 
 
+def read_within(read: int | None, budget: float | str | None) -> int | None:
+    """Return the bytes to read from experts, at most, under `expert_read_budget`."""
+    return read if read is None or budget is None else min(read, budget_in_bytes(budget, read))
+
+
 def check_room(writes: Mapping[str, int | None]) -> None:
     """Refuse a run whose model and finished blocks have no room on their disks together.
 
@@ -144,8 +150,8 @@ def check_room(writes: Mapping[str, int | None]) -> None:
             )
 
 
-def show_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan's table to a console, by default on standard output."""
+def show_plan(plan: Plan) -> None:
+    """Print a plan's table."""
     sizes: list[tuple[str, int | None]] = [
         (f"to fetch: {masked(download.name)}", download.bytes) for download in plan.downloads
     ]
@@ -165,7 +171,7 @@ def show_plan(plan: Plan, console: Console | None = None) -> None:
         table.add_row("jobs of the sweep (sizes and settings: the first job's)", str(plan.jobs))
     if not plan.downloads:
         table.add_row("to fetch", "nothing")
-    console = console or Console()
+    console = Console()
     console.print(table)
     if any(download.files is None for download in plan.downloads):
         console.print("unknown: nothing of that name is here, and the hub does not describe it")

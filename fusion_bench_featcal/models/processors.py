@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoTokenizer, BaseImageProcessor, ProcessorMixin
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    BaseImageProcessor,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
@@ -56,19 +62,28 @@ def has_processor(folder: Path, *, is_image: bool) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> None:
-    """Refuse experts whose tokenizers number tokens in another way. They may have more tokens.
+def load_tokenizers(
+    tokenizer: PreTrainedTokenizerBase, option: str, experts: Mapping[str, Path]
+) -> dict[str, PreTrainedTokenizerBase]:
+    """Return the tokenizer of each expert that has one. Refuse other numbers of tokens.
+
+    Experts may have more tokens.
 
     Args:
         tokenizer: The tokenizer of all inputs.
         option: The option that names it.
-        experts: An expert in the words of messages -> its tokenizer.
+        experts: An expert in the words of messages -> its folder, which may have a tokenizer.
 
     Raises:
-        CalibrationError: If tokens differ, naming the expert and a token.
+        CalibrationError: If one cannot be loaded, or tokens differ, naming the expert and a token.
     """
+    tokenizers = {
+        label: read_processor(folder, AutoTokenizer, label)
+        for label, folder in experts.items()
+        if any((folder / file).is_file() for file in _TOKENIZERS)
+    }
     numbers = tokenizer.get_vocab()
-    for label, other in experts.items():
+    for label, other in tokenizers.items():
         expert_numbers = other.get_vocab()
         differing = sorted(t for t, number in numbers.items() if expert_numbers.get(t) != number)
         if expert_numbers and differing:
@@ -79,15 +94,7 @@ def check_tokenizers(tokenizer: Any, option: str, experts: Mapping[str, Any]) ->
                 f"{expert_numbers.get(token, 'missing')} there). Experts must share one; check "
                 f"{option}"
             )
-
-
-def load_tokenizers(experts: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the tokenizer of each expert that has one. Arguments are as for `check_processors`."""
-    return {
-        label: read_processor(folder, AutoTokenizer, label)
-        for label, folder in experts.items()
-        if any((folder / file).is_file() for file in _TOKENIZERS)
-    }
+    return tokenizers
 
 
 def check_processors(processor: Any, option: str, experts: Mapping[str, Path]) -> None:

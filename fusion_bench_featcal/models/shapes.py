@@ -174,8 +174,8 @@ def _shape(group: Group, x: Tensor) -> GroupShape:
     return GroupShape(x.numel() // group.inputs, group.inputs, sum(group.outputs))
 
 
-def show_shapes(shapes: Shapes, estimates: dict[str, Estimate], console: Any = None) -> None:
-    """Print estimates by rule as a table, by default on standard output."""
+def show_shapes(shapes: Shapes, estimates: dict[str, Estimate]) -> None:
+    """Print estimates by rule as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -192,4 +192,4 @@ def show_shapes(shapes: Shapes, estimates: dict[str, Estimate], console: Any = N
         values = [getattr(estimate, key) for estimate in estimates.values()]
         show: Any = (lambda v: f"{v / 1e12:.3g} TFLOP") if key in counts else bytes_text
         table.add_row(label, *map(show, values))
-    (console or Console()).print(table)
+    Console().print(table)

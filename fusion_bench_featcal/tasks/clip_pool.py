@@ -21,12 +21,10 @@ from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
 from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.tasks.definition import OpenTask, TaskDefinition, open_task, parse_tasks
-from fusion_bench_featcal.tasks.item_pool import (
-    ItemPool,
-    load_part,
-    refuse_unknown_pool_keys,
-)
+from fusion_bench_featcal.tasks.item_pool import ItemPool
 
 LabelledImages = tuple[Tensor, Tensor]
 
@@ -83,7 +81,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         Raises:
             ValueError: For unknown keys, unfit values, or a task with two data.
         """
-        refuse_unknown_pool_keys(ClipTaskPool, fusion_bench)
+        refuse_unknown(fusion_bench, ClipTaskPool._config_mapping.values(), "taskpool.")
         loader = {"batch_size": 128, **(dataloader_kwargs or {})}
         for key in ("shuffle", "drop_last"):
             if loader.get(key):

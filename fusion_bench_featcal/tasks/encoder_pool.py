@@ -1,7 +1,6 @@
 """`EncoderTaskPool`: encoders of texts or images, scored by the nearest class of a frozen head."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,7 +16,6 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench import BaseTaskPool
-from fusion_bench.mixins import LightningFabricMixin
 
 from fusion_bench_featcal.data.embeddings import (
     MODES,
@@ -37,15 +35,12 @@ from fusion_bench_featcal.encoders.optional import pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.settings.fields import check_values, is_integer, is_text_list, setting
 from fusion_bench_featcal.streams.inputs import check_token_ids, to_device
-from fusion_bench_featcal.tasks.item_pool import (
-    ItemPool,
-    load_part,
-    refuse_unknown_pool_keys,
-)
+from fusion_bench_featcal.tasks.item_pool import ItemPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +84,7 @@ class EncoderTask:
     order: Sequence[int] | None = None
 
 
-class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
+class EncoderTaskPool(ItemPool, BaseTaskPool):
     """Evaluates encoders of texts or images by cosines of embeddings and frozen class vectors.
 
     The vectors are the base's embeddings of class names, as for CLIP's zero-shot heads, or come
@@ -134,7 +129,7 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         Raises:
             ValueError: For unknown keys or tasks, and values that are not accepted.
         """
-        refuse_unknown_pool_keys(EncoderTaskPool, unknown)
+        refuse_unknown(unknown, EncoderTaskPool._config_mapping.values(), "taskpool.")
         if pooling is not None:
             refuse_unknown([pooling], MODES, "taskpool.pooling=")
         if not is_integer(batch_size, 1):
@@ -226,10 +221,6 @@ class EncoderTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
                 batches = [to_device(batch, base.device) for batch in self._tokenized(texts)]
                 features = [self.pooling.features(base, batch) for batch in batches]
                 self._vectors[task] = F.normalize(torch.cat(features), dim=-1)
-
-    @contextmanager
-    def _prepared(self, model: nn.Module) -> Iterator[Any]:
-        yield self.fabric.to_device(model).eval()
 
     def _score(self, model: Any, task: str) -> Score:
         items, head = self.test_dataloaders[task], self._vectors[task]

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import nearest_hint
+from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.tasks.item_pool import load_part, refuse_unknown_pool_keys
+from fusion_bench_featcal.fusionbench.processors import load_part
 
 _CHOICES = ("limit", "apply_chat_template", "confirm_run_unsafe_code")
 
@@ -65,7 +65,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
             ValueError: For unknown keys, no tasks, or a missing folder.
             CalibrationError: If lm-eval is not installed.
         """
-        refuse_unknown_pool_keys(LMEvalTaskPool, unknown)
+        refuse_unknown(unknown, LMEvalTaskPool._config_mapping.values(), "taskpool.")
         if not tasks:
             raise ValueError("taskpool has no tasks: name them under taskpool.tasks")
         if include_path is not None and not Path(include_path).is_dir():

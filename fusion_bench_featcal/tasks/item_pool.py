@@ -6,19 +6,18 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from fusion_bench.utils import count_parameters, instantiate
+from fusion_bench.mixins import LightningFabricMixin
+from fusion_bench.utils import count_parameters
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
-from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.config_checks import refuse_missing_paths
-from fusion_bench_featcal.models.hub import fetch, note_data_set
+from fusion_bench_featcal.fusionbench.processors import build_part
 from fusion_bench_featcal.run.progress import progress_bar
 
 
-class ItemPool:
+class ItemPool(LightningFabricMixin):
     """Mixin that evaluates a task pool's tasks in turn and stores the correctness of every item.
 
     Attributes:
@@ -134,48 +133,9 @@ class ItemPool:
 
     @contextmanager
     def _prepared(self, model: nn.Module) -> Iterator[Any]:
-        """Context with the model ready for evaluation."""
-        yield model
+        """Context with the model ready for evaluation, on the device."""
+        yield self.fabric.to_device(model).eval()
 
     def _score(self, model: Any, task: str) -> Score:
         """Score a prepared model on one task."""
         raise NotImplementedError
-
-
-def refuse_unknown_pool_keys(pool: Any, unknown: Mapping[str, Any]) -> None:
-    """Refuse keys of a task pool's YAML that neither the pool nor FusionBench has.
-
-    Raises:
-        ValueError: If there is such a key, with the nearest valid one.
-    """
-    refuse_unknown(unknown, pool._config_mapping.values(), "taskpool.")
-
-
-def load_part(setting: str, value: Any, kind: Any, **options: Any) -> Any:
-    """Load a component of the task pool from a folder, a hub id or a configuration, or return it.
-
-    Raises:
-        ValueError: If there is no value.
-        CalibrationError: If it cannot be loaded.
-    """
-    if value is None:
-        raise ValueError(f"{setting} is not set: set it or taskpool.base_model.")
-    if not isinstance(value, str):
-        return build_part(setting, value)
-    folder = fetch(value, f"{setting}={value}", weights=issubclass(kind, nn.Module))
-    with at(f"{setting}={value!r}", cause=unloadable):
-        return kind.from_pretrained(folder, trust_remote_code=False, **options)
-
-
-def build_part(setting: str, value: Any) -> Any:
-    """Instantiate a configuration with `_target_`. Return anything else unchanged.
-
-    Raises:
-        CalibrationError: If it cannot be loaded.
-    """
-    if not (isinstance(value, Mapping) and "_target_" in value):
-        return value
-    with at(setting, cause=unloadable):
-        part = instantiate(value)
-    note_data_set(part)
-    return part

@@ -1,7 +1,7 @@
 """`TextTaskPool`: language models that answer prompts, scored on their answers."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench import BaseTaskPool
-from fusion_bench.mixins import LightningFabricMixin
 
 from fusion_bench_featcal.data.generation import (
     METRICS,
@@ -28,21 +27,18 @@ from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, TextKind
+from fusion_bench_featcal.data.text_samples import TextEncoder, TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.families.base import NO_TARGET
+from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import is_integer
-from fusion_bench_featcal.tasks.item_pool import (
-    ItemPool,
-    load_part,
-    refuse_unknown_pool_keys,
-)
+from fusion_bench_featcal.tasks.item_pool import ItemPool
 
 
-class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
+class TextTaskPool(ItemPool, BaseTaskPool):
     """Evaluates encoder-decoder and decoder-only language models on their answers to prompts.
 
     Rows have the formats of calibration data. An answer is right if each token of the target is the
@@ -89,7 +85,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         Raises:
             ValueError: For unknown keys or metrics, and values out of range.
         """
-        refuse_unknown_pool_keys(TextTaskPool, unknown)
+        refuse_unknown(unknown, TextTaskPool._config_mapping.values(), "taskpool.")
         self.metrics: dict[str, Metric] = dict(metrics or {})
         for task, metric in self.metrics.items():
             refuse_unknown([metric], METRICS, f"taskpool.metrics.{task}=")
@@ -133,7 +129,8 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
         if (task, kind) not in self._batches:
             self._batches[task, kind] = self._opened(task, kind, model)
         batches, order = self._batches[task, kind]
-        with self.fabric.autocast(), surgery_task(model, task):
+        is_corrected = getattr(model, "is_surgery_model", False)
+        with self.fabric.autocast(), model.for_task(task) if is_corrected else nullcontext():
             score = Tests(batches.checked, targets_of, order=order).score(model)
             if self.metrics.get(task) == "spearman":
                 return Score(self._correlation(model, batches), score.losses, None)
@@ -142,7 +139,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     def _opened(self, task: str, kind: TextKind, model: Any) -> tuple[TextBatches, list[int]]:
         """Tokenise a task's rows for a kind of model. Return also their order."""
         rows = self.test_dataloaders[task]
-        limits = positions_of(model), end_tokens(model.config, model.generation_config)
+        limits = positions_of(model), end_tokens(model)
         encoder = TextEncoder(self.tokenizer, kind, self.max_length, *limits)
         settings = FeatCalSettings(batch_size=self.batch_size)
         batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)
@@ -153,7 +150,7 @@ class TextTaskPool(ItemPool, LightningFabricMixin, BaseTaskPool):
     def _correlation(self, model: Any, batches: TextBatches) -> float:
         """Return Spearman's correlation of generated answers and targets."""
         encoder, decode = batches.encoder, partial(self.tokenizer.decode, skip_special_tokens=True)
-        ids = [_target_ids(sample) for sample in batches.encoded]
+        ids = [[i for i in sample.labels or () if i != NO_TARGET] for sample in batches.encoded]
         targets = [
             text.target if isinstance(text.target, str) else decode(tokens)
             for text, tokens in zip(batches.texts, ids, strict=True)
@@ -169,16 +166,3 @@ def _require_target(text: Text) -> None:
     target = text.prompt.get("labels") if text.form == "tokens" else text.target
     if target is None:
         raise CalibrationError(f"{text.name} has no target to compare answers with")
-
-
-def _target_ids(sample: Sample) -> list[int]:
-    return [token for token in sample.labels or () if token != NO_TARGET]
-
-
-def surgery_task(model: Any, task: str) -> AbstractContextManager[Any]:
-    """Return a context in which a surgery model corrects features for the task.
-
-    Raises:
-        CalibrationError: If a surgery model has no correction for the task.
-    """
-    return model.for_task(task) if getattr(model, "is_surgery_model", False) else nullcontext()

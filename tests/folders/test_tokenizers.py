@@ -41,7 +41,7 @@ def saved(folder: Path, **changes: Any) -> Path:
     ],
 )
 def test_other_tokens_of_a_text_are_in_doubt(tmp_path, changes, doubt):
-    others = load_tokenizers({"--expert a=x": saved(tmp_path, **changes)})
+    others = load_tokenizers(word_tokenizer(), "here", {"--expert a=x": saved(tmp_path, **changes)})
     doubts = doubts_on_tokens(word_tokenizer(), "--tokenizer merged", others)
     start = "--expert a=x has a tokenizer that splits texts otherwise than --tokenizer merged: of '"
     assert [text.startswith(start) and doubt in text for text in doubts] == [True] * bool(doubt)
@@ -65,7 +65,7 @@ def test_tokens_of_an_expert_alone_are_in_doubt(token, row, has_doubt):
 def test_an_end_token_and_a_folder_without_a_tokenizer_are_no_doubt(tmp_path):
     ending = word_tokenizer(ends=True)
     ending.save_pretrained(tmp_path / "a")
-    others = load_tokenizers({"a": tmp_path / "a", "b": tmp_path})
+    others = load_tokenizers(word_tokenizer(), "here", {"a": tmp_path / "a", "b": tmp_path})
     assert not doubts_on_tokens(word_tokenizer(), "here", others)
 
 
