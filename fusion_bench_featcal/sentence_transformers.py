@@ -141,8 +141,9 @@ def calibrate_encoder(
     tuned = {task: open_like(merged, word("expert", task), one) for task, one in experts.items()}
     origin = None if base is None else open_like(merged, word("base"), base)
     if origin is None:
-        sources = [location_of(expert) for expert in experts.values()]
-        logger.warning(without_base(sources, "base={!r}"))
+        sources = (one if isinstance(one, str | Path) else one.transformers_model.name_or_path
+                   for one in experts.values())  # fmt: skip
+        logger.warning(without_base([*map(str, sources)], "base={!r}"))
     size = batch_size_of(batch_size, merged.device, longest)
     before = dict[str | None, Any]()
     for task, one in evaluators.items():
@@ -190,11 +191,6 @@ def _show(name: str, evaluator: Any, figures: Mapping[str, tuple[str, float]]) -
     print(f"{name}: {metric} {texts}")
     if is_below:
         logger.warning("%s: the repaired model is below the merged one in %s", name, metric)
-
-
-def location_of(model: Any) -> str:
-    """Return the folder or hub id that a model comes from."""
-    return str(model if isinstance(model, str | Path) else model.transformers_model.name_or_path)
 
 
 def save(model: Any, folder: str | Path, merged: str | Path) -> None:

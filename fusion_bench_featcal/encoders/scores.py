@@ -151,14 +151,11 @@ def _pair_tests(calls: Calls, targets: RowTargets) -> EncoderTests | str:
 
     def outputs(model: Any) -> Any:
         # The library's evaluators of similarity read all texts by `encode`, which not all have.
-        alike = calls if isinstance(model, st.MultiVectorEncoder) else _by_encode(calls)
+        by_encode = [("encode", column) for _, column in calls]
+        alike = calls if isinstance(model, st.MultiVectorEncoder) else by_encode
         return _similarities(model, *_embeddings(model, alike)).numpy()
 
     return jackknifed(outputs, targets, "pairs by their similarity")
-
-
-def _by_encode(calls: Calls) -> Calls:
-    return [("encode", column) for _, column in calls]
 
 
 def _belongs(owners: Sequence[Hashable], items: Sequence[Hashable]) -> Tensor:

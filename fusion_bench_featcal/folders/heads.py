@@ -1,6 +1,7 @@
 """Heads of classifiers: the part of an expert that is not merged."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +14,30 @@ HEADS = "heads"
 """Folder of the heads inside a saved model's folder."""
 
 
+@dataclass(frozen=True)
 class ClassifierHeads:
     """Each expert's own head, which replaces that of the merged model for the expert's task.
 
     Attributes:
         of_saved: Name of the model whose head the saved model has.
+        empty_body: The body without weights, which stands in a head that is stored.
+        tail: Returns a task's tensors of the body that belong to its head, such as those of a
+            pooler.
     """
 
-    def __init__(
-        self, of_saved: str, empty_body: nn.Module, tail: Callable[[str], Mapping[str, Tensor]]
-    ) -> None:
-        """Set the parts.
-
-        Args:
-            of_saved: As the attribute.
-            empty_body: The body without weights, which stands in a head that is stored.
-            tail: Returns a task's tensors of the body that belong to its head, such as those of a
-                pooler.
-        """
-        self.of_saved, self._empty_body, self._tail = of_saved, empty_body, tail
+    of_saved: str
+    empty_body: nn.Module
+    tail: Callable[[str], Mapping[str, Tensor]]
 
     def head_of(self, classifier: Any) -> nn.Module:
         """Return an expert's classifier with an empty body, which frees its own."""
-        setattr(classifier, body_name(classifier), self._empty_body)
+        setattr(classifier, body_name(classifier), self.empty_body)
         return classifier
 
     def with_body(self, task: str, head: Any, model: Any) -> nn.Module:
         """Return an expert's classifier with the body of a model, which gets the expert's tail."""
         body = model.get_submodule(body_name(model))
-        body.load_state_dict(self._tail(task), strict=False)
+        body.load_state_dict(self.tail(task), strict=False)
         setattr(head, body_name(head), body)
         return head
 
@@ -53,6 +49,6 @@ class ClassifierHeads:
             body = f"{body_name(classifier)}."
             tensors = classifier.state_dict().items()
             outside = {name: tensor for name, tensor in tensors if not name.startswith(body)}
-            outside |= {f"{body}{name}": tensor for name, tensor in self._tail(task).items()}
+            outside |= {f"{body}{name}": tensor for name, tensor in self.tail(task).items()}
             write_tensors(head / "head.safetensors", outside)
             classifier.config.save_pretrained(head)

@@ -20,9 +20,6 @@ _UNWEIGHTED = (
 _LEVELS = 3  # folders above the merged model that relative paths may start at
 
 
-Parameters = Mapping[str, Any]
-
-
 class Merge(NamedTuple):
     """Models that a merge was made from.
 
@@ -75,13 +72,14 @@ def read_merge(merged: Path) -> Merge | None:
         return _merge(content, merged)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not as mergekit writes it: {error}. {ADVICE}") from error
 
 
 def _merge(content: Any, merged: Path) -> Merge:
     """Return base and experts of a config. An adapter on the base is an expert's location."""
-    content = _mapping(content)
     method = str(content.get("merge_method"))
-    modules = [*map(_mapping, _list(content, "modules"))] or [content]
+    modules = _list(content, "modules") or [content]
     if any(map(_stacks, modules)):
         raise ValueError(
             f"{method} of slices that stack or move layers gives a model with other blocks than "
@@ -91,7 +89,7 @@ def _merge(content: Any, merged: Path) -> Merge:
     entries, own = list[_Entry](), dict[str, list[Any]]()
     for module in modules:
         models.append({})
-        for piece in map(_mapping, _list(module, "slices") or [module]):
+        for piece in _list(module, "slices") or [module]:
             pieces.append(piece)
             for source in _list(piece, "sources") or _list(piece, "models"):
                 entries.append(entry := _entry(source, merged))
@@ -138,14 +136,14 @@ def _base(
 
 
 def _weights(
-    method: str, own: Mapping[str, Sequence[Any]], common: Parameters, differ: bool
+    method: str, own: Mapping[str, Sequence[Any]], common: Mapping[str, Any], differ: bool
 ) -> dict[str, float | None]:
     """Return location -> weight, or None if it is not one number.
 
     Args:
         method: The merge method.
         own: Location -> the `weight` of each of its entries, or None without one.
-        common: Parameters of the whole config.
+        common: Mapping[str, Any] of the whole config.
         differ: Whether slices or modules have weights of their own.
     """
     if method in _UNWEIGHTED:
@@ -180,24 +178,14 @@ def _is_negative(value: Any, is_weight: bool = False) -> bool:
     return is_weight and str(value).strip().startswith("-")
 
 
-def _mapping(part: Any) -> Mapping[str, Any]:
-    """Return a part of a config that must be a mapping."""
-    if not isinstance(part, Mapping):
-        raise ValueError(f"{part!r:.60} is no mapping. {ADVICE}")
-    return part
-
-
-def _parameters(part: Any) -> Parameters:
+def _parameters(part: Any) -> Mapping[str, Any]:
     """Return the parameters of a model, slice, module or config."""
-    parameters = part.get("parameters") if isinstance(part, Mapping) else None
-    return parameters if isinstance(parameters, Mapping) else {}
+    return (part.get("parameters") or {}) if isinstance(part, Mapping) else {}
 
 
 def _list(part: Mapping[str, Any], key: str) -> list[Any]:
     """Return the entries of a list, or of a mapping by name."""
     entries = part.get(key) or []
-    if not isinstance(entries, list | Mapping):
-        raise ValueError(f"{key} is {entries!r:.60}, not a list. {ADVICE}")
     return list(entries.values() if isinstance(entries, Mapping) else entries)
 
 
@@ -205,9 +193,8 @@ def _stacks(part: Mapping[str, Any]) -> bool:
     """Return whether a slice has another position than its layers have in its models."""
     end: Any = 0
     for piece in _list(part, "slices"):
-        sources = [source for source in _list(piece, "sources") if isinstance(source, Mapping)]
-        ranges = [source.get("layer_range") or [end, end] for source in sources]
-        if any(not isinstance(r, list) or r[0] != end or r != ranges[0] for r in ranges):
+        ranges = [source.get("layer_range") or [end, end] for source in _list(piece, "sources")]
+        if any(r[0] != end or r != ranges[0] for r in ranges):
             return True
         end = ranges[0][-1] if ranges else end
     return False
@@ -230,8 +217,6 @@ def _location(value: Any, merged: Path) -> str:
     if isinstance(value, Mapping):
         suffix = f"@{value['revision']}" if value.get("revision") else ""
         value = value.get("path")
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"a model is {value!r:.60}, not a folder or hub id. {ADVICE}")
     for folder in (Path(value), *(above / value for above in [*merged.parents][:_LEVELS])):
         if folder.exists():
             return os.path.normpath(folder)

@@ -38,7 +38,8 @@ def open_transformers(inputs: InputModels) -> Opened:
     length = settings.max_length
     if kind in LANGUAGE_MODELS:
         encoder = TextEncoder(processor, kind, length, positions, models.ends)
-        tasks = _language_tasks(models, request, encoder)
+        loads = {task: partial(models.load_expert, task) for task in request.expert}
+        tasks = {t: open_language_task(t, request, encoder, load) for t, load in loads.items()}
     elif kind in TEXT_MODELS:
         encoder = TextEncoder(processor, "classification", length, positions)
         tasks = _class_tasks(models, request, encoder)
@@ -78,15 +79,6 @@ def _settings(
     is_cut = most <= MAX_LENGTH and most == positions
     note = [f"texts are cut at {most} tokens: {limit}"] if is_cut else []
     return settings.replace(max_length=min(MAX_LENGTH, most)).completed, note
-
-
-def _language_tasks(
-    models: TransformersModels, request: Request, encoder: TextEncoder
-) -> dict[str, Task]:
-    return {
-        task: open_language_task(task, request, encoder, partial(models.load_expert, task))
-        for task in request.expert
-    }
 
 
 def _class_tasks(

@@ -130,7 +130,7 @@ class Request:
             }
         request = cls(**chosen)._completed()
         request._check()
-        _ = request.settings, request.merger
+        _ = request.settings  # raises
         return request
 
     @cached_property
@@ -203,12 +203,6 @@ class Request:
             "method@method.base_method=..., or give the folder of a merged model"
         )
 
-    def _notes_on_scale(self) -> list[str]:
-        """Return a sentence on a scale of task arithmetic that is rarely meant."""
-        _, scale = self.merger
-        effect = f"goes {scale:g} times as far as each expert"
-        return [f"--merge {self.merge} {effect}: usual scales are 0.1 to 1"] if scale > 1 else []
-
     def columns_of(self, task: str) -> dict[str, str]:
         """Return a task's columns by their standard names. NAME:PART has priority over PART."""
         common = {part: column for part, column in self.columns.items() if ":" not in part}
@@ -248,7 +242,9 @@ class Request:
             )
         if self.out is None and not self.plan:
             raise ValueError("give --out DIR, a new folder for the model")
-        notes = self._notes_on_scale()
+        _, scale = self.merger
+        effect = f"goes {scale:g} times as far as each expert"
+        notes = [f"--merge {self.merge} {effect}: usual scales are 0.1 to 1"] if scale > 1 else []
         base, experts, origin = self.base, self.expert, "--expert"
         if self.merged is not None:
             base, experts, origin = with_merge_config(self.merged, base, experts, notes)

@@ -93,7 +93,8 @@ def open_language_task(
         _language_batches(part, request, encoder, load_expert)
         for part in (rows.samples, rows.tests)
     )
-    rows, test = _distinct(rows, calibration, test)
+    rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
+    test = test.some(places)
     tests, measure = None, ""
     if test.indices:
         tests = Tests(test.checked, targets_of, _counts_tokens(test), ends=[*encoder.ends])
@@ -152,14 +153,6 @@ def _notes_of_rows(
     return notes
 
 
-def _distinct(
-    rows: TaskRows, calibration: TextBatches, test: TextBatches
-) -> tuple[TaskRows, TextBatches]:
-    """Compare test rows with samples, as models read them."""
-    rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
-    return rows, test.some(places)
-
-
 def open_class_task(
     task: str,
     request: Request,
@@ -198,7 +191,8 @@ def open_class_task(
     settings, tests, remark = request.settings, None, ""
     calibration = batches(rows.samples, settings)
     test = batches(rows.tests, settings if pads else settings.replace(batch_size=1))
-    rows, test = _distinct(rows, calibration, test)
+    rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
+    test = test.some(places)
     if test.indices:
         shares_rows = rows.tests.rows is rows.samples.rows
         more_labels = _labels_of(rows.samples) if shares_rows else []

@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from fusion_bench import BaseModelPool, BaseTaskPool, instantiate
+from fusion_bench import BaseModelPool, instantiate
 from fusion_bench.programs import FabricModelFusionProgram
 from fusion_bench.taskpool.dummy import DummyTaskPool
 from hydra.core.hydra_config import HydraConfig
@@ -41,19 +41,14 @@ def take_default_taskpool(program: FabricModelFusionProgram) -> None:
         ValueError: If a task of a task pool of this package has no test data.
     """
     if isinstance(program.taskpool, DummyTaskPool):
-        program.taskpool = _default_taskpool(program)
+        program.taskpool, default = None, program._modelpool.get("default_taskpool")
+        words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+        if any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words):
+            log.info("taskpool=dummy: nothing is evaluated")
+        elif default is not None:
+            log.debug("evaluating on the model pool's default_taskpool")
+            program.taskpool = program._instantiate_and_setup(default)
     _ = getattr(program.taskpool, "test_data", None)  # raises before anything is merged
-
-
-def _default_taskpool(program: FabricModelFusionProgram) -> BaseTaskPool | None:
-    default = program._modelpool.get("default_taskpool")
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    if any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words):
-        log.info("taskpool=dummy: nothing is evaluated")
-    elif default is not None:
-        log.debug("evaluating on the model pool's default_taskpool")
-        return program._instantiate_and_setup(default)
-    return None
 
 
 def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -> None:

@@ -203,7 +203,10 @@ def _query(location: str, option: str, *, weights: bool) -> HubModel:
     try:
         info = patiently(query) if folder is None else query()
     except Exception as error:  # the client and the network raise many types
-        explained = hub_error(error, f"{option}{_nearest_here(location)}", is_lookup=True)
+        path = Path(location).expanduser()  # a hub id may be a mistyped path
+        here = os.listdir(path.parent) if path.parent.is_dir() else ()
+        hint = nearest_hint(path.name, here)
+        explained = hub_error(error, f"{option}{hint}", is_lookup=True)
         if folder is None:
             raise explained from error
         log.info("%s. The cached version is used", explained)
@@ -213,12 +216,6 @@ def _query(location: str, option: str, *, weights: bool) -> HubModel:
     files = {name: sizes[name] for name in needed_files(sizes, weights=weights, notices=weights)}
     hashes = {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id for f in info.siblings or ()}
     return HubModel(location, option, repository / "snapshots" / str(info.sha), files, hashes)
-
-
-def _nearest_here(location: str) -> str:
-    """Return the local name nearest to a hub id, which may be a mistyped path, for messages."""
-    path = Path(location).expanduser()
-    return nearest_hint(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
 
 
 def _cached(location: str, *, weights: bool) -> Path | None:
