@@ -346,7 +346,7 @@ def test_lora_without_some_layers_is_refused(tmp_path: Path):
     [({"peft_type": "PREFIX_TUNING"}, "PREFIX_TUNING learns a prompt, which is not in the weights"),
      ({"peft_type": "XLORA"}, "XLORA learns a router, which is not in the weights"),
      ({"peft_type": "FANCY"}, r"a: peft_type is 'FANCY', which PEFT .* does not have"),
-     ({"peft_type": None}, "peft_type is None, not the name of a method"),
+     ({"peft_type": None}, "peft_type is None, which PEFT .* does not have"),
      ({"r": 2}, r"no adapter's config: KeyError\('peft_type'\)"),
      ({"peft_type": "LORA"}, "has no number lora_alpha")],
 )  # fmt: skip

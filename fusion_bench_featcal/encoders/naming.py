@@ -11,7 +11,6 @@ from fusion_bench_featcal.models.hub import MODULES
 RERANKER = "CrossEncoder"
 DEFAULT = "SentenceTransformer"
 _CLASS = "config_sentence_transformers.json"
-_CONFIGS = ("config.json", _CLASS, "sentence_*_config.json")
 
 
 def class_of(folder: Path, config: Mapping[str, Any] | None = None) -> str:
@@ -35,19 +34,7 @@ def class_of(folder: Path, config: Mapping[str, Any] | None = None) -> str:
 
 
 def module_folders(folder: Path) -> list[str]:
-    """Return the folders of a model's modules, which the library writes, none without a list.
-
-    Raises:
-        ValueError: If the list or a config of a module is damaged, or has another type.
-    """
+    """Return the folders of a model's modules, which the library writes, none without a list."""
     file = folder / MODULES
-    modules = parse_json(file.read_bytes(), file) if file.is_file() else []
-    if not isinstance(modules, list) or not all(
-        isinstance(module, dict) and "path" in module for module in modules
-    ):
-        raise ValueError(f"{file} is damaged: it is no list of modules with their paths")
-    paths = [str(module["path"]) for module in modules]
-    for path in ["", *paths]:
-        for config in (file for name in _CONFIGS for file in (folder / path).glob(name)):
-            read_json(config)
-    return paths
+    modules: Any = parse_json(file.read_bytes(), file) if file.is_file() else []
+    return [str(module["path"]) for module in modules]

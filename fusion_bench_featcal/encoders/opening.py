@@ -9,7 +9,7 @@ from torch import nn
 
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import last_block_of, transformer_of
-from fusion_bench_featcal.encoders.naming import class_of, module_folders
+from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.experts.source import InMemoryExpert
@@ -31,7 +31,6 @@ def open_model(class_name: str, folder: Path, label: str, device: str = "cpu") -
     if class_name not in kinds:
         raise CalibrationError(f"{label} is a {class_name}, not one of {', '.join(kinds)}")
     try:
-        module_folders(folder)  # raises for a damaged file, which the library does not name
         model = kinds[class_name](str(folder), device=device, local_files_only=True).eval()
     except Exception as error:  # any error of the library about the folder's files
         raise CalibrationError(f"{label} cannot be opened: {first_line(error)}") from error

@@ -153,7 +153,7 @@ class Request:
     def model_options(self) -> dict[str, str]:
         """Option (`MERGED`, `--base`, `--expert TASK`) -> folder or hub id, of models that run."""
         experts = {f"--expert {task}": location for task, location in self.expert.items()}
-        named = {"MERGED": self.merged, "--base": self.base, **experts}
+        named = {"MERGED": self.merged, **experts, "--base": self.base}
         return {option: location for option, location in named.items() if location is not None}
 
     @property

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench import instantiate
-from fusion_bench.modelpool import BaseModelPool
 from omegaconf import OmegaConf
 from torch import nn
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPProcessor
@@ -57,7 +56,6 @@ def load_input_processor(models: PoolModels) -> Any:
     }
     if text_kind(modelpool) is not None:
         tokenizer = _loaded(models, "tokenizer", AutoTokenizer)
-        _check_vocabulary(modelpool, tokenizer)
         load_tokenizers(tokenizer, "modelpool.tokenizer", folders)  # raises
         return tokenizer
     is_clip = hasattr(modelpool, "load_clip_model")
@@ -71,8 +69,13 @@ def load_input_processor(models: PoolModels) -> Any:
 
 
 def _loaded(models: PoolModels, name: str, kind: Any) -> Any:
-    """Load a pool's entry, or its base's processor."""
-    entry, setting = _entry(models, name), f"modelpool.{name}"
+    """Load the entry of a pool's config, which some pools do not keep, or the base's processor."""
+    pool, setting = models.pool, f"modelpool.{name}"
+    config = getattr(getattr(pool, "_program", None), "_modelpool", None) or {}
+    entries = (getattr(pool, f"_{name}", None), getattr(pool, name, None), config.get(name))
+    entry = next((entry for entry in entries if entry is not None), None)
+    if entry is None and hasattr(pool, "load_processor") and not hasattr(pool, "load_clip_model"):
+        entry = models.first.location
     if entry is None:
         raise CalibrationError(
             f"the model pool names no {name}, which converts samples to model inputs: set {setting}"
@@ -126,26 +129,3 @@ def build_part(setting: str, entry: Any) -> Any:
         part = instantiate(entry)
     note_data_set(part)
     return part
-
-
-def _entry(models: PoolModels, name: str) -> Any:
-    """Return the entry of a pool's config, which some pools do not keep, or the base's folder."""
-    modelpool = models.pool
-    config = getattr(getattr(modelpool, "_program", None), "_modelpool", None) or {}
-    entries = (getattr(modelpool, f"_{name}", None), getattr(modelpool, name, None))
-    for entry in (*entries, config.get(name)):
-        if entry is not None:
-            return entry
-    if not hasattr(modelpool, "load_processor") or hasattr(modelpool, "load_clip_model"):
-        return None
-    return models.first.location
-
-
-def _check_vocabulary(modelpool: BaseModelPool, tokenizer: Any) -> None:
-    """Compare the tokenizer with the embeddings' rows."""
-    last, rows = max(tokenizer.get_vocab().values()), getattr(modelpool, "vocabulary_rows", None)
-    if rows is not None and last >= rows:
-        raise CalibrationError(
-            f"the tokenizer has tokens up to {last}, but the models have only {rows} embedding "
-            "rows in common. Check modelpool.tokenizer and modelpool.models"
-        )

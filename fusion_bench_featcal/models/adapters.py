@@ -55,9 +55,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
         kind = config["peft_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise CalibrationError(f"{file} is no adapter's config: {error!r}") from error
-    if not isinstance(kind, str):
-        raise CalibrationError(f"{file}: peft_type is {kind!r:.60}, not the name of a method")
-    if beside := _BESIDE_THE_WEIGHTS.get(kind):
+    if beside := _BESIDE_THE_WEIGHTS.get(str(kind)):
         raise CalibrationError(
             f"{file}: {kind} learns {beside}, which is not in the weights, so there is nothing to "
             "merge. Name an adapter of another method, such as LoRA, or a whole model"
@@ -103,6 +101,8 @@ class AdapterExpert(SourceView):
                 names of its tensors are not those that PEFT loads, or it changes two modules that
                 share a tensor.
         """
+        from peft import PeftModel  # slow to import
+
         super().__init__(base)
         self._folder, self._merged = folder, lru_cache(maxsize=1)(self._merge)
         self._keys = pair_names(f"the base of {folder}", base, structure)
@@ -115,7 +115,10 @@ class AdapterExpert(SourceView):
         trained = names & self._keys.keys()  # PEFT writes into these, such as trained biases
         with _merging(folder):
             copied = self._copied(structure, {*self._keys} if reads_all else trained)
-            self._model = _loaded_by_peft(copied, folder)
+            wrapped: Any = PeftModel.from_pretrained(copied, str(folder))
+            refuse_unpaired(wrapped, folder)
+            wrapped.base_model._check_merge_allowed()
+            self._model = wrapped.base_model.model
         self._modules = self._changed_modules(trained)
         self._sizes = dict.fromkeys(self._modules, 0)
         for name in weights.names():  # those that modules share count at the first one
@@ -173,9 +176,11 @@ class AdapterExpert(SourceView):
         """Return the tensors of a module, filled with the base's matrices and merged by PEFT."""
         module: Any = self._model.get_submodule(path)
         tensors = zip(self._names(path), module.state_dict(keep_vars=True).values(), strict=True)
-        keys = {id(t): self._keys[n] for n, t in tensors if _is_empty(t)}
-        empty = [t for t in (*module.parameters(), *module.buffers()) if id(t) in keys]
-        layer = copied_module(module, empty, lambda t: self._source.tensor(keys[id(t)]).clone())
+        # Without memory a matrix has still the base's values.
+        empty = {n: t for n, t in tensors if t.untyped_storage().nbytes() < t.nbytes}
+        keys = {id(t): self._keys[n] for n, t in empty.items()}
+        filled = [t for t in (*module.parameters(), *module.buffers()) if id(t) in keys]
+        layer = copied_module(module, filled, lambda t: self._source.tensor(keys[id(t)]).clone())
         stored = zip(self._names(path), layer.state_dict().values(), strict=True)
         dtypes = {name: tensor.dtype for name, tensor in stored}
         with _merging(self._folder):
@@ -205,11 +210,6 @@ def _unloaded(layer: Any) -> nn.Module:
     return layer
 
 
-def _is_empty(tensor: Tensor) -> bool:
-    """Return whether a matrix takes no memory, so that its values are still those of the base."""
-    return tensor.untyped_storage().nbytes() < tensor.nbytes
-
-
 def _reads_matrices(config: dict[str, Any]) -> bool:
     """Return whether PEFT may need the values of the base's matrices to load an adapter."""
     is_plain = config["peft_type"] in _WITHOUT_BASE
@@ -231,16 +231,6 @@ def _merging(folder: Path) -> Iterator[None]:
         raise CalibrationError(
             f"adapter {folder} cannot be merged by PEFT: {absent}{text:.500}"
         ) from error
-
-
-def _loaded_by_peft(model: nn.Module, folder: Path) -> nn.Module:
-    """Return a model some of whose modules PEFT has wrapped. Raises as `refuse_unpaired`."""
-    from peft import PeftModel  # slow to import
-
-    wrapped: Any = PeftModel.from_pretrained(model, str(folder))  # type: ignore[arg-type]
-    refuse_unpaired(wrapped, folder)
-    wrapped.base_model._check_merge_allowed()
-    return wrapped.base_model.model
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def stubs_text(weights: ExpertSource) -> str:
 def wrapper_text(weights: ExpertSource) -> str:
     """Return a text on what wrappers of the model or of its blocks added to names, or none."""
     names, wrappers = weights.names(), list[str]()
-    while names and (added := _shared_prefix(names)):
+    while added := next((p for p in _WRAPPERS if all(n.startswith(p) for n in names)), ""):
         wrappers.append(added)
         names = {name.removeprefix(added) for name in names}
     if wrappers:
@@ -74,11 +74,6 @@ def wrapper_text(weights: ExpertSource) -> str:
                 f"save_pretrained, or {_strip(f'n.replace({added!r}, {str()!r})')}"
             )
     return ""
-
-
-def _shared_prefix(names: Collection[str]) -> str:
-    """Return the prefix of a wrapper that all names have, or an empty text."""
-    return next((p for p in _WRAPPERS if all(name.startswith(p) for name in names)), "")
 
 
 def unpaired_text(missing: Collection[str], unused: Collection[str]) -> str:

@@ -35,7 +35,6 @@ from fusion_bench_featcal.models.errors import (
 )
 from fusion_bench_featcal.models.hub import MODULES
 from fusion_bench_featcal.models.structure import fill, untie
-from fusion_bench_featcal.settings.fields import is_text_list
 
 CLIP_CLASSES = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
 _DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
@@ -152,11 +151,8 @@ class ModelFiles:
         """
         import transformers
 
-        names = (self.config or {}).get("architectures") or ()
-        if not is_text_list(names):
-            file = self.folder / "config.json"
-            raise self._error(f"{file}: architectures is {names!r:.60}, not a list of names")
-        name = next(iter(names), None)
+        names = (self.config or {}).get("architectures")
+        name = str(names[0]) if isinstance(names, list) and names else None
         if name is None:
             raise self._error(
                 f"{self.folder / 'config.json'} has no architectures. Write its class there, as in "

@@ -85,15 +85,12 @@ def model_downloads(locations: Mapping[str, str]) -> tuple[list[Download], dict[
         if model is not None and (missing := model.missing):
             downloads[location] = Download(location, len(missing), sum(missing.values()))
         folder = Path(location).expanduser() if model is None else model.folder
-        files = model.files if model is not None and model.files else _files_in(folder)
+        here = [folder] if folder.is_file() else folder.glob("*")
+        files = model.files if model is not None else {}
+        files = files or {file.name: file.stat().st_size for file in here}
         weights = [size for name, size in files.items() if name.endswith((".safetensors", ".bin"))]
         sizes[option] = sum(weights) or None
     return list(downloads.values()), sizes
-
-
-def _files_in(path: Path) -> dict[str, int]:
-    files = [path] if path.is_file() else path.glob("*")
-    return {file.name: file.stat().st_size for file in files}
 
 
 def data_sets_to_fetch(ids: Iterable[str]) -> list[Download]:

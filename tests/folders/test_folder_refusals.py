@@ -152,7 +152,7 @@ MODELS: list[Case] = [
     ("llama", {MERGE_CONFIG: "merge_method: linear\nmodels: [\a]"}, NO_MODELS,
      [MERGE_CONFIG, "special characters are not allowed"]),
     ("llama", {"merged/config.json": {"architectures": 5}}, {},
-     ["merged/config.json: architectures is 5, not a list of names"]),
+     ["merged/config.json has no architectures. Write its class there"]),
     ("llama", {"merged/config.json": {"architectures": ["logging"]}}, {},
      ["names the class logging"]),
     ("llama", {"two/config.json": {"layer_types": 5}}, {}, ["two", "layer_types (5)"]),
