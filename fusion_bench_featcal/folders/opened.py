@@ -1,6 +1,6 @@
 """The parts that `featcal calibrate` opens before it calibrates, and runs afterwards."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fusion_bench_featcal.folders.heads import ClassifierHeads
+from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
+from fusion_bench_featcal.models.other_files import note_on_weights
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -80,24 +82,22 @@ class Opened:
     doubts: Sequence[str]
 
 
-def notes_on_inputs(request: Request, adapters: Collection[str]) -> list[str]:
-    """Return a line for the merger, the base and each expert of a request.
-
-    Args:
-        request: The request.
-        adapters: Tasks whose experts are adapters.
-    """
+def notes_on_inputs(inputs: InputModels) -> list[str]:
+    """Return a line for the merger, the base, each expert, and weights beside the merged model."""
+    request = inputs.request
     notes = [f"merge: {request.merge}"] if request.merge else []
     notes += [f"base: {request.base}"] if request.base else []
-    return notes + [
-        f"expert {task}: {location}{' (adapter)' * (task in adapters)}"
-        for task, location in request.expert.items()
+    notes += [
+        f"expert {task}: {request.expert[task]}{' (adapter)' * expert.is_adapter}"
+        for task, expert in inputs.experts.items()
     ]
+    return notes + ([] if inputs.merged is None else note_on_weights(inputs.merged.folder))
 
 
-def require_base(request: Request, *, is_needed: bool) -> None:
+def require_base(request: Request) -> None:
     """Refuse a request without a base that its rule or its merger needs."""
-    if request.base is None and (request.merged is None or is_needed):
+    is_needed = request.merged is None or request.settings.made_rule.needs_base
+    if request.base is None and is_needed:
         instead = "" if request.merged is None else ", or give --set anchor_rho=1"
         raise ValueError(
             f"--base is missing: name the model that the experts were tuned from{instead}"

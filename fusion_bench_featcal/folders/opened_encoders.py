@@ -32,7 +32,7 @@ from fusion_bench_featcal.folders.sentence_rows import open_sentences
 from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows
 from fusion_bench_featcal.folders.tokenizers import doubts_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
-from fusion_bench_featcal.models.other_files import copy_other_files, note_on_weights
+from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -59,8 +59,12 @@ def open_encoders(inputs: InputModels) -> Opened:
         CalibrationError: If a model or a row cannot be used.
     """
     request = inputs.request
-    _refuse_unused(request)
-    require_base(request, is_needed=request.settings.made_rule.needs_base)
+    for name, reason in _ELSEWHERE.items():
+        if getattr(request, name) is not None:
+            raise ValueError(f"{reason}: leave it out")
+    for name in (name for name in _OF_TEXTS if name in request.set):
+        raise ValueError(f"--set {name}: sentence-transformers reads the texts: leave it out")
+    require_base(request)
     models = EncoderModels(inputs)
     # The model itself limits the length of texts.
     settings = request.settings.replace(max_length=None).completed
@@ -121,16 +125,13 @@ def _doubts(models: EncoderModels) -> list[str]:
 def _notes(models: EncoderModels) -> list[str]:
     """Return sentences on the models, and on experts that may not belong together."""
     inputs, home, merged = models.inputs, models.home, models.merged
-    adapters = [task for task, model in inputs.experts.items() if model.is_adapter]
-    notes = notes_on_inputs(inputs.request, adapters)
+    notes = notes_on_inputs(inputs)
     if not home.encoder_class:
         way = "as a reranker" if isinstance(merged, st.CrossEncoder) else "by its mean"
         notes.append(f"no modules.json: sentence-transformers reads {home.label} {way}")
     elif inputs.merged not in (None, home):
         location = inputs.request.merged
         notes.append(f"{location} has no modules.json: modules are those of {home.label}")
-    if inputs.merged is not None:
-        notes += note_on_weights(inputs.merged.folder)
     for task, expert in models.experts.items():
         if differing := [n for n in _READING if _reading(expert, n) != _reading(merged, n)]:
             notes.append(f"expert {task} has other {', '.join(differing)} than the merged model")
@@ -182,15 +183,6 @@ def _tests(task: str, request: Request, models: EncoderModels, part: Part) -> En
         embedder = models.merged if models.base is None else models.base
         return name_tests(rows, label, embedder, prompt)
     return encoder_tests(models.merged, rows, label)
-
-
-def _refuse_unused(request: Request) -> None:
-    """Refuse options and settings that models of sentence-transformers do not read."""
-    for name, reason in _ELSEWHERE.items():
-        if getattr(request, name) is not None:
-            raise ValueError(f"{reason}: leave it out")
-    for name in (name for name in _OF_TEXTS if name in request.set):
-        raise ValueError(f"--set {name}: sentence-transformers reads the texts: leave it out")
 
 
 def _reading(model: Any, name: str) -> Any:

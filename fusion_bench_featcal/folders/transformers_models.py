@@ -30,7 +30,7 @@ from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.shared_processor import SharedProcessor
 from fusion_bench_featcal.models.configs import compare_configs
 from fusion_bench_featcal.models.merging import MergedOnRead
-from fusion_bench_featcal.models.other_files import note_on_weights, refuse_links
+from fusion_bench_featcal.models.other_files import refuse_links
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.models import tail_of
@@ -60,7 +60,7 @@ class TransformersModels:
         self._inputs, self._request = inputs, inputs.request
         self.merged, self.base, self.experts = inputs.merged, inputs.base, inputs.experts
         rule = self._request.settings.made_rule
-        require_base(self._request, is_needed=rule.needs_base)
+        require_base(self._request)
         if self.base is not None:
             refuse_adapter(self.base)
         for model in inputs.by_name.values():
@@ -275,10 +275,7 @@ class TransformersModels:
     @property
     def notes(self) -> list[str]:
         """Sentences on the models, and on experts that may not belong together."""
-        adapters = [task for task, expert in self.experts.items() if expert.is_adapter]
-        notes = notes_on_inputs(self._request, adapters)
-        notes += [] if self.merged is None else note_on_weights(self.merged.folder)
-        notes += filter(None, [self.processor.note])
+        notes = [*notes_on_inputs(self._inputs), *filter(None, [self.processor.note])]
         if self._opened_base is None:
             return notes
         named = {f"expert {task}": expert for task, expert in self._opened_experts.items()}

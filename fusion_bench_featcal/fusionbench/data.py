@@ -69,8 +69,11 @@ def calibration_batches(
     split = settings.calibration_split
     check_tasks_have_data(task_names, getattr(modelpool, f"{split}_dataset_names"), split)
     kind, size = text_kind(modelpool), batch_size_of(settings.batch_size, device)
-    if kind is not None:
-        _check_text_settings(modelpool, settings)
+    name = type(modelpool).__name__
+    if kind == "classification" and settings.calibration_targets == "generated":
+        raise CalibrationError(f"{name} generates no text: set method.calibration_targets=labels")
+    if kind is not None and settings.calibration_corruption is not None:
+        raise CalibrationError(f"{name} has texts: set method.calibration_corruption=null")
     batches = {}
     for task in task_names:
         rows = _open(modelpool, task, split, settings)
@@ -82,15 +85,6 @@ def calibration_batches(
             load_expert = partial(load_pool_model, modelpool, task)
             batches[task] = TextBatches(rows, indices, settings, encoder, load_expert, device)
     return batches
-
-
-def _check_text_settings(modelpool: Any, settings: FeatCalSettings) -> None:
-    """Refuse settings that a pool of text models cannot follow."""
-    name = type(modelpool).__name__
-    if text_kind(modelpool) == "classification" and settings.calibration_targets == "generated":
-        raise CalibrationError(f"{name} generates no text: set method.calibration_targets=labels")
-    if settings.calibration_corruption is not None:
-        raise CalibrationError(f"{name} has texts: set method.calibration_corruption=null")
 
 
 def with_own_data(modelpool: Any, settings: FeatCalSettings) -> Any:

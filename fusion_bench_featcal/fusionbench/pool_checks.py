@@ -11,7 +11,6 @@ from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.fusionbench.pool_models import (
     BASE_MODEL,
     MERGED_MODEL,
-    PoolModel,
     PoolModels,
     import_target,
     load_pool_model,
@@ -42,8 +41,15 @@ def check_pool_models(models: PoolModels, fabric: Any) -> None:
             f"modelpool.models has no expert (it has {', '.join(models) or 'no model'}): name the "
             "task's model as +modelpool.models.TASK"
         )
-    for model in models.values():
-        _check_entry(model)
+    for name, model in models.items():
+        entry, setting = plain_config(model.entry), f"modelpool.models.{name}"
+        if entry is None or entry == "" or isinstance(entry, bool | int | float | list):
+            raise CalibrationError(
+                f"{setting} is {entry!r}, which is no model: give a folder or hub id, or a mapping "
+                "with _target_"
+            )
+        if isinstance(entry, Mapping) and isinstance(entry.get("_target_"), str):
+            import_target(setting, entry["_target_"])
 
 
 def open_pool_models(models: PoolModels) -> None:
@@ -74,18 +80,6 @@ def _check_precision(fabric: Any) -> None:
         "they are loaded in. Set fabric.precision=32-true, bf16-mixed or 16-mixed, or the models' "
         "dtype: torch_dtype of every entry of modelpool.models"
     )
-
-
-def _check_entry(model: PoolModel) -> None:
-    """Refuse an entry that is not a model."""
-    entry, setting = plain_config(model.entry), f"modelpool.models.{model.name}"
-    if entry is None or entry == "" or isinstance(entry, bool | int | float | list):
-        raise CalibrationError(
-            f"{setting} is {entry!r}, which is no model: give a folder or hub id, or a mapping "
-            "with _target_"
-        )
-    if isinstance(entry, Mapping) and isinstance(entry.get("_target_"), str):
-        import_target(setting, entry["_target_"])
 
 
 def check_experts(models: PoolModels, family: Any = None) -> list[str]:

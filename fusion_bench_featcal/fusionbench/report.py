@@ -208,12 +208,6 @@ class Report:
         if folder is not None:
             write_run(folder, run)
 
-    def raise_failures(self) -> None:
-        """Raise a CalibrationError with the rows that failed, if there are any."""
-        if self._failed:
-            rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
-            raise CalibrationError(f"failed: {rows}. The other rows are finished")
-
 
 def config_of(pool: Any) -> Any:
     """Return a pool's config, without the keys of this package."""

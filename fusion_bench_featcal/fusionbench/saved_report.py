@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.fusionbench.evaluation import PoolEvaluation
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
@@ -104,5 +105,7 @@ class SavedReport(Report):
             show_run(self.run)
             unsaved = [row.name for row in self.run.rows if row.is_repair and row.name != self.row]
             print(*closing_lines(self.row, saved, self._folder, unsaved), sep="\n")
-        self.raise_failures()
+        if self._failed:
+            rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
+            raise CalibrationError(f"failed: {rows}. The other rows are finished")
         return self.model

@@ -187,7 +187,10 @@ def card_text(
         tags: Tags of the merged model's card, which this one has, too.
     """
     head: dict[str, Any] = {**library, "tags": list(dict.fromkeys([*tags, "merge", "featcal"]))}
-    if hub_ids := _hub_ids([base, *experts.values()]):
+    notes = [] if report is None else report.notes
+    named = (location for location in (base, *experts.values()) if location)
+    ids = (at.partition("@")[0] for at in named if can_be_hub_id(at) and not Path(at).exists())
+    if hub_ids := [*dict.fromkeys(ids)]:
         head = {"base_model": hub_ids, **head}
     sections = {
         "Models": _listed({"base": base, **experts}),
@@ -196,7 +199,7 @@ def card_text(
         "Samples": _listed(facts.samples) if facts.samples else "",
         "Calibration": _figures(report, facts.row),
         "Accuracy": _accuracies(report),
-        "Verdict": _verdict(report),
+        "Verdict": page([n.text for n in notes if n.kind == VERDICT]).strip(),
         "How it was made": f"{_command()}\n\n{_listed(versions() | commits())}",
     }
     texts = [f"## {title}\n\n{text}" for title, text in sections.items() if text]
@@ -211,13 +214,6 @@ def card_tags(folder: Path) -> list[str]:
     content = read_local(str(folder), CARD)
     named = content.get("tags") if isinstance(content, Mapping) else None
     return [tag for tag in named if isinstance(tag, str)] if isinstance(named, list) else tags
-
-
-def _hub_ids(locations: Iterable[str | None]) -> list[str]:
-    """Return the ids of models on the hub, without revisions, each once."""
-    named = (location for location in locations if location and can_be_hub_id(location))
-    ids = (location.partition("@")[0] for location in named if not Path(location).exists())
-    return list(dict.fromkeys(ids))
 
 
 def _about(facts: CardFacts) -> str:
@@ -265,12 +261,6 @@ def _accuracies(report: Run | None) -> str:
         return ""
     tables = tables_of(frame_of(join({Path(): report})))
     return page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip()
-
-
-def _verdict(report: Run | None) -> str:
-    """Return the gains by task, with their losses, and the verdict of `featcal calibrate`."""
-    notes = [] if report is None else report.notes
-    return page([note.text for note in notes if note.kind == VERDICT]).strip()
 
 
 def _command() -> str:

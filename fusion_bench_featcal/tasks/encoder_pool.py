@@ -137,7 +137,10 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
         super().__init__()
         self._test_datasets, self._base_model = test_datasets, base_model
         self._processor, self._pooling, self.batch_size = processor, pooling, batch_size
-        self.heads = _parsed(heads or {})
+        self.heads = dict[str, Head]()
+        for task, keys in plain_config(heads or {}).items():
+            check_values(Head, keys, f"taskpool.heads.{task}.")
+            self.heads[task] = Head(**keys)
         self._vectors: dict[str, Tensor] = {}
         self._label = f"taskpool.base_model={base_model}"
 
@@ -233,14 +236,6 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
         tests = class_tests(items.batches, self.batch_size, items.labels, logits, items.order)
         with self.fabric.autocast():
             return tests.score(model)
-
-
-def _parsed(heads: Any) -> dict[str, Head]:
-    """Return the heads of tasks that have keys for them."""
-    keys_of = plain_config(heads)
-    for task, keys in keys_of.items():
-        check_values(Head, keys, f"taskpool.heads.{task}.")
-    return {task: Head(**keys) for task, keys in keys_of.items()}
 
 
 def _open_texts(source: Any, name: str, head: Head, tokenized: Any, size: int) -> EncoderTask:

@@ -71,7 +71,7 @@ def test_an_evaluator_that_fails_costs_no_repair(
     def calibrate(*_: Any, **__: Any) -> None:
         raise AssertionError("the repair has begun")
 
-    monkeypatch.setattr("fusion_bench_featcal.sentence_transformers.calibrate", calibrate)
+    monkeypatch.setattr("fusion_bench_featcal.sentence_transformers.calibrate_inputs", calibrate)
     evaluator = {"one": Broken(), "of a task": {"code": Broken()}, "a list": [Broken()]}[form]
     message = r"^evaluator(\['code'\])? fails: (KeyError: .no such|TypeError: 'list' object is not)"
     with pytest.raises(CalibrationError, match=message):
