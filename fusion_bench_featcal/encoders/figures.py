@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from fusion_bench_featcal.modules.models import Modes
@@ -18,18 +19,12 @@ def primary_figure(evaluator: Any, model: Any) -> tuple[str, float]:
     return name.removeprefix(own), float(figures[name])
 
 
-class _NoCard:
-    """A model card that takes no figures."""
-
-    def set_evaluation_metrics(self, *_: Any, **__: Any) -> None:
-        """Leave the card as it is."""
-
-
 @contextmanager
 def unchanged(model: Any) -> Iterator[Any]:
     """Yield a shallow copy of a model, whose evaluation leaves no trace in the model."""
     modes, twin = Modes.of(model), copy.copy(model)
-    twin.model_card_data = _NoCard()
+    # A card that takes no figures.
+    twin.model_card_data = SimpleNamespace(set_evaluation_metrics=lambda *_, **__: None)
     try:
         yield twin
     finally:

@@ -5,7 +5,10 @@ does not fit, and a CalibrationError if a calibration cannot go on.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusion_bench_featcal.folders.request import Request
 
 __all__ = ["calibrate_folder"]
 
@@ -32,7 +35,7 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
     return run(Request.of({"merged": merged, **options}, "calibrate_folder"))
 
 
-def run(request: Any) -> Path:
+def run(request: "Request") -> Path:
     """Calibrate the models of a request (`Request`), and return the folder of the result.
 
     Models are looked up on the hub before torch and transformers are imported, which takes seconds.

@@ -168,7 +168,7 @@ def _number(value: Any, name: str) -> float | None:
     return number
 
 
-def _is_negative(value: Any, is_weight: bool = False) -> bool:
+def _is_negative(value: object, is_weight: bool = False) -> bool:
     """Return whether a weight or lambda anywhere in a config is below 0."""
     if isinstance(value, Mapping):
         inner = ((v, is_weight or key in ("weight", "lambda")) for key, v in value.items())

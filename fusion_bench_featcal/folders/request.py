@@ -122,7 +122,10 @@ class Request:
         chosen = _checked(values, f"{source}: ")
         if file := chosen.pop("config", None):
             path = Path(file).expanduser()
-            recipe = _checked(_recipe(path), f"{file}: ")
+            content = read_yaml(path)
+            if not isinstance(content, Mapping) or "config" in content:
+                raise ValueError(f"--config {path} is no recipe: it needs lines of `option: value`")
+            recipe = _checked(content, f"{file}: ")
             recipe = options.with_full_paths(recipe, cls, path.parent)
             chosen = recipe | {
                 name: recipe.get(name, {}) | value if isinstance(value, dict) else value
@@ -294,13 +297,6 @@ def labelled(option: str, location: str) -> str:
     """Return an option with its value, for messages."""
     sign = "=" if " " in option else " "
     return f"{'the merged model' if option == 'MERGED' else option}{sign}{location}"
-
-
-def _recipe(file: Path) -> dict[str, Any]:
-    content = read_yaml(file)
-    if not isinstance(content, Mapping) or "config" in content:
-        raise ValueError(f"--config {file} is no recipe: it needs lines of `option: value`")
-    return dict(content)
 
 
 def _checked(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

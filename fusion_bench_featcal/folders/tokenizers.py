@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, zip_longest
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from fusion_bench_featcal.data.templates import shortest_chat
 from fusion_bench_featcal.data.text_formats import Text
@@ -13,9 +14,9 @@ _PROBED = 64
 
 
 def doubts_on_tokens(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     option: str,
-    experts: Mapping[str, Any],
+    experts: Mapping[str, PreTrainedTokenizerBase],
     samples: Mapping[str, Iterable[Text]] | None = None,
 ) -> list[str]:
     """Describe experts whose tokenizers split a text into other tokens of the same numbers.
@@ -51,7 +52,9 @@ def doubts_on_tokens(
     return doubts
 
 
-def doubts_on_chats(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> list[str]:
+def doubts_on_chats(
+    tokenizer: PreTrainedTokenizerBase, option: str, experts: Mapping[str, PreTrainedTokenizerBase]
+) -> list[str]:
     """Describe experts with another chat template. Arguments are those of `doubts_on_tokens`."""
     here = shortest_chat(tokenizer)
     rendered = {label: shortest_chat(other) for label, other in experts.items()}
@@ -63,7 +66,7 @@ def doubts_on_chats(tokenizer: Any, option: str, experts: Mapping[str, Any]) -> 
     ]
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Yield the texts in a row's value, such as those of a chat's turns."""
     if isinstance(value, str):
         yield value
@@ -72,8 +75,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def _tokens(tokenizer: Any, text: str) -> list[str]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
     """Return the tokens of a text without an end token, which not every training adds."""
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     end = tokenizer.eos_token_id
-    return tokenizer.convert_ids_to_tokens(ids[:-1] if ids[-1:] == [end] else ids)
+    return [*tokenizer.convert_ids_to_tokens(ids[:-1] if ids[-1:] == [end] else ids)]

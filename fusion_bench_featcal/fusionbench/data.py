@@ -6,6 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
@@ -33,7 +34,7 @@ _warn_once = cache(warn_of_few_samples)  # a run opens its datasets several time
 
 
 def calibration_batches(
-    modelpool: Any,
+    modelpool: BaseModelPool,
     task_names: Sequence[str],
     settings: FeatCalSettings,
     processor: Any,
@@ -87,7 +88,7 @@ def calibration_batches(
     return batches
 
 
-def with_own_data(modelpool: Any, settings: FeatCalSettings) -> Any:
+def with_own_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> Any:
     """Return a copy of the pool with `calibration_data` in its datasets of `calibration_split`.
 
     Raises:
@@ -128,7 +129,7 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
 
 
 def samples_used(
-    modelpool: Any, tasks: Iterable[str], most: int, split: str
+    modelpool: BaseModelPool, tasks: Iterable[str], most: int, split: str
 ) -> dict[str, dict[str, Any]]:
     """Return the number of samples, at most `most`, that are drawn from each task's data.
 
@@ -140,7 +141,9 @@ def samples_used(
     return {task: {"samples": min(most, size), "split": split} for task, size in sizes.items()}
 
 
-def _open(modelpool: Any, task: str, split: str, settings: FeatCalSettings | None = None) -> Any:
+def _open(
+    modelpool: BaseModelPool, task: str, split: str, settings: FeatCalSettings | None = None
+) -> Any:
     """Open a task's dataset without reading its items, nor labels of images."""
     setting, is_text = _setting(task, split, settings), text_kind(modelpool) is not None
     name = f"task {task!r}, {setting}"

@@ -60,13 +60,16 @@ def plan_run(overrides: Sequence[str]) -> Plan:
         if inputs is not None and not downloads:
             with _silence():
                 program.method.open(inputs)
-        rows, strengths = _rows(program.method, config.method)
+        made = getattr(program.method, "rows", {})  # FusionBench's methods have none
+        once = {method_name(config.method): 1}
+        rows: dict[str, int] = getattr(program.method, "planned_rows", once)
     # As the run counts: an adapter's bytes, without those of its base.
     experts = [[*keys][-1] for name, keys in models.items() if keys and not name.startswith("_")]
     of_experts = [sizes[key] for key in experts]
     read = None if None in of_experts else sum(size or 0 for size in of_experts)
     read = read_within(read, method.get("expert_read_budget"))
     rows = {row: jobs * times for row, times in rows.items()}
+    strengths = {name: r.strengths for name, r in made.items() if hasattr(r, "strengths")}
     first = next(iter(sizes.values()), None)
     folders = (method.get("checkpoint_dir"), config.merged_model_save_path)
     writes = {str(folder): first for folder in folders if folder}
@@ -112,14 +115,6 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _rows(method: Any, config: Any) -> tuple[dict[str, int], dict[str, Mapping[str, float]]]:
-    """Return the rows that a method makes -> how many times, and FeatCal's rows -> strengths."""
-    if not hasattr(method, "planned_rows"):  # FusionBench's
-        return {method_name(config): 1}, {}
-    rows = getattr(method, "rows", {})
-    return method.planned_rows, {n: r.strengths for n, r in rows.items() if hasattr(r, "strengths")}
 
 
 def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lightning import Fabric
+
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.likeness import notes_on_experts
@@ -19,7 +21,7 @@ from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.models.configs import compare_configs
 
 
-def check_pool_models(models: PoolModels, fabric: Any) -> None:
+def check_pool_models(models: PoolModels, fabric: Fabric) -> None:
     """Check the entries of a pool's models. No file is opened.
 
     Args:
@@ -70,7 +72,7 @@ def open_pool_models(models: PoolModels) -> None:
     compare_configs({n: getattr(m.module, "config", m.config) for n, m in opened.items()})
 
 
-def _check_precision(fabric: Any) -> None:
+def _check_precision(fabric: Fabric) -> None:
     """Refuse a precision that would convert models. A pool loads them in their stored dtypes."""
     precision = str(fabric.strategy.precision.precision)
     if precision == "32-true" or precision.endswith("-mixed"):

@@ -34,7 +34,7 @@ GENERATORS: tuple[TextKind, ...] = ("seq2seq", "causal")
 """Kinds of text models that generate text."""
 
 
-def text_kind(modelpool: Any) -> TextKind | None:
+def text_kind(modelpool: object) -> TextKind | None:
     """Return the kind of a pool's text models, from its class or a parent, or None."""
     names = [parent.__name__ for parent in type(modelpool).__mro__]
     return next((_KINDS[name] for name in names if name in _KINDS), None)

@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import file_digest
 from hashlib import new as new_hash
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled
@@ -167,7 +167,7 @@ def commits() -> dict[str, str]:
     return models | _DATA_SETS
 
 
-def note_data_set(rows: Any) -> None:
+def note_data_set(rows: object) -> None:
     """Record the commit of a hub dataset, which is part of the paths of its files."""
     for file in getattr(getattr(rows, "_rows", rows), "cache_files", None) or ():
         path = Path(file["filename"]).as_posix()

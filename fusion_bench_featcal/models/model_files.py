@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Container, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
@@ -295,13 +295,9 @@ class ModelFiles:
         """
         if not self.is_adapter:
             return self.weights
-        if base is None or base.weights is None or not (self.folder / WEIGHTS).is_file():
-            return None
-        return (
-            self._adapted(base.weights, base, part)
-            if self._fits(base.weights, base.whole)
-            else None
-        )
+        has_file = (self.folder / WEIGHTS).is_file()
+        weights = base._fitting(base.whole) if base is not None and has_file else None
+        return None if base is None or weights is None else self._adapted(weights, base, part)
 
     def source(
         self, base: "ModelFiles | None" = None, structure: nn.Module | None = None
@@ -317,12 +313,9 @@ class ModelFiles:
             if base is None:
                 raise self._error("it is an adapter, whose base is not named")
             return self._adapted(base.weights_of_whole, base)
-        if self.weights is not None:
-            if structure is not None and self._fits(self.weights, structure):
-                return self.weights
-            if self._fits(self.weights, self.empty):
-                return self.weights
-        return InMemoryExpert(self.load())  # transformers uses other tensor names than the files
+        weights = None if structure is None else self._fitting(structure)
+        # transformers may use other tensor names than the files
+        return weights or self._fitting(self.empty) or InMemoryExpert(self.load())
 
     def _adapted(self, weights: ExpertSource, base: "ModelFiles", part: str = "") -> AdapterExpert:
         structure = getattr(base.whole, part, base.whole)
@@ -335,17 +328,15 @@ class ModelFiles:
 
         Models whose tensors transformers joins on loading, such as mixtures, are in memory.
         """
-        if self.weights is not None and self._fits(self.weights, self.whole):
-            return self.weights
-        return InMemoryExpert(self.load(self.architecture))
+        return self._fitting(self.whole) or InMemoryExpert(self.load(self.architecture))
 
-    def _fits(self, stored: ExpertSource, structure: nn.Module) -> bool:
-        """Return whether files have names and shapes of all tensors of a structure."""
-        try:
-            pair_names(self.label, stored, structure)
-        except CalibrationError:
-            return False
-        return True
+    def _fitting(self, structure: nn.Module) -> ExpertSource | None:
+        """Return its files if they have names and shapes of all tensors of a structure."""
+        with suppress(CalibrationError):
+            if self.weights is not None:
+                pair_names(self.label, self.weights, structure)
+                return self.weights
+        return None
 
 
 def load_lora_model(base_model_path: str, peft_model_path: str) -> nn.Module:

@@ -97,7 +97,7 @@ def load_tokenizers(
     return tokenizers
 
 
-def check_processors(processor: Any, option: str, experts: Mapping[str, Path]) -> None:
+def check_processors(processor: object, option: str, experts: Mapping[str, Path]) -> None:
     """Refuse experts whose image processors give other pixels.
 
     Args:
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "not set" if value is None else f"{value!r:.60}"
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from fusion_bench_featcal.experts import ExpertSource, LazyModel
 
 
-def untie(model: Any, stored: ExpertSource) -> None:
+def untie(model: nn.Module, stored: ExpertSource) -> None:
     """Give a model a head of its own if its files have one, as transformers 5 does.
 
     Args:
