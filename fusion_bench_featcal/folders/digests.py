@@ -57,14 +57,16 @@ def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
 def repeats(models: InputModels, digests: Mapping[str, str]) -> list[str]:
     """Describe models, and data, that are given twice, as one folder or as copies."""
     request, texts = models.request, list[str]()
-    groups = {"model": request.model_options, "data": request.data_options}
-    for kind, options in groups.items():
+    groups = {
+        "are the same model": request.model_options,
+        "are the same data": request.data_options,
+    }
+    for text, options in groups.items():
         by_digest = dict[str, list[str]]()
         for option in options:
             shown = "the merged model" if option == "MERGED" else option
             by_digest.setdefault(digests[option], []).append(shown)
-        copies = (" and ".join(names) for names in by_digest.values() if names[1:])
-        texts += [f"{names} are the same {kind}" for names in copies]
+        texts += [f"{' and '.join(names)} {text}" for names in by_digest.values() if names[1:]]
     return texts
 
 

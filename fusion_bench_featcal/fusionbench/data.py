@@ -34,7 +34,7 @@ _warn_once = cache(warn_of_few_samples)  # a run opens its datasets several time
 
 
 def calibration_batches(
-    modelpool: BaseModelPool,
+    modelpool: Any,
     task_names: Sequence[str],
     settings: FeatCalSettings,
     processor: Any,
