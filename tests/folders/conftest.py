@@ -11,7 +11,6 @@ from typing import Any
 import datasets
 import made_folders as makers
 import pytest
-import transformers
 from made_folders import PAPER, ROWS, words, write_rows
 from reports import error_of, featcal
 from tiny_texts import TASKS, llama_model, sentences, t5_model
@@ -129,12 +128,6 @@ def finished(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], str]:
     """The one line that a command prints on stderr, without a loaded model or a new file."""
 
-    load = transformers.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
-
-    def loaded(kind: Any, *arguments: Any, **options: Any) -> Any:
-        assert options["device_map"] == "meta", "a model was loaded"
-        return load(kind, *arguments, **options)
-
     def refused(arguments: list[str]) -> str:
         folder = Path(arguments[arguments.index("--out") + 1]).parent
         before = sorted(folder.iterdir())
@@ -142,5 +135,5 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], str]:
         assert sorted(folder.iterdir()) == before and "a model was loaded" not in message
         return message
 
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(loaded))
+    makers.forbid_loading(monkeypatch)
     return refused

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_images import SHAPES, write_class_folders, write_clip
 from tiny_models import add_up, scatter
@@ -15,11 +16,12 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     CLIPModel,
+    PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
 )
 
-from fusion_bench_featcal.suites.image import load_processor
+from fusion_bench_featcal.suites import image
 
 CHAT = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}"
 ROWS = 30
@@ -50,6 +52,17 @@ def words(
         for name, location in zip(names, locations, strict=False):
             arguments += [option, f"{name}={folder / location}"]
     return [*arguments, *more]
+
+
+def forbid_loading(patch: pytest.MonkeyPatch) -> None:
+    """Let a test fail that loads a model elsewhere than on the meta device."""
+    load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    def loaded(kind: Any, *arguments: Any, **options: Any) -> Any:
+        assert options["device_map"] == "meta", "a model was loaded"
+        return load(kind, *arguments, **options)
+
+    patch.setattr(PreTrainedModel, "from_pretrained", classmethod(loaded))
 
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -137,7 +150,7 @@ def image_classifier_folders(
     for number, task in enumerate(TASKS):
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)
     base = scatter(kind(config(**(values | more), **classes(*SHAPES))), 0, 0.1)
-    return write_models(folder, base, load_processor())
+    return write_models(folder, base, image.load_processor())
 
 
 def clip_folders(folder: Path) -> Models:
@@ -149,4 +162,4 @@ def clip_folders(folder: Path) -> Models:
         expert.vision_model = scatter(expert.vision_model, 30 + number, 0.03)
         experts[task] = expert
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)
-    return write_models(folder, base, load_processor(), experts)
+    return write_models(folder, base, image.load_processor(), experts)

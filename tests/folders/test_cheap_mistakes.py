@@ -1,5 +1,6 @@
 """A misspelt name is refused before torch and transformers are imported, which takes seconds."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,16 +9,18 @@ import pytest
 from made_folders import write_rows
 
 from fusion_bench_featcal.files import can_be_hub_id
-from fusion_bench_featcal.models.hub import hub_error
 
 CODE = """
-import sys
+import contextlib, io, json, sys
 from fusion_bench_featcal.cli import main
-try:
-    code = main(sys.argv[1:])
-except SystemExit as error:
-    code = error.code
-print(code, *{"torch", "transformers", "datasets", "sentence_transformers"} & set(sys.modules))
+for words in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as screen:
+        try:
+            code = main(words)
+        except SystemExit as error:
+            code = error.code
+    slow = {"torch", "transformers", "datasets", "sentence_transformers"} & set(sys.modules)
+    print(json.dumps([code, screen.getvalue(), *slow]))
 """
 MISTAKES = {
     "--bse x": "no option --bse (nearest: '--base')",
@@ -35,27 +38,22 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_costs_no_import(tmp_path: Path, mistake):
+def test_mistakes_cost_no_import(tmp_path: Path):
     for name in ("merged", "base", "one", "two"):
         (tmp_path / name).mkdir()
     for task in ("one", "two"):
         write_rows(tmp_path / f"{task}.jsonl", [{"text": "a"}])
     usual = "calibrate merged --base base --expert one=one --expert two=two --out out"
     usual += " --data one=one.jsonl"
-    if not mistake.startswith("--data two="):  # a name given twice is another mistake
-        usual += " --data two=two.jsonl"
-    command = [sys.executable, "-c", CODE, *usual.split(), *mistake.split()]
-    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=True)
-    assert MISTAKES[mistake] in done.stderr and "download resumes" not in done.stderr
-    assert done.stdout.split() == ["2"], done.stderr
-
-
-@pytest.mark.parametrize("is_lookup", [False, True])
-def test_only_a_download_resumes(is_lookup):
-    error = hub_error(TimeoutError(), "--base org/model", is_lookup=is_lookup)
-    assert str(error).endswith("run the command again") == is_lookup
-    assert str(error).endswith("The download resumes") != is_lookup
+    two = " --data two=two.jsonl "  # a name given twice is another mistake
+    lines = [usual + (" " if m.startswith("--data two=") else two) + m for m in MISTAKES]
+    words, command = json.dumps([line.split() for line in lines]), [sys.executable, "-c", CODE]
+    done = subprocess.run(command, cwd=tmp_path, input=words, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    for message, result in zip(MISTAKES.values(), done.stdout.splitlines(), strict=True):
+        code, screen, *slow = json.loads(result)
+        assert message in screen and "download resumes" not in screen
+        assert (code, slow) == (2, []), screen
 
 
 @pytest.mark.parametrize(

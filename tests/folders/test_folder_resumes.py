@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import scoring
-from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders import calibrated_transformers
 from fusion_bench_featcal.models import saving
+from fusion_bench_featcal.run import CheckpointFolder
 
 FAST = ("--preset", "paper", "--no-eval", "--set", "modules=[q_proj]")
 
@@ -62,13 +62,19 @@ def test_nothing_is_left_of_a_killed_run_after_the_next_one(folder: Path, monkey
         shutil.rmtree(out)
 
 
-def test_a_second_command_with_the_same_folder_is_refused(folder: Path):
-    with locked_target(folder / "out", "--out"):
-        message = error_of(*words(folder, *FAST))
-    assert message == (
+def test_a_second_command_with_the_same_folder_is_refused(folder: Path, monkeypatch):
+    command, write, lines = words(folder, *FAST), CheckpointFolder.write, set[str]()
+
+    def write_and_start(*arguments: Any) -> Any:
+        lines.add(error_of(*command))
+        return write(*arguments)
+
+    monkeypatch.setattr(CheckpointFolder, "write", write_and_start)
+    assert featcal(*command).code == 0
+    assert lines == {
         f"--out {folder}/out is in use by another process. Wait until it ends, or name another "
         "folder"
-    )
+    }
 
 
 def change(file: Path) -> None:
@@ -97,7 +103,8 @@ def test_a_finished_run_with_changed_inputs_is_not_taken_for_this_one(option, fo
 def test_files_that_are_no_inputs_do_not_count(folder: Path):
     command = [*words(folder, *FAST, "--tokenizer", str(folder / "merged")), "--resume"]
     assert main(command) == 0
-    for name in ("merged/train_log.txt", "one/.DS_Store", "two/other.safetensors"):
+    others = ("merged/train_log.txt", "one/.DS_Store", "two/other.safetensors")
+    for name in (*others, "merged/LICENSE", "merged/NOTICE", "one/LICENSE.txt"):
         (folder / name).write_text("no input")
     assert "this command saved it before" in featcal(*command).out
     for name in ("one/vocab.txt", "two/2_Dense/config.json"):

@@ -14,11 +14,21 @@ import datasets
 import pytest
 import torch
 import yaml
-from made_folders import CHAT, HELD_OUT, PAPER, ROWS, classifier_folders, words, write_rows
+from made_folders import (
+    CHAT,
+    HELD_OUT,
+    PAPER,
+    ROWS,
+    classifier_folders,
+    forbid_loading,
+    words,
+    write_rows,
+)
 from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
 from tiny_models import scatter
 from tiny_texts import TASKS, llama_model, sentences, word_tokenizer
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,14 +39,8 @@ from transformers.utils import logging as hf_logging
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.data.draws import sample_order
-from fusion_bench_featcal.data.text_formats import read_row
-from fusion_bench_featcal.data.text_samples import TextEncoder, pad_samples
-from fusion_bench_featcal.errors.plurals import bytes_text
+from fusion_bench_featcal.data import sample_order
 from fusion_bench_featcal.folders import calibrate_folder, options, screen, transformers_models
-from fusion_bench_featcal.folders.digests import digests_of, repeats
-from fusion_bench_featcal.folders.input_models import InputModels
-from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results import read_run
 
@@ -60,16 +64,26 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 # --- one run of a language model, and its repetitions ---
 
 
+def batches_by_hand(task: str) -> list[dict[str, torch.Tensor]]:
+    """Rows that are not held out: prompt, target and end token, of which targets are labels."""
+    tokenizer, samples = word_tokenizer(), list[dict[str, torch.Tensor]]()
+    for index in sample_order(ROWS, task, 42)[: ROWS - HELD_OUT]:
+        row = sentences(task, ROWS)[index]
+        prompt, target = (tokenizer(row[name])["input_ids"] for name in ("prompt", "target"))
+        ids, labels = [*prompt, *target, 1], [*[-100] * len(prompt), *target, 1]
+        columns = {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
+        samples.append({name: torch.tensor(value) for name, value in columns.items()})
+    return [
+        {name: pad_sequence([sample[name] for sample in samples[n : n + 4]], batch_first=True,
+                            padding_value=-100 if name == "labels" else 0) for name in samples[0]}
+        for n in range(0, len(samples), 4)
+    ]  # fmt: skip
+
+
 def test_a_language_model_as_calibrated_in_python_without_held_out_rows(finished):
     run = finished("llama")
     settings = FeatCalSettings(samples_per_task=ROWS, batch_size=4, max_length=1024)
-    encoder = TextEncoder(word_tokenizer(padding_side="right"), "causal", 1024)
-    batches = {}
-    for task in TASKS:
-        order = sample_order(ROWS, task, 42)[: ROWS - HELD_OUT]
-        texts = [read_row(sentences(task, ROWS)[index], "") for index in order]
-        samples = [encoder.sample(text) for text in texts]
-        batches[task] = [pad_samples(samples[n : n + 4], encoder) for n in range(0, len(order), 4)]
+    batches = {task: batches_by_hand(task) for task in TASKS}
     experts = {task: run.models[task] for task in TASKS}
     merged, base = run.models["merged"], run.models["base"]
     expected = calibrate(merged, base, experts, batches, settings).model
@@ -136,13 +150,8 @@ def test_libraries_are_as_noisy_after_a_run_as_before(is_noisy):
 def test_paths_of_a_recipe_start_at_its_folder(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(folder)
-    models = {
-        "one": "one",
-        "two": "./two",
-        "three": "../absent",
-        "four": "org/model",
-        "x": "x.jsonl",
-    }
+    models = {"one": "one", "two": "./two", "three": "../absent", "four": "org/model"}
+    models["x"] = "x.jsonl"
     lines = {"merged": "merged", "expert": models, "data": {"one": "one.jsonl", "two": "one:fit"}}
     recipe = options.with_full_paths(lines, Request, Path("link"))
     full = {name: str(folder / name) for name in ("one", "two")}
@@ -163,7 +172,7 @@ def test_models_that_do_not_fit_are_merged_and_evaluated_from_files(finished, fo
     whole = finished("llama")  # merged before, not during the run
     with monkeypatch.context() as patch:
         patch.setattr(transformers_models, "free_bytes", lambda device: 0)
-        patch.setattr(ModelFolder, "load", None)  # no model is in memory
+        forbid_loading(patch)
         patch.setattr("fusion_bench_featcal.models.saving.LARGEST_FILE", 2000)
         more = ("--merge", "task_arithmetic:0.4", "--set", f"samples_per_task={ROWS}")
         assert main(words(folder, *PAPER, *more, merged=None)) == 0
@@ -205,7 +214,7 @@ def test_lora_adapters_are_experts(finished):
         adapter = load_file(run.folder / f"{task}-lora" / "adapter_model.safetensors")
         assert read == sum(tensor.nbytes for tensor in adapter.values())
     assert reads["upstream"]["experts"] == sum(reads["experts"].values())
-    assert f"plan: {bytes_text(reads['upstream']['experts'])} read from experts" in run.screen
+    assert f"plan: {round(reads['upstream']['experts'] / 1024)} KiB read from experts" in run.screen
     names = changed(AutoModelForCausalLM.from_pretrained(run.out), run.models["base"])
     assert any(name.endswith("q_proj.weight") for name in names)
     assert not any("embed" in name for name in names)
@@ -315,9 +324,8 @@ def test_strict_saves_only_where_no_task_is_worse(copied, folder, capsys):
     assert main(words(folder, *PAPER, *ridge, *far)) == 1
     screen = capsys.readouterr()
     (line,) = (line for line in screen.out.splitlines() if line.startswith("verdict: "))
-    assert (
-        "; worse: " in line and "Try more samples (--set samples_per_task=N), --preset plus" in line
-    )
+    advice = "Try more samples (--set samples_per_task=N), --preset plus"
+    assert "; worse: " in line and advice in line
     assert "in doubt: experts no better than the merged model on their own rows: one (" in line
     assert "--strict: nothing was saved" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
@@ -355,15 +363,18 @@ def test_strict_refuses_what_it_cannot_trust_before_a_model_is_opened(copied):
     assert not (folder / "out").exists()
 
 
-def test_splits_of_one_folder_are_different_data(tmp_path):
-    splits: Any = {n: datasets.Dataset.from_dict({"text": ["a b", n]}) for n in ("fit", "more")}
-    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
-    names = {"a": f"{tmp_path}/saved:fit", "b": f"{tmp_path}/saved:more", "c": "org/data:train"}
-    again: Any = {"a": f"{tmp_path}/saved/fit", "c": "org/data:train"}
-    inputs = [InputModels(Request(data=names, eval=held)) for held in ({}, again)]
-    none, both = (repeats(one, digests_of(one)) for one in inputs)
-    assert none == []
-    assert both == [f"--data {name} and --eval {name} are the same data" for name in "ac"]
+def test_splits_of_one_folder_are_different_data(folder, monkeypatch):
+    splits = ("fit", "more")
+    tables: Any = {n: datasets.Dataset.from_list(sentences(t, ROWS)) for n, t in zip(splits, TASKS)}  # noqa: B905
+    datasets.DatasetDict(tables).save_to_disk(str(folder / "saved"))
+    plan = words(folder, "--plan", data=[f"saved:{split}" for split in splits])
+    assert "are the same" not in featcal(*plan).out
+    same = "--data one and --eval one are the same data"
+    assert f"  {same}\n" in featcal(*plan, "--eval", f"one={folder}/saved/fit").out
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: tables["fit"])
+    of_hub = [f"--{name}=one=org/data:train" for name in ("data", "eval")]
+    of_hub += ["--data", f"two={folder / 'two.jsonl'}", "--strict"]
+    assert error_of(*words(folder, *of_hub, data=())).startswith(f"--strict: {same}. Correct")
 
 
 def test_what_casts_doubt_stands_in_the_verdict(copied):

@@ -7,20 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from reports import featcal
 
 import fusion_bench_featcal
-from fusion_bench_featcal.data.images import load_images
 from fusion_bench_featcal.errors import words
-from fusion_bench_featcal.errors.words import speaking
 from fusion_bench_featcal.folders import images, options, request, texts
-from fusion_bench_featcal.folders.options import WORDS, flag_of
-from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.fields import settings_of
+from fusion_bench_featcal.tasks import load_images
 
 PACKAGE = fusion_bench_featcal.__name__
 ROOT = Path(fusion_bench_featcal.__file__).parent
-FLAGS = {flag_of(field.name) for field in settings_of(Request)}
+FLAGS = {*re.findall(r"--[a-z][a-z-]*", featcal("calibrate", "--help").out)}
 OTHERS = {*request._ELSEWHERE, *request._OF_POOLS}
 SETTINGS = {*FeatCalSettings.names()} - OTHERS
 # Encoders take any name, `score` as a target.
@@ -58,7 +55,7 @@ def text_of(node: ast.AST) -> str | None:
         return node.value
     if isinstance(node, ast.FormattedValue) and isinstance(call := node.value, ast.Call):
         name, values = ast.unparse(call.func), [text_of(value) or "..." for value in call.args]
-        with speaking(WORDS):
+        with words.speaking(options.WORDS):
             return getattr(words, name)(*values) if name in ("option", "word") else None
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) or "..." for part in node.values)

@@ -17,7 +17,6 @@ from tiny_texts import TASKS
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.models import hub
-from fusion_bench_featcal.models.plan import data_sets_to_fetch
 
 AGAIN = "run the command again"
 MODEL = {
@@ -57,6 +56,7 @@ def test_a_failure_has_a_remedy_and_the_same_command_goes_on(failure, mirror, mo
         fetched("some/model")
     assert str(caught.value).startswith("--base some/model: ")
     assert FAILURES[failure] in str(caught.value)
+    assert str(caught.value).endswith("The download resumes") == (failure == "cut")
     repository.failure = ""
     assert fetched("some/model") == MODEL
 
@@ -72,16 +72,13 @@ def test_bytes_that_are_not_the_hubs_are_removed_and_fetched_again(files, mirror
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_a_request_that_fails_once_is_repeated(status, mirror, monkeypatch, tmp_path):
+def test_a_request_that_fails_once_is_repeated(status, mirror, monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
-    for name in ("some/model", "datasets/some/data"):
-        mirror.add(name, MODEL).hiccup = status
+    mirror.add("some/model", MODEL).hiccup = status
     assert fetched("some/model") == MODEL
     requests = [(request.method, request.path) for request in mirror.requests]
     assert all(requests.count(request) > 1 for request in requests) and waits
-    (data,) = data_sets_to_fetch(["some/data"])
-    assert data.files == len(MODEL)
 
 
 def test_a_folder_here_with_nearly_the_name_is_named(mirror, tmp_path, monkeypatch):

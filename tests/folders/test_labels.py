@@ -1,26 +1,22 @@
 """`featcal calibrate` reads labels of images and texts as the experts' heads number them."""
 
-import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from made_folders import change_json, words, write_rows
+from reports import error_of, featcal
 from tiny_images import channels_first, picture, write_class_folders
 from tiny_texts import word_tokenizer
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.tables import FileRows
-from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data import TextEncoder
 from fusion_bench_featcal.folders.images import open_image_task
-from fusion_bench_featcal.folders.model_folder import class_names
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import Part
-from fusion_bench_featcal.folders.texts import head_labels, open_class_task
+from fusion_bench_featcal.folders.texts import open_class_task
 
 PETS, UNNAMED = ["cat", "dog", "owl"], ["LABEL_0", "LABEL_1", "LABEL_2"]
 STARS = ["1 star", "2 stars", "3 stars"]
@@ -43,9 +39,16 @@ def write(folder: Path, labels: list[Any], names: list[str]) -> str:
     return str(folder / "table.parquet")
 
 
+def request(path: Any, test: Any = None) -> Request:
+    return Request(expert={"a": "x"}, data={"a": f"{path}"}, eval={"a": f"{test or path}"})
+
+
 def opened(path: str, heads: Any) -> Any:
-    request = Request(merged="m", expert={"a": "x"}, data={"a": path}, eval={"a": path}, out="o")
-    return open_image_task("a", request, channels_first, heads)
+    return open_image_task("a", request(path), channels_first, heads)
+
+
+def numbers_of(task: Any) -> list[int]:
+    return torch.cat([batch["labels"] for batch in task.tests.batches(None)]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -65,92 +68,95 @@ def test_of_images(tmp_path, labels, names, heads, expected):
         with pytest.raises(CalibrationError, match=f"--eval a=.*: .*{expected}"):
             opened(path, heads)
         return
-    batches = opened(path, heads).tests.batches(None)
-    assert torch.cat([batch["labels"] for batch in batches]).tolist() == expected
+    assert numbers_of(opened(path, heads)) == expected
 
 
 def test_data_to_evaluate_on_without_rows_are_refused(tmp_path: Path) -> None:
     table = datasets.Dataset.from_parquet(write(tmp_path, [0, 1, 2], []))
     table.select([]).to_parquet(tmp_path / "empty.parquet")  # type: ignore[union-attr]
-    paths: Any = {"data": {"a": f"{tmp_path}/table.parquet"}}
-    request = Request(
-        merged="m", expert={"a": "x"}, **paths, eval={"a": f"{tmp_path}/empty.parquet"}, out="o"
-    )
+    asked = request(tmp_path / "table.parquet", tmp_path / "empty.parquet")
     with pytest.raises(ValueError, match=r"^--eval a=.*empty\.parquet has no rows"):
-        open_image_task("a", request, channels_first, PETS)
+        open_image_task("a", asked, channels_first, PETS)
 
 
-def part_of(rows: Any) -> Part:
-    return Part("--data a=x", TextRows(rows, "--data a=x"), [*range(len(rows))])
-
-
-def texts(*labels: Any) -> FileRows:
-    return FileRows((f"line {n}", {"label": label}) for n, label in enumerate(labels))
+def opened_texts(folder: Path, labels: Any, heads: Any) -> Any:
+    """The task of equal texts with labels: a table with class names, or lines of JSON."""
+    file, encoder = folder / "a.parquet", TextEncoder(word_tokenizer(), "classification")
+    if isinstance(labels, datasets.Dataset):
+        labels.add_column("text", ["a b"] * len(labels)).to_parquet(file)  # type: ignore[call-arg]
+    else:
+        rows = ({"text": "a b", "label": label} for label in labels)
+        file = write_rows(folder / "a.jsonl", rows)
+    return open_class_task("a", request(file), encoder, heads, pads=True)
 
 
 @pytest.mark.parametrize(
-    ("rows", "classes", "numbers"),
+    ("labels", "classes", "numbers"),
     [
         (class_labels([0, 1, 2, 0], ["owl", "cat", "dog"]), PETS, [2, 0, 1, 2]),
         (class_labels([0, 1, 2, 0], ["owl", "cat", "dog"]), UNNAMED, [0, 1, 2, 0]),
-        (texts("owl", "Cat", "DOG"), PETS, [2, 0, 1]),
-        (texts("owl", "cat", "dog"), UNNAMED, [2, 0, 1]),  # in alphabetical order
-        (texts("2", "0"), PETS, [2, 0]),  # of a CSV file
-        (texts(1, 4.0, "5"), ["1", "2", "3", "4", "5"], [0, 3, 4]),  # names that are numbers
-        (texts("us", "US"), ["US", "us"], [1, 0]),
-        (texts(True, False), ["true", "false"], [0, 1]),
-        (texts(True, False), ["no", "yes"], [1, 0]),
-        (texts("3 stars", "1 Star"), STARS, [2, 0]),
+        (("owl", "Cat", "DOG"), PETS, [2, 0, 1]),
+        (("owl", "cat", "dog"), UNNAMED, [2, 0, 1]),  # in alphabetical order
+        (("2", "0"), PETS, [2, 0]),  # of a CSV file
+        ((1, 4.0, "5"), ["1", "2", "3", "4", "5"], [0, 3, 4]),  # names that are numbers
+        (("us", "US"), ["US", "us"], [1, 0]),
+        ((True, False), ["true", "false"], [0, 1]),
+        ((True, False), ["no", "yes"], [1, 0]),
+        (("3 stars", "1 Star"), STARS, [2, 0]),
     ],
 )
-def test_of_texts(rows: Any, classes: Any, numbers: list[int]):
-    assert head_labels(part_of(rows), classes)[0] == numbers
+def test_of_texts(labels: Any, classes: Any, numbers: list[int], tmp_path: Path):
+    assert numbers_of(opened_texts(tmp_path, labels, classes)) == numbers
 
 
 @pytest.mark.parametrize("label", [1, "0", 3.0])
-def test_numbers_are_not_read_out_of_names(label: Any):
-    rows = texts("1 star", label)
+def test_numbers_are_not_read_out_of_names(label: Any, tmp_path: Path):
     with pytest.raises(CalibrationError) as refused:
-        head_labels(part_of(rows), STARS)
+        opened_texts(tmp_path, ("1 star", label), STARS)
     assert str(refused.value) == (
-        f"--data a=x, line 1: label {label!r} is none of the 3 classes of the expert's head: "
-        "1 star, 2 stars, 3 stars. Write labels as names of classes, which have numbers inside"
+        f"--eval a={tmp_path}/a.jsonl, line 2: label {label!r} is none of the 3 classes of the "
+        "expert's head: 1 star, 2 stars, 3 stars. Write labels as names of classes, which have "
+        "numbers inside"
     )
 
 
 @pytest.mark.parametrize(
-    ("rows", "classes", "note"),
+    ("labels", "classes", "note"),
     [
-        (texts("owl", "cat", "dog"), UNNAMED, "its expert's head has no names of classes, so they "
+        (("owl", "cat", "dog"), UNNAMED, "its expert's head has no names of classes, so they "
          "are cat, dog, owl in this order"),
-        (texts(1, 2), PETS, "no label is 0, and labels count from 0: 1 is 'dog'"),
-        (texts(0, 2), PETS, ""),
-        (texts("dog", "owl"), PETS, ""),
-        (texts(1, 2), ["0", "1", "2"], ""),
+        ((1, 2), PETS, "no label is 0, and labels count from 0: 1 is 'dog'"),
+        ((0, 2), PETS, ""),
+        (("dog", "owl"), PETS, ""),
+        ((1, 2), ["0", "1", "2"], ""),
     ],
 )  # fmt: skip
-def test_notes_on_labels(rows: Any, classes: Any, note: str):
-    assert head_labels(part_of(rows), classes)[1] == note
+def test_notes_on_labels(labels: Any, classes: Any, note: str, tmp_path: Path):
+    notes = "; ".join(opened_texts(tmp_path, labels, classes).notes)
+    assert note in notes and bool(note) == ("expert's head" in notes or "count from 0" in notes)
 
 
 @pytest.mark.parametrize(
-    ("id2label", "numbers", "expected"),
+    ("id2label", "label2id", "note"),
     [
-        (UNNAMED, {"owl": 2, "cat": 0, "dog": 1}, PETS),
-        (UNNAMED, {"owl": 5, "cat": 0, "dog": 1}, UNNAMED),
-        (PETS, {"LABEL_0": 0}, PETS),
-        (PETS, {"cat": 1, "dog": 0, "owl": 2}, "'cat' is class 0 by id2label and 1 by label2id"),
+        (["LABEL_0", "LABEL_1"], {"no": 0, "yes": 1}, ""),
+        (["LABEL_0", "LABEL_1"], {"no": 5, "yes": 1}, "so they are no, yes in this order"),
+        (["no", "yes"], {"LABEL_0": 0}, ""),
+        (["no", "yes"], {"yes": 0, "no": 1}, "'no' is class 0 by id2label and 1 by label2id"),
     ],
 )
-def test_names_of_a_head(id2label, numbers, expected):
-    empty = SimpleNamespace(config=SimpleNamespace(id2label=dict(enumerate(id2label))))
-    config = {"label2id": numbers}
-    model: Any = SimpleNamespace(label="--expert one=DIR", empty=empty, config=config)
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=f"--expert one=.*: in its config.json {expected}"):
-            class_names(model)
-    else:
-        assert class_names(model) == expected
+def test_names_of_a_head(id2label: Any, label2id: Any, note: str, copied: Any):
+    folder = copied("bert")
+    named = {"id2label": dict(enumerate(id2label)), "label2id": label2id}
+    change_json(folder / "one" / "config.json", named)
+    if "is class" in note:
+        line = error_of(*words(folder, "--plan"))
+        assert line.startswith("--expert one=") and f": in its config.json {note}" in line
+        return
+    done = featcal(*words(folder, "--plan"))
+    assert done.code == 0, done.err
+    text = " ".join(done.out.split())
+    assert note in text and bool(note) == ("has no names of classes" in text)
 
 
 LISTS, ONE = [[1.0, 0.0], [0.0, 1.0]] * 5, [0.1, 0.8] * 5
@@ -165,12 +171,11 @@ LISTS, ONE = [[1.0, 0.0], [0.0, 1.0]] * 5, [0.1, 0.8] * 5
     ],
 )
 def test_labels_that_name_no_class_are_not_scored(tmp_path, labels, heads, reason):
-    rows = [json.dumps({"text": f"a cat {n}", "label": label}) for n, label in enumerate(labels)]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    data = {"a": str(tmp_path / "a.jsonl")}
-    request = Request(merged="m", expert={"a": "x"}, data=data, out="o")
+    rows = ({"text": f"a cat {n}", "label": label} for n, label in enumerate(labels))
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    asked = Request(expert={"a": "x"}, data={"a": str(file)})
     encoder = TextEncoder(word_tokenizer(), "classification")
-    task = open_class_task("a", request, encoder, heads, pads=True)
+    task = open_class_task("a", asked, encoder, heads, pads=True)
     assert task.tests is None and task.samples == 10
     assert re.search(f"a: not scored, as {reason}", "; ".join(task.notes))
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from fusion_bench_featcal.folders.mergekit import task_weights, with_merge_config
 from fusion_bench_featcal.folders.request import Request
 
 
@@ -16,12 +15,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def models_of(config: str, **options: Any) -> tuple[Any, Any, list[str]]:
+def requested(config: str, experts: dict[str, str], **options: Any) -> Request:
+    """What a command with data of the experts makes of the config."""
     Path("runs/a/merged/mergekit_config.yml").write_text(config)
-    notes: list[str] = []
-    base, experts = options.get("base"), options.get("experts", {})
-    base, experts, _ = with_merge_config("runs/a/merged", base, experts, notes)
-    return base, dict(experts), notes
+    data = dict.fromkeys(experts, "base")
+    return Request.of({"merged": "runs/a/merged", "out": "out", "data": data, **options})
 
 
 def models(*entries: str) -> str:
@@ -70,7 +68,8 @@ READ: list[tuple[str, str | None, dict[str, str]]] = [
 
 @pytest.mark.parametrize(("config", "base", "experts"), READ)
 def test_models_that_are_read(config: str, base: str | None, experts: dict[str, str]) -> None:
-    assert models_of(config)[:2] == (base, experts)
+    request = requested(config, experts)
+    assert (request.base, request.expert) == (base, experts)
 
 
 AWAY = "has a negative weight or lambda: .* by --expert NAME=DIR"
@@ -85,16 +84,11 @@ REFUSED: list[tuple[str, str]] = [
     (models("one", "two")[:-1] + ", parameters: {weight: -1}}", AWAY),
     (sliced("{weight: 1}", "{weight: -1}"), AWAY),
     (sliced("{weight: 1}", "{lambda: -1}"), AWAY),
-    (
-        "{merge_method: slerp, base_model: one, models: [one, two], parameters: {t: 1}}",
-        "gives one the weight 0",
-    ),
+    ("{merge_method: slerp, base_model: one, models: [one, two], parameters: {t: 1}}",
+     "gives one the weight 0"),
     ("{merge_method: linear, base_model: one, models: [one, two]}", "models that linear averages"),
-    (
-        "{merge_method: ties, base_model: base, modules: {text: {models: [one, two]}, "
-        "image: {models: [one]}}}",
-        "modules are merged from different models .one, two and one",
-    ),
+    ("{merge_method: ties, base_model: base, modules: {text: {models: [one, two]}, "
+     "image: {models: [one]}}}", "modules are merged from different models .one, two and one"),
     (models("one", "runs/a/merged"), "runs/a/merged was merged itself, as mergekit-multi does"),
     (slices("passthrough", "[0, 2]", "[1, 2]"), "passthrough of slices that stack or move layers"),
     (models("one", "/nowhere/two"), r"these folders are not here: .*--base and --expert NAME=DIR"),
@@ -111,21 +105,22 @@ REFUSED: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("config", "message"), REFUSED)
 def test_models_that_are_refused(config: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        models_of(config)
+        requested(config, {})
     assert "runs/a/merged" in str(caught.value)
 
 
 def test_options_have_priority() -> None:
-    negative = models("one", weighted("-1"))
-    notes = ["base by mergekit_config.yml"]
-    assert models_of(negative, experts={"a": "one"}) == ("base", {"a": "one"}, notes)
-    assert models_of("[damaged", base="base", experts=BOTH) == ("base", BOTH, [])
+    request = requested(models("one", weighted("-1")), {"a": "one"}, expert={"a": "one"})
+    assert (request.base, request.expert) == ("base", {"a": "one"})
+    assert request.notes[0] == "base by mergekit_config.yml"
+    request = requested("[damaged", BOTH, base="base", expert=BOTH, preset="paper")
+    assert (request.base, request.expert, request.notes) == ("base", BOTH, ())
 
 
-def weights(config: str, experts: dict[str, str] = BOTH) -> tuple[dict[str, float], list[str]]:
-    Path("runs/a/merged/mergekit_config.yml").write_text(config)
-    notes: list[str] = []
-    return task_weights("runs/a/merged", experts, notes), notes
+def weights(config: str, experts: dict[str, str] = BOTH) -> tuple[Any, list[str]]:
+    """Weights of tasks and notes on them, where options name all models."""
+    request = requested(config, experts, base="base", expert=experts)
+    return request.settings.task_weights or {}, [*request.notes]
 
 
 SLERP = "{merge_method: slerp, base_model: one, models: [one, two], parameters: {t: %s}}"
@@ -175,18 +170,13 @@ def test_a_merge_away_from_a_named_expert_is_noted() -> None:
 
 
 def test_options_win_over_weights_of_the_merge() -> None:
-    Path("runs/a/merged/mergekit_config.yml").write_text(models("one", weighted("3")))
-    values: dict[str, Any] = {"merged": "runs/a/merged", "out": "out"}
-    values["data"] = {name: "base" for name in BOTH}
-    request = Request.of(values)
-    assert request.settings.task_weights == {"one": 0.5, "two": 1.5}
-    assert sum("task_weights by" in note for note in request.notes) == 1
-    assert "two: 1.5" in request.recipe
+    config, factors = models("one", weighted("3")), {"one": 0.5, "two": 1.5}
+    first = requested(config, BOTH)
+    assert first.settings.task_weights == factors and "two: 1.5" in first.recipe
+    assert sum("task_weights by" in note for note in first.notes) == 1
     chosen: list[dict[str, Any]] = [{"set": {"task_weights": {"one": 7}}}, {"preset": "paper"}]
     for options in chosen:
-        request = Request.of(values | options)
+        request = requested(config, BOTH, **options)
         assert request.settings.task_weights == options.get("set", {}).get("task_weights")
         assert not any("task_weights" in note for note in request.notes)
-    again = Request.of({"merged": "runs/a/merged", "out": "out", "data": values["data"],
-                        "set": Request.of(values).set})  # fmt: skip
-    assert again.settings == Request.of(values).settings
+    assert requested(config, BOTH, set=first.set).settings == first.settings

@@ -31,9 +31,8 @@ from transformers import Dinov2Model
 import fusion_bench_featcal
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.working_model import offloaded
-from fusion_bench_featcal.folders.model_folder import body_name
 from fusion_bench_featcal.results import read_run
-from fusion_bench_featcal.suites.image import load_processor
+from fusion_bench_featcal.suites import image
 
 OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
@@ -237,7 +236,7 @@ def test_models_of_sentence_transformers_need_its_extra(tmp_path, monkeypatch):
 
 def with_choices(folder: Path, models: Any) -> list[str]:
     """Tables of the images, labelled by what their expert chooses."""
-    processor = load_processor().image_processor
+    processor = image.load_processor().image_processor
     for task in TASKS:
         model, rows = models[task].eval(), []
         for file in sorted((folder / f"{task}-images").rglob("*.png")):
@@ -290,13 +289,6 @@ def test_modules_that_run_twice_are_named_with_the_option_that_excludes_them(tmp
     assert message.endswith(f"--set {advice}")
     done = featcal(*words(tmp_path, "--set", advice))
     assert done.code == 0, done.err
-
-
-def test_a_head_without_a_model_in_front_of_it_is_refused_by_class(tmp_path):
-    kind, config = transformers.HGNetV2ForImageClassification, transformers.HGNetV2Config
-    model = kind(config())
-    with pytest.raises(ValueError, match=r"^HGNetV2ForImageClassification has no model in front"):
-        body_name(model)
 
 
 @OF_TRANSFORMERS

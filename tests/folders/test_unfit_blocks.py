@@ -20,35 +20,32 @@ GROUPS: dict[str, Any] = {
     "embedding_size": 8, **{f"{part}_groups": 2 for part in ("q", "k", "v", "intermediate")},
     "post_attention_groups": 1, "output_groups": 2
 }  # fmt: skip
+STEM: dict[str, Any] = {
+    "stem_channels": [3, 4, 4], "stage_in_channels": [4], "stage_mid_channels": [4],
+    "stage_out_channels": [8], "stage_num_blocks": [1], "stage_downsample": [False],
+    "stage_light_block": [False], "stage_kernel_size": [3], "stage_numb_of_layers": [1],
+    "hidden_sizes": [8], "depths": [1],
+}  # fmt: skip
 IMAGES: dict[str, tuple[dict[str, Any], str]] = {
     "Swin": (STAGES | {"window_size": 2, "num_heads": [2, 2], "num_attention_heads": [2, 2]},
              "the blocks of SwinModel cannot be run one by one: "),
     "FocalNet": (STAGES | {"hidden_sizes": [8, 16]},
                  "the blocks of FocalNetModel cannot be run one by one: "),
+    "HGNetV2": (STEM, "HGNetV2ForImageClassification has no model in front"),
 }  # fmt: skip
 TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "DebertaV2": (CONTENT | {"share_att_key": True}, "key_proj run twice in their block"),
     "Deberta": (CONTENT, "pos_proj: it receives rows "),
-    "Longformer": (
-        {"attention_window": 4},
-        "(2, 8, 8), which do not fit its attention_mask (2, ",
-    ),
+    "Longformer": ({"attention_window": 4}, "(2, 8, 8), which do not fit its attention_mask (2, "),
     "Canine": (CANINE, "so that padding is not known there. Such a model cannot be calibrated"),
-    "Luke": (
-        {"entity_vocab_size": 5, "entity_emb_size": 4},
-        "does not run its attention.self.w2e_query, attention.self.e2w_query, "
-        "attention.self.e2e_query. Exclude them: --set modules=['!attention.self.w2e_query',",
-    ),
-    "T5": (
-        {"d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
-        "is a T5ForSequenceClassification, whose texts run through an encoder and a decoder",
-    ),
-    "SqueezeBert": (
-        GROUPS,
-        "the blocks of SqueezeBertModel have no linear module or convolution "
-        "of images to calibrate, only Conv1d",
-    ),
-}
+    "Luke": ({"entity_vocab_size": 5, "entity_emb_size": 4},
+             "does not run its attention.self.w2e_query, attention.self.e2w_query, attention.self."
+             "e2e_query. Exclude them: --set modules=['!attention.self.w2e_query',"),
+    "T5": ({"d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
+           "is a T5ForSequenceClassification, whose texts run through an encoder and a decoder"),
+    "SqueezeBert": (GROUPS, "the blocks of SqueezeBertModel have no linear module or convolution "
+                    "of images to calibrate, only Conv1d"),
+}  # fmt: skip
 
 
 def command(folder: Path, name: str) -> list[str]:

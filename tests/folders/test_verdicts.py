@@ -13,19 +13,18 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal.data import scoring
-from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.folders.verdict import compare, experts_below_merged
 
 NOISE = torch.linspace(-0.02, 0.02, 20).double()
 
 
-def score(losses: Any, right: float) -> Score:
-    return Score(right, torch.as_tensor(losses, dtype=torch.float64), None)
+def score(losses: Any, right: float) -> scoring.Score:
+    return scoring.Score(right, torch.as_tensor(losses, dtype=torch.float64), None)
 
 
-def noisy(loss: float, right: int | None = None) -> Score:
+def noisy(loss: float, right: int | None = None) -> scoring.Score:
     flags = None if right is None else torch.arange(20) < right
-    return Score((right or 0) / 20, loss + NOISE, flags)
+    return scoring.Score((right or 0) / 20, loss + NOISE, flags)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +95,8 @@ def test_doubts_and_tasks_without_scores_stand_in_the_verdict():
     assert not verdict.is_good and compare(merged, calibrated, "", unscored=["b"]).is_good
     assert not compare({}, {}, "", unscored=["b"]).is_good
     nothing = compare({}, {}, "", unscored=["b"], doubts=doubts[:1])
-    assert (
-        nothing.sentence == f"verdict: in doubt: {doubts[0]}. Scores: none, as nothing was scored"
-    )
-
-
-def test_rows_that_repeat_samples_stand_in_the_verdict():
-    scores = {"a": noisy(1.0)}, {"a": noisy(0.75)}
-    sentence = compare(*scores, "", held_back=["a"], repeating=["a"]).sentence
-    assert sentence.endswith("held-back rows of the same source; test rows repeat samples: a")
+    ending = "Scores: none, as nothing was scored"
+    assert nothing.sentence == f"verdict: in doubt: {doubts[0]}. {ending}"
 
 
 def test_answers_that_lack_the_end_token_alone_are_counted():
@@ -135,15 +127,17 @@ def test_an_expert_that_never_ends_its_answers_is_named_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("held_back", "source"),
+    ("held_back", "repeating", "source"),
     [
-        ([], ""),
-        (["a", "b"], ", on held-back rows of the same source"),
-        (["b"], ", on held-back rows of the same source (b)"),
+        ([], [], ""),
+        (["a", "b"], [], ", on held-back rows of the same source"),
+        (["b"], [], ", on held-back rows of the same source (b)"),
+        (["a", "b"], ["a"],
+         ", on held-back rows of the same source; test rows repeat samples: a"),
     ],
-)
-def test_a_verdict_says_which_rows_cannot_show_a_shift(held_back, source):
+)  # fmt: skip
+def test_a_verdict_says_which_rows_cannot_show_a_shift(held_back, repeating, source):
     merged, calibrated = (dict.fromkeys("ab", noisy(loss)) for loss in (1.0, 0.75))
     interval = "by Student's 95 % interval"
     sentence = f"verdict: better than the merged model on 2 of 2 tasks {interval}{source}"
-    assert compare(merged, calibrated, "", held_back).sentence == sentence
+    assert compare(merged, calibrated, "", held_back, repeating).sentence == sentence
