@@ -13,7 +13,7 @@ import torch
 import yaml
 from fusion_bench import BaseModelPool
 from process_group import in_forks
-from reports import LEVELS, make_run
+from reports import LEVELS, featcal, make_run
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, files
@@ -26,6 +26,7 @@ from fusion_bench_featcal.models.saving import (
     card_text,
     writing_model,
 )
+from fusion_bench_featcal.results import write_run
 
 
 class Tiny(nn.Module):
@@ -65,15 +66,19 @@ CARDS: list[tuple[CardFacts, str, str, str]] = [
 
 @pytest.mark.parametrize(("facts", "title", "about", "settings"), CARDS)
 def test_a_card_names_its_method_and_changed_settings(
-    facts: CardFacts, title: str, about: str, settings: str
+    facts: CardFacts, title: str, about: str, settings: str, tmp_path: Path
 ) -> None:
-    card = card_text(facts, "org/base", {"one": "org/one"}, make_run(LEVELS))
+    run = make_run(LEVELS | {facts.row: 0.7})
+    run.row(facts.row).facts |= {"rows_share": 0.5, "rows_energy": 2.0}
+    card = card_text(facts, "org/base", {"one": "org/one"}, run)
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["base_model"] == ["org/base", "org/one"] and head["tags"] == ["merge", "featcal"]
     assert f"\n# {title}\n\n" in card and about in card
     assert f"## Settings\n\n{settings}\n\n" in card
-    table = card.split("## Accuracy\n\n")[1]
-    assert "| average | gain | share | worst task |" in table and "+ featcal" in table
+    table = featcal("report", write_run(tmp_path, run), "--markdown").out
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(rows) > 5 and "\n".join(rows) in card.split("## Accuracy\n\n")[1]
+    assert "## Calibration\n\n- rows_share: `0.5`\n- rows_energy: `2.0`" in card
 
 
 @pytest.mark.parametrize(

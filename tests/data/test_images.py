@@ -15,7 +15,6 @@ from sample_pools import RESCALE, image_batches, rgb
 from tiny_images import SHAPES, picture, write_class_folders
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.tasks import load_images
 
 PICTURE = picture(3)
@@ -270,11 +269,12 @@ def test_labels_become_numbers_of_classes(tmp_path, labels, classnames, expected
         (["cat", "n02"], ["dog", "cat"], [0, 1], True),  # the order may be another
     ],
 )
-def test_class_names_of_a_dataset(names, classnames, expected, is_warned, caplog):
-    features = datasets.Features({"label": datasets.ClassLabel(names=names)})
-    table = datasets.Dataset.from_dict({"label": [0, 1]}, features=features)
-    table = table.add_column("image", [{"bytes": None, "path": "p.png"}] * 2)  # type: ignore[call-arg]
-    items = ImageItems(table, name="pets", classnames=classnames)
+def test_class_names_of_a_dataset(names, classnames, expected, is_warned, caplog, tmp_path):
+    features = {"label": datasets.ClassLabel(names=names), "image": datasets.Image()}
+    rows: Any = {"label": [0, 1], "image": [PICTURE] * 2}
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    table.save_to_disk(str(tmp_path / "pets"))
+    items: Any = load_images(str(tmp_path / "pets"), classnames=classnames)
     assert [items.read(number)[1] for number in range(2)] == expected
     assert items.classnames == (classnames or names)
     assert ("class 'cat' has number 0 there and 1 in" in caplog.text) == is_warned

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data import tables
 from fusion_bench_featcal.data.text_rows import TextRows
 
 ROWS = [
@@ -28,7 +28,7 @@ FILES: dict[str, tuple[str, str, list[int]]] = {
 
 
 def rows_of(path: Path, **options: Any) -> TextRows:
-    return TextRows(load_texts(str(path)), "data", **options)
+    return TextRows(tables.load_texts(str(path)), "data", **options)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -59,7 +59,7 @@ def test_values_are_the_texts_that_were_written_with_their_places(name: str, tmp
 def test_wrong_lines_are_named(name: str, content: str | bytes, message: str, tmp_path: Path):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(CalibrationError, match=f"{name}' is not readable as {message}"):
-        load_texts(str(tmp_path / name))
+        tables.load_texts(str(tmp_path / name))
 
 
 def test_names_of_classes_are_targets(tmp_path: Path):
@@ -79,10 +79,10 @@ def test_of_a_saved_dataset_without_splits_no_other_is_read(
     folder = tmp_path / "saved"
     datasets.Dataset.from_list(ROWS, split=split).save_to_disk(folder)
     for name in (str(folder), *(f"{folder}:{name}" for name in right)):
-        assert list(load_texts(name, "test")) == ROWS
+        assert list(tables.load_texts(name, "test")) == ROWS
     for name in {"train", "test", "None"} - {*right}:
         with pytest.raises(ValueError, match=rf"saved' is .*: remove split \('{name}'\)"):
-            load_texts(f"{folder}:{name}", "test")
+            tables.load_texts(f"{folder}:{name}", "test")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

@@ -21,15 +21,12 @@ from reports import (
     rows_of,
 )
 
-from fusion_bench_featcal.files.names import refuse_unusable_names
-from fusion_bench_featcal.models.saving import CardFacts, card_text
 from fusion_bench_featcal.results import (
     Note,
     ReportError,
     Run,
     frame_of,
     join_folders,
-    read_run,
     summary,
     write_run,
 )
@@ -282,17 +279,16 @@ def test_tasks_called_like_columns_keep_their_accuracies(tmp_path: Path) -> None
     values = [f"{100 * value:.1f}" for value in accuracies.values()]
     cells = ["50.0", "+30.0", "gain 30.0", "10.0", "1024", *values]
     assert f"| + featcal | {' | '.join(cells)} |" in done.out
-    card = card_text(CardFacts("featcal"), None, {}, read_run(run))
-    assert f"| + featcal | {' | '.join(cells)} |" in card
     page = re.findall(r"<td[^>]*>([^<]*)</td>", (tmp_path / "a.html").read_text())
     assert page[-len(cells) :] == cells
     with (tmp_path / "out" / "report.csv").open() as file:
         row = [*csv.DictReader(file)][-1]
     assert {task: float(row[f"accuracy.{task}"]) for task in COLUMNS} == pytest.approx(accuracies)
-    for task in COLUMNS:
-        refuse_unusable_names([task], "--expert")
-    with pytest.raises(ValueError, match="'average' cannot name a file, or is taken"):
-        refuse_unusable_names(["average"], "--expert")
+    for name in (*COLUMNS, "average"):
+        line = error_of("calibrate", tmp_path, "--expert", f"{name}=./a", "--out", tmp_path / "b")
+        assert ("--expert: 'average' cannot name a file, or is taken" in line) == (
+            name == "average"
+        )
     with pytest.raises(ReportError, match="'featcal': 'average' is the mean over tasks"):
         leave_rows(tmp_path / "other", {"featcal": {"average": 0.5}})
     with pytest.raises(ReportError, match="metric 'cost' is taken by costs"):

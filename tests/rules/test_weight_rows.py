@@ -10,8 +10,7 @@ from reports import LEVELS, make_run
 from torch import Tensor
 from tricky_models import biased, stack_suite
 
-from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.models.saving import CardFacts, card_text
+from fusion_bench_featcal.core import moments
 from fusion_bench_featcal.results import read_run, write_run
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.rules import Linear
@@ -31,7 +30,7 @@ def share(taus: list[Tensor], gamma: float, step: float = 1.0) -> Any:
     energy, mismatch = x.square().sum(), (x @ wanted.T).square().sum()
     for tau in taus:
         rows.add(tau, step * tau, gamma, energy, mismatch)
-    samples = Moments.zeros(WIDTH, WIDTH, merged)
+    samples = moments.Moments.zeros(WIDTH, WIDTH, merged)
     samples.add(x, x @ wanted.T)
     means = samples.mirrored().means(centred=False)
     eye = torch.eye(WIDTH, dtype=torch.float64)
@@ -82,12 +81,9 @@ def test_a_run_reports_the_median_share(tmp_path: Path):
     records += [record("two", 0, 0.0) | {"gamma": 0.0}] * 4
     run, settings = make_run(LEVELS), FeatCalSettings(rule="plus")
     scores = {"accuracy": run.rows[-1].scores["accuracy"]}
-    correct = run.rows[-1].correct
-    row = run.add_model(
-        "plus", scores, calibration_facts("plus", settings, records, {}), correct=correct
-    )
-    other = run.add_model(
-        "none", scores, calibration_facts("none", settings, [], {}), correct=correct
+    row, other = (
+        run.add_model(name, scores, calibration_facts(name, settings, of_row, {}))
+        for name, of_row in (("plus", records), ("none", []))
     )
     assert row.facts == FACTS and other.facts == {}
     lines = {(line["block"], line["metric"]): line["value"] for line in run.lines}
@@ -97,8 +93,6 @@ def test_a_run_reports_the_median_share(tmp_path: Path):
     }  # fmt: skip
     again = read_run(write_run(tmp_path, run))
     assert again.row("plus").facts == FACTS and len(again.lines) == 4
-    card = card_text(CardFacts(row.name), None, {}, again)
-    assert "## Calibration\n\n- rows_share: `0.5`\n- rows_energy: `2.0`" in card
     assert run.notes == []
     (note,) = calibration_facts("r", settings, [record("one", 300, 0.01)], {}).notes
     assert note.sentence.startswith("r: the experts' weights say little about their data")
