@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from fusion_bench_featcal.core import kernels, products
 from fusion_bench_featcal.core.float32_products import exact_products, products_in_force
-from fusion_bench_featcal.core.kernels import ONEDNN, TORCH, agreed_kernel, with_kernel
 from fusion_bench_featcal.run import problem
 
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
@@ -25,11 +24,11 @@ def test_linear_maps_of_any_layout_and_dtype_are_right(monkeypatch: pytest.Monke
             (x[:, :0], weight[:, :0], bias),
             (x.double(), weight.double(), bias.double())]  # fmt: skip
     expected = [functional.linear(*tensors) for tensors in maps]
-    with with_kernel(ONEDNN, lambda: torch.autocast("cpu", enabled=False))():
+    with kernels.with_kernel(kernels.ONEDNN, lambda: torch.autocast("cpu", enabled=False))():
         results = [functional.linear(*tensors) for tensors in maps]
     monkeypatch.setattr(products, "LARGEST_PRODUCT", 6)
     total = torch.ones(5, 3)
-    with kernels.using_kernel(ONEDNN):
+    with kernels.using_kernel(kernels.ONEDNN):
         products.add_product(total, weight, x, 2.0)  # in strips
     for pair in zip([*results, total], [*expected, 1 + 2 * weight @ x.T], strict=True):
         torch.testing.assert_close(*pair)
@@ -38,12 +37,13 @@ def test_linear_maps_of_any_layout_and_dtype_are_right(monkeypatch: pytest.Monke
 @needs_onednn
 def test_both_libraries_give_one_model(monkeypatch: pytest.MonkeyPatch):
     suite, results = clip_suite(tasks=2).to(torch.float32), {}
-    for kernel in (TORCH, ONEDNN):
+    for kernel in (kernels.TORCH, kernels.ONEDNN):
         monkeypatch.setattr(problem, "choose_kernel", lambda _, kernel=kernel: kernel)
         results[kernel] = run_fast(suite)
         assert results[kernel].log.of_kind("engine")[0]["linear_kernel"] == kernel
-    assert_same(results[ONEDNN].model, results[TORCH].model, bound=1e-5)
-    assert agreed_kernel([ONEDNN, TORCH]) == TORCH  # processes use one that all of them have
+    assert_same(results[kernels.ONEDNN].model, results[kernels.TORCH].model, bound=1e-5)
+    # processes use one that all of them have
+    assert kernels.agreed_kernel([kernels.ONEDNN, kernels.TORCH]) == kernels.TORCH
 
 
 def test_shortcuts_of_the_caller_change_no_model_and_stay_its_choice():

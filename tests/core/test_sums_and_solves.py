@@ -8,10 +8,8 @@ from calibrations import gamma
 from tiny_models import normal
 from torch import Tensor
 
-from fusion_bench_featcal.core import moments
+from fusion_bench_featcal.core import moments, products
 from fusion_bench_featcal.core.finite import all_finite
-from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import SMALL
 from fusion_bench_featcal.core.solve import UnsolvedError, solve_ridge
 
 EPS = torch.finfo(torch.float64).eps
@@ -20,7 +18,7 @@ EPS = torch.finfo(torch.float64).eps
 def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(moments, "MOST_ROWS", 4)  # the last part has one row
     x, y = normal(1, 9, 3).double(), normal(2, 9, 2).double()
-    whole, first, second = (Moments.zeros(3, 2, x) for _ in range(3))
+    whole, first, second = (moments.Moments.zeros(3, 2, x) for _ in range(3))
     whole.add(x, y)
     first.add(x[:4], y[:4])
     second.add(x[4:], y[4:])
@@ -35,8 +33,8 @@ def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.Monkey
 
 
 def test_sums_of_rows_wider_than_a_tile_are_whole_products_and_symmetric():
-    rows = normal(3, 50, 2 * SMALL + 7).double()
-    sums = Moments.zeros(rows.shape[1], 0, rows)
+    rows = normal(3, 50, 2 * products.SMALL + 7).double()
+    sums = moments.Moments.zeros(rows.shape[1], 0, rows)
     for part in rows.split(20):
         sums.add(part)
     gram, bound = sums.mirrored().gram, 2 * gamma(len(rows), torch.float64)
@@ -46,9 +44,9 @@ def test_sums_of_rows_wider_than_a_tile_are_whole_products_and_symmetric():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_means_are_symmetric_to_the_last_bit_at_every_width(dtype: torch.dtype):
-    for width in (*range(1, 40), SMALL + 1, 2 * SMALL + 13):
-        sums, rows = Moments.zeros(width, 1, torch.zeros(0, dtype=dtype)), normal(width, 9, width)
-        sums.add(1 + rows.to(dtype))
+    for width in (*range(1, 40), products.SMALL + 1, 2 * products.SMALL + 13):
+        sums = moments.Moments.zeros(width, 1, torch.zeros(0, dtype=dtype))
+        sums.add(1 + normal(width, 9, width).to(dtype))
         gram = sums.mirrored().means(centred=True).gram
         assert torch.equal(gram, gram.T), width
 

@@ -24,7 +24,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.lab.diagnosis import DiagnosisAlgorithm
+from fusion_bench_featcal.lab import diagnosis
 from fusion_bench_featcal.lab.diagnosis.lines import drift_metrics, principal_plane
 from fusion_bench_featcal.lab.diagnosis.measure import COLUMNS, Measures, measure_drift
 from fusion_bench_featcal.lab.diagnosis.views import by_block, by_task, diagnosis_figures, row_names
@@ -159,7 +159,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_a_run_has_every_metric_of_its_tasks_and_rows(models: Any, tmp_path: Path) -> None:
-    algorithm: Any = DiagnosisAlgorithm(**(FEW | {"presets": {"one": {"ridge_lambda": 0.5}}}))
+    presets = {"presets": {"one": {"ridge_lambda": 0.5}}}
+    algorithm: Any = diagnosis.DiagnosisAlgorithm(**FEW | presets)
     logger = CSVLogger(root_dir=str(tmp_path), name="logs", version="")
     algorithm.fabric = lightning.Fabric(accelerator="cpu", devices=1, loggers=logger)
     algorithm.run(tiny_pool(models))
@@ -221,7 +222,7 @@ def test_wrong_keys_and_missing_data_are_named(
     tests: int, keys: Any, message: str, models: Any
 ) -> None:
     with pytest.raises((ValueError, CalibrationError), match=message):
-        DiagnosisAlgorithm(**(FEW | keys)).run(tiny_pool(models, test=tests))
+        diagnosis.DiagnosisAlgorithm(**(FEW | keys)).run(tiny_pool(models, test=tests))
 
 
 @pytest.mark.slow

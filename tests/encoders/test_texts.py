@@ -34,9 +34,9 @@ from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
     WordWeights,
 )
 
+from fusion_bench_featcal import Plus  # noqa: E402
 from fusion_bench_featcal.encoders.texts import calls_of, read_texts, record_batches  # noqa: E402
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
-from fusion_bench_featcal.rules.plus import Plus  # noqa: E402
 from fusion_bench_featcal.sentence_transformers import (  # noqa: E402
     calibrate_encoder,
 )

@@ -15,8 +15,7 @@ from tricky_models import Between, biased
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import LLAMA, STACK, STAGES, resolve_family
 from fusion_bench_featcal.families.base import captured
-from fusion_bench_featcal.families.check import compare_with_model
-from fusion_bench_featcal.streams.streams import Streams
+from fusion_bench_featcal.streams import Streams
 
 
 def of_lists(**lists: nn.ModuleList) -> nn.Module:
@@ -134,4 +133,4 @@ class OfTuples(nn.Module):
 
 def test_blocks_that_return_no_features_first_are_named():
     with pytest.raises(CalibrationError, match=r"OfTuples, layers.0: a block returned tuple .*Wri"):
-        compare_with_model(STACK, OfTuples(), [["layers.0", "layers.1"]], torch.ones(2, 3, 4))
+        run_fast(suite_of(OfTuples(), tiny.samples_by_task(2, (2,), 3, 4), [], 1, "stack"))

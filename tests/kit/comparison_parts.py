@@ -11,8 +11,7 @@ from hydra.utils import instantiate
 from tiny_pools import ARITHMETIC, AVERAGE
 from torch import nn
 
-from fusion_bench_featcal.lab.compare import ComparisonAlgorithm
-from fusion_bench_featcal.lab.rivals import Method, MethodAlgorithm
+from fusion_bench_featcal.lab import compare, rivals
 from fusion_bench_featcal.settings.fields import setting
 
 TASKS = ("left", "right")
@@ -66,7 +65,7 @@ def program_of(taskpool: Any) -> Any:
     )
 
 
-class Scale(Method):
+class Scale(rivals.Method):
     """Multiplies every weight."""
 
     name = "scale"
@@ -83,7 +82,7 @@ class Scale(Method):
         return {task: {"samples": 5, "split": "train"} for task in tasks}
 
 
-class ScaleAlgorithm(MethodAlgorithm):
+class ScaleAlgorithm(rivals.MethodAlgorithm):
     """The same as a FusionBench method, and so as an upstream merger."""
 
     kind = Scale
@@ -122,6 +121,6 @@ def method(kind: type, **settings: Any) -> dict[str, Any]:
 def comparison(folder: Path, **choices: Any) -> Any:
     """The algorithm with its program, as FusionBench would set it up."""
     choices = {"upstream_mergers": MERGERS, "results_dir": str(folder / "results")} | choices
-    algorithm: Any = ComparisonAlgorithm(**choices)
+    algorithm: Any = compare.ComparisonAlgorithm(**choices)
     algorithm._program = program_of(SignTaskPool())
     return algorithm

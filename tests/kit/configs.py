@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-import fusion_bench_featcal.fusionbench.plan_run  # noqa: F401  as FusionBench's command, see the plugin
+from fusion_bench_featcal.fusionbench.plan_run import plan_run as plan_run  # loads the plugin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "config"

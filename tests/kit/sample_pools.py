@@ -30,10 +30,16 @@ TEXT_POOLS = {
 }
 
 
+def batches_of(pool: Any, tasks: Any, processor: Any, **settings: Any) -> Any:
+    """Batches that a calibration draws from a pool, by task."""
+    return calibration_batches(pool, tasks, FeatCalSettings(**settings), processor)
+
+
 def image_batches(rows: Any, processor: Any = RESCALE, **settings: Any) -> Any:
     """Batches of task `a` with all rows, in random order."""
-    chosen = FeatCalSettings(samples_per_task=len(rows)).replace(**settings)
-    return calibration_batches(Pool(a=rows), ["a"], chosen, processor)["a"]
+    return batches_of(Pool(a=rows), ["a"], processor, **{"samples_per_task": len(rows)} | settings)[
+        "a"
+    ]
 
 
 def rgb(image: Any) -> list:
@@ -45,8 +51,8 @@ def rgb(image: Any) -> list:
 def text_batch(rows: Any, kind: str, tokenizer: Any = None, **settings: Any) -> Any:
     """One batch of all rows, in random order. Further options are settings."""
     tokenizer = tokenizer or word_tokenizer(ends=kind == "seq2seq")
-    chosen = FeatCalSettings(samples_per_task=len(rows), batch_size=len(rows)).replace(**settings)
-    (batch,) = calibration_batches(TEXT_POOLS[kind](a=rows), ["a"], chosen, tokenizer)["a"]
+    settings = dict.fromkeys(("samples_per_task", "batch_size"), len(rows)) | settings
+    (batch,) = batches_of(TEXT_POOLS[kind](a=rows), ["a"], tokenizer, **settings)["a"]
     return batch
 
 

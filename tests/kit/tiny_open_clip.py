@@ -7,7 +7,7 @@ from tiny_models import Suite, normal, suite_of
 from torch import Tensor, nn
 from transformers.activations import QuickGELUActivation
 
-from fusion_bench_featcal.suites.open_clip import to_open_clip
+from fusion_bench_featcal.suites import open_clip
 
 WIDTH, HEADS, HIDDEN, FEATURES = 12, 3, 20, 7
 
@@ -79,7 +79,7 @@ def converted(vision_model: nn.Module, *, batch_first: bool) -> nn.Module:
     torch.manual_seed(0)
     state = {n.removeprefix("vision_model."): t for n, t in vision_model.state_dict().items()}
     tower = Tower(batch_first=batch_first).double().eval()
-    tower.load_state_dict({**to_open_clip(state), "proj": tower.proj.detach()})
+    tower.load_state_dict({**open_clip.to_open_clip(state), "proj": tower.proj.detach()})
     return tower
 
 

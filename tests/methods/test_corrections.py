@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+import fusion_bench_featcal.pools  # noqa: F401  adapts FusionBench
 
 # isort: split
 import pytest
@@ -27,7 +27,7 @@ from torch.nn.functional import normalize as unit
 from transformers import CLIPModel
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.lab.rivals import Distillation, RidgeSurgery
+from fusion_bench_featcal.lab import rivals as methods
 from fusion_bench_featcal.lab.rivals.corrected_model import (
     AffineModule,
     CorrectedModel,
@@ -73,12 +73,12 @@ def test_surgery_trains_as_written_out(kind, settings, models) -> None:
         assert model.curves[task] == [(0, first), (7, mean)]
 
 
-@pytest.mark.parametrize("kind", [RidgeSurgery, Distillation])
+@pytest.mark.parametrize("kind", [methods.RidgeSurgery, methods.Distillation])
 def test_data_are_opened_before_the_merger_and_used_once(kind: Any, models: Any) -> None:
     inputs, opened = inputs_of(tiny_pool(models)), list[Any]()
     draw = inputs.batches
     inputs.batches = lambda settings: opened.append(settings) or draw(settings)
-    few = {"stream": "calibration"} if kind is RidgeSurgery else {"steps": 1}
+    few = {"stream": "calibration"} if kind is methods.RidgeSurgery else {"steps": 1}
     method = kind(**DRAW | few)
     method.open(inputs)
     for expected in (1, 2):  # a second model opens them again
@@ -87,7 +87,7 @@ def test_data_are_opened_before_the_merger_and_used_once(kind: Any, models: Any)
 
 
 def ridge(merged: Tensor, expert: Tensor, strength: Any) -> Any:
-    return RidgeSurgery(ridge_lambda=strength).fit(merged, expert, "a")
+    return methods.RidgeSurgery(ridge_lambda=strength).fit(merged, expert, "a")
 
 
 def affine_drift(samples: int = 40, width: int = 6) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from tiny_models import Suite, add_up, batched, clip_suite, listed, normal, t5_s
 from torch import Tensor, nn
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
-from fusion_bench_featcal.lab.rivals import ESM, DCMerge, Lot, RegMean, RegMeanPlusPlus
+from fusion_bench_featcal.lab import rivals
 from fusion_bench_featcal.lab.rivals.dc_merge import matrix_names
 from fusion_bench_featcal.lab.rivals.esm import merged_step, output_directions, relative
 
@@ -61,7 +61,7 @@ def rows_into(model: nn.Module, batches: list, name: str) -> Tensor:
 
 def test_regmean_is_the_formula_on_features_of_the_whole_experts() -> None:
     suite = clip_suite(sizes=(9, 5))
-    result, expected, bound = run(RegMean, suite, off_diagonal=0.3), mean_of(suite), EXACT
+    result, expected, bound = run(rivals.RegMean, suite, off_diagonal=0.3), mean_of(suite), EXACT
     linear = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     for name in [name for name, _ in suite.base.named_modules() if name.endswith(linear)]:
         rows, right = 0, torch.zeros((), dtype=WIDE)
@@ -79,7 +79,7 @@ def test_regmean_is_the_formula_on_features_of_the_whole_experts() -> None:
     assert_same(result, expected, bound)  # all else is the experts' mean
 
 
-@pytest.mark.parametrize("merger", [RegMean, Lot])
+@pytest.mark.parametrize("merger", [rivals.RegMean, rivals.Lot])
 def test_an_overflow_is_named_with_task_and_module(merger: Any) -> None:
     suite = chain_suite()
     suite.inputs["task_1"] = [1e200 * batch for batch in suite.inputs["task_1"]]
@@ -95,7 +95,8 @@ def test_regmean_plusplus_is_featcal_where_inputs_are_the_blocks_own() -> None:
         samples_per_task=40, family=suite.family,
     )  # fmt: skip
     options = {"off_diagonal": 1.0, "task_weights": "unit_gram"}
-    merged_model, plain = (run(merger, suite, **options) for merger in (RegMeanPlusPlus, RegMean))
+    mergers = rivals.RegMeanPlusPlus, rivals.RegMean
+    merged_model, plain = (run(merger, suite, **options) for merger in mergers)
     calibrated = calibrate(plain, None, suite.experts, suite.inputs, settings, progress=False)
     # FeatCal's stabiliser pulls by 1e-8 over the least eigenvalue, which is above 1e-3 here.
     assert_same(merged_model, calibrated.model, 1e-5)
@@ -108,7 +109,7 @@ def test_lot_scales_the_shortest_solution_and_cuts_weak_directions() -> None:
     for batches in suite.inputs.values():
         for batch in batches:  # two channels that hardly differ
             batch[:, 4] = batch[:, 3] + 0.01 * batch[:, 4]
-    result, start = run(Lot, suite, scale=1.5, cutoff=cutoff), weight_of(suite.base, FIRST)
+    result, start = run(rivals.Lot, suite, scale=1.5, cutoff=cutoff), weight_of(suite.base, FIRST)
     right, gram = torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
     for task, expert in suite.experts.items():
         x = torch.cat(suite.inputs[task])
@@ -150,23 +151,23 @@ def orthogonal(seed: int, *shape: int) -> Tensor:
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
 def test_dc_merge_of_one_task_is_its_step_or_the_best_one_of_lower_rank(shape) -> None:
     step = normal(0, 1, *shape)
-    assert_close(DCMerge(density=1.0).merged_step(step), step[0], rounding_of(step))
+    assert_close(rivals.DCMerge(density=1.0).merged_step(step), step[0], rounding_of(step))
     u, s, v = torch.linalg.svd(step[0], full_matrices=False)
-    few = DCMerge(density=3 / 16).merged_step(step)
+    few = rivals.DCMerge(density=3 / 16).merged_step(step)
     assert_close(few, (u[:, :3] * s[:3]) @ v[:3], rounding_of(step))
 
 
 def test_smoothing_keeps_the_sum_of_singular_values_and_the_rank() -> None:
     step = (orthogonal(0, 8, 3) * torch.tensor([9.0, 2, 1], dtype=WIDE)) @ orthogonal(1, 6, 3).T
     for smoothing, expected in (("average", (4, 4, 4)), ("linear", (20 / 3, 4, 4 / 3))):
-        method = DCMerge(density=1.0, smoothing=smoothing, ratio=5.0)
+        method = rivals.DCMerge(density=1.0, smoothing=smoothing, ratio=5.0)
         values = torch.linalg.svdvals(method.merged_step(step[None]))
         assert_close(values, torch.tensor([*expected, 0, 0, 0], dtype=WIDE), rounding_of(step))
 
 
 def test_dc_merge_of_models_averages_all_but_linear_weights() -> None:
     suite = t5_suite()
-    method, expected = DCMerge(density=0.5, scale=1.5), mean_of(suite)
+    method, expected = rivals.DCMerge(density=0.5, scale=1.5), mean_of(suite)
     names = matrix_names(suite.base)
     linear = [n for n, m in suite.base.named_modules() if isinstance(m, nn.Linear)]
     assert set(names) <= {f"{name}.weight" for name in linear} and len(names) >= 8
@@ -197,7 +198,7 @@ QKV = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
 
 def test_esm_is_the_formula_on_stored_outputs_of_the_whole_experts() -> None:
     suite = clip_suite(sizes=(9, 5))
-    result, expected = run(ESM, suite, scale=1.5, polarization=1.0), mean_of(suite)
+    result, expected = run(rivals.ESM, suite, scale=1.5, polarization=1.0), mean_of(suite)
     for ends in (QKV, ["self_attn.out_proj"], ["mlp.fc1"], ["mlp.fc2"]):
         modules = [[f"{block}.{end}" for end in ends] for block in suite.blocks]
         steps = [slow_step(suite, names) for names in modules]

@@ -11,12 +11,12 @@ from tiny_models import Suite, clip_suite, decoder_suite
 from tiny_pools import in_memory
 from torch import Tensor, nn
 
-from fusion_bench_featcal.lab.rivals import Distillation
+from fusion_bench_featcal.lab import rivals
 
 
 def distilled(suite: Suite, **settings: Any) -> Any:
     options = {"steps": 60, "learning_rate": 3e-3, "samples_per_task": 7, "family": suite.family}
-    method = Distillation(**(options | settings))
+    method = rivals.Distillation(**(options | settings))
     return method.post_merge(copy.deepcopy(suite.merged), in_memory(suite))
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+import fusion_bench_featcal.pools  # noqa: F401  adapts FusionBench
 
 # isort: split
 import pytest
@@ -12,8 +12,7 @@ from cli_runs import fusion_bench
 from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPVisionModel
 
-from fusion_bench_featcal.suites import image
-from fusion_bench_featcal.suites.open_clip import WEIGHTS_FILE, load_tower
+from fusion_bench_featcal.suites import image, open_clip
 
 pytest.importorskip("open_clip", reason="not installed: nox -s openclip")
 pytestmark = pytest.mark.openclip
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.openclip
 def test_converted_towers_are_the_same_functions(name: str):
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(4, 3, 28, 28, generator=generator)
-    tower = load_tower(name)
+    tower = open_clip.load_tower(name)
     vision = CLIPVisionModel.from_pretrained(image.path(name)).eval()
     projection = CLIPModel.from_pretrained(image.path()).visual_projection
     with torch.no_grad():
@@ -47,5 +46,5 @@ def test_command_agrees_with_the_suite_it_was_converted_from(tmp_path: Path):
             items = len(image.load_split(task, "test"))
             # rounding may turn a picture or two that lie on a boundary
             assert abs(ours[row][task] - accuracies[task]) * items < 2.5, (row, task)
-    state = load_file(tmp_path / "open-clip-vit-mini_TA6" / WEIGHTS_FILE)
-    load_tower("pretrained").load_state_dict(state)
+    state = load_file(tmp_path / "open-clip-vit-mini_TA6" / open_clip.WEIGHTS_FILE)
+    open_clip.load_tower("pretrained").load_state_dict(state)

@@ -18,10 +18,8 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.experts.budget import grant_of
-from fusion_bench_featcal.experts.source import total_bytes
-from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.fusionbench import upstream
-from fusion_bench_featcal.fusionbench.pool_models import PoolModel, PoolModels
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 
 
 def small_clip() -> Suite:
@@ -100,8 +98,9 @@ def test_a_budget_is_spent_in_forward_order_and_holds_one_module():
     assert grant_of(5, sizes).omitted == {"one": ["b.weight", "c.weight"]}  # although c would fit
     with pytest.raises(CalibrationError, match="expert_read_budget=1 is less than one module"):
         run_fast(small_clip(), expert_read_budget=1)
-    amounts = [budget_in_bytes(amount, 1001) for amount in ("2KB", "0.1GiB", "33.3%")]
-    assert amounts == [2000, 107374182, 333]
+    for amount, limit in (("9KB", 9000), ("0.1GiB", 107374182)):
+        plan = run_fast(small_clip(), expert_read_budget=amount).reads["plan"]
+        assert plan["limit"] == limit, plan
 
 
 @pytest.mark.parametrize(
@@ -120,8 +119,8 @@ def test_files_are_merged_as_they_load(config: Any, make: Any, tmp_path: Path, c
 
 
 def bytes_of_experts(pool: Any) -> int:
-    sources = [PoolModel(pool, name).files for name in ("mini_greek", "mini_latin")]
-    return sum(map(total_bytes, filter(None, sources)))
+    experts = PoolModels(pool).experts.values()
+    return sum(file.nbytes(n) for e in experts if (file := e.files) for n in file.names())
 
 
 def test_a_budget_that_merging_exceeds_is_refused_before_anything_is_loaded(monkeypatch):

@@ -10,9 +10,9 @@ from tiny_models import clip_suite, decoder_suite, normal
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.streams import samples
+from fusion_bench_featcal.streams import samples as augmentation
 from fusion_bench_featcal.streams.batch import Batch
-from fusion_bench_featcal.streams.samples import jittered, number_of_copies, with_copies
+from fusion_bench_featcal.streams.samples import with_copies
 
 
 def copies_of(images: Tensor, task: str = "a", start: int = 0, seed: int = 42) -> list[Any]:
@@ -39,13 +39,13 @@ def test_copies_depend_on_seed_task_position_and_number_alone():
 def test_without_changes_a_copy_is_the_image(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(samples, "LIMITS", (0.0, 0.0, 0.0, 0.0))
     images = normal(0, 2, 3, 8, 6)
-    copies = jittered(images, [torch.Generator(), torch.Generator()])
+    copies = augmentation.jittered(images, [torch.Generator(), torch.Generator()])
     torch.testing.assert_close(copies, images, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("samples", "count"), [(2, 7), (43, 5), (256, 1), (999, 1)])
 def test_few_samples_get_more_copies_up_to_seven(samples: int, count: int):
-    assert number_of_copies(samples, "auto", torch.zeros(1, 3, 2, 2)) == count
+    assert augmentation.number_of_copies(samples, "auto", torch.zeros(1, 3, 2, 2)) == count
 
 
 def test_copies_are_made_of_images_only_and_count_as_samples():

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+import fusion_bench_featcal.pools  # noqa: F401  adapts FusionBench
 
 # isort: split
 import pytest

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from cli_runs import fusion_bench
+from reports import featcal
 
 from fusion_bench_featcal.results import join_folders
-from fusion_bench_featcal.suites.paths import suite_path
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 SUITES = {
@@ -26,7 +26,8 @@ def test_featcal_plus_repairs_task_arithmetic(suite: str, tmp_path: Path):
     fusion_bench([*words, f"path.log_dir={tmp_path / 'run'}"], tmp_path)
     (run,) = join_folders([tmp_path / "run"]).runs.values()
     scores = {name: averages["average"] for name, averages in run.accuracy.items()}
-    measured: Any = json.loads(Path(suite_path(f"{SUITES[suite]}/MEASURED.json")).read_text())
+    file = featcal("suite", "path", f"{SUITES[suite]}/MEASURED.json").out.strip()
+    measured: Any = json.loads(Path(file).read_text())
     for name in ("base", "experts", "task_arithmetic"):
         # other test rows, and near-ties that another processor decides otherwise
         assert scores[name] == pytest.approx(measured["accuracies"][name]["average"], abs=0.04)

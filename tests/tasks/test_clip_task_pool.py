@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+import fusion_bench_featcal.pools  # noqa: F401  adapts FusionBench
 
 # isort: split
 import datasets
