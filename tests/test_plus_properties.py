@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 from calibrations import PLUS, assert_identical, cast, run_fast
-from plus_slow import calibrated_plus, listen
+from plus_slow import FAMILIAR, calibrated_plus, listen
 from tiny_models import Suite, clip_suite, decoder_suite, normal
 from torch import nn
 from tricky_models import biased, plain, stack_suite
 from variations import models_of, size_of
 
 from fusion_bench_featcal import FeatCalSettings, Plus, calibrate
-from fusion_bench_featcal.rules.plus import RIDGES
 from fusion_bench_featcal.run import trust
-from fusion_bench_featcal.run.log import exchanged_samples
-from fusion_bench_featcal.run.trust import FAMILIAR
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -48,7 +45,7 @@ def test_of_ridges_with_equal_errors_up_to_rounding_the_largest_is_taken(is_solv
     suite = stack_suite(biased, tasks=1, sizes=(40,))  # of full rank
     if is_solved:  # every step is zero
         suite.experts = dict.fromkeys(suite.experts, suite.merged)
-    ridges = RIDGES if is_solved else (1e-14, 1e-13, 1e-12)
+    ridges = Plus().ridges if is_solved else (1e-14, 1e-13, 1e-12)
     settings: dict[str, Any] = PLUS | {"rule": Plus(0.0, ridges=ridges)}
     modules = run_fast(suite, **settings).log.of_kind("module")
     assert {record["ridge"] for record in modules} == {ridges[-1]}
@@ -129,7 +126,9 @@ def test_exchanged_samples_are_named_and_count_less(caplog: pytest.LogCaptureFix
     suite = trained_suite()
     same = dict.fromkeys(suite.inputs, next(iter(suite.inputs.values())))
     for unchanged in (suite, replace(suite, inputs=same)):
-        assert not exchanged_samples(run_fast(unchanged, **PLUS).log.of_kind("trust"))
+        trust_in = run_fast(unchanged, **PLUS).log.of_kind("trust")
+        assert {record["fits"] for record in trust_in} == {None}
+    assert "its expert fits" not in caplog.text
     one, two, right = suite.inputs
     suite.inputs |= {one: suite.inputs[two], two: suite.inputs[one]}
     result = run_fast(suite, **PLUS)

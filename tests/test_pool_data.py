@@ -10,9 +10,9 @@ from calibrations import assert_identical
 from fusion_bench.modelpool import CausalLMPool, CLIPVisionModelPool
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
-from sample_pools import Pool
+from sample_pools import Pool, batches_of
 from tiny_images import channels_first, picture
-from tiny_pools import ARITHMETIC
+from tiny_pools import ARITHMETIC, inputs_of
 from tiny_texts import (
     NAMES,
     TASKS,
@@ -29,9 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.data import calibration_batches, draw_samples
-from fusion_bench_featcal.fusionbench.pool_models import PoolModels
-from fusion_bench_featcal.fusionbench.processors import load_input_processor
+from fusion_bench_featcal.data import sample_order
 from fusion_bench_featcal.fusionbench.saved_model import save_model
 from fusion_bench_featcal.tasks import corrupted
 
@@ -43,14 +41,12 @@ def numbered(count: int) -> list[dict]:
     return [{"image": Image.new("RGB", (4, 4), 3 * (number,))} for number in range(count)]
 
 
-def settings(**changes: Any) -> FeatCalSettings:
-    chosen: dict[str, Any] = {"samples_per_task": 10, "batch_size": 4} | changes
-    return FeatCalSettings(**chosen)
+FEW: dict[str, Any] = {"samples_per_task": 10, "batch_size": 4}
 
 
 def numbers_of(pool: Any, tasks: Any = ("a",), **changes: Any) -> dict[str, list[int]]:
     """The numbers of the pictures in each task's batches."""
-    batches = calibration_batches(pool, tasks, settings(**changes), channels_first)
+    batches = batches_of(pool, tasks, channels_first, **FEW | changes)
     pixels = {task: torch.cat([b["pixel_values"] for b in batches[task]]) for task in tasks}
     return {t: (values[:, 0, 0, 0] * 255).round().int().tolist() for t, values in pixels.items()}
 
@@ -67,7 +63,9 @@ def test_samples_depend_on_seed_and_task_alone():
     pool.val_dataset_names, pool.load_val_dataset = ["a"], lambda _: numbered(10)
     assert sorted(numbers_of(pool, calibration_split="val")["a"]) == list(range(10))
     expected = [55, 45, 44, 90, 39]  # the samples of every published number
-    assert draw_samples(100, "mini_mnist", settings(samples_per_task=5)) == expected
+    assert numbers_of(Pool(mini_mnist=numbered(100)), ["mini_mnist"], samples_per_task=5) == {
+        "mini_mnist": expected
+    }
 
 
 def test_corrupted_samples_are_the_same_samples_corrupted():
@@ -75,8 +73,8 @@ def test_corrupted_samples_are_the_same_samples_corrupted():
     change: Any = {"kind": "gaussian_noise", "severity": 3}
 
     def pixels(data: Any, **changes: Any) -> torch.Tensor:
-        chosen = settings(samples_per_task=4, seed=5, **changes)
-        (batch,) = calibration_batches(Pool(a=data), ["a"], chosen, channels_first)["a"]
+        chosen = FEW | {"samples_per_task": 4, "seed": 5} | changes
+        (batch,) = batches_of(Pool(a=data), ["a"], channels_first, **chosen)["a"]
         return batch["pixel_values"]
 
     changed = pixels(rows, calibration_corruption=change)
@@ -114,7 +112,7 @@ REFUSED: list[tuple[Any, str, str]] = [
 @pytest.mark.parametrize(("pool", "task", "message"), REFUSED)
 def test_data_that_cannot_be_used_is_named(pool: Any, task: str, message: str):
     with pytest.raises(CalibrationError, match=message):
-        list(calibration_batches(pool, [task], settings(batch_size=10), channels_first)[task])
+        list(batches_of(pool, [task], channels_first, samples_per_task=10, batch_size=10)[task])
 
 
 # --- language models ---
@@ -128,13 +126,13 @@ RUN: dict[str, Any] = {
 def test_generated_targets_are_the_greedy_answers_of_the_experts(kind: str, tmp_path: Path):
     pool = causal_pool(llamas(tmp_path, {})) if kind == "causal" else t5_pool(tmp_path)
     pool.load_train_dataset = lambda task: [{"prompt": r["prompt"]} for r in sentences(task)]
-    generated = settings(samples_per_task=6, calibration_targets="generated", generated_tokens=3)
+    generated = {"samples_per_task": 6, "calibration_targets": "generated", "generated_tokens": 3}
     tokenizer = word_tokenizer(ends=kind == "seq2seq")
-    batches = calibration_batches(pool, TASKS, generated, tokenizer)
+    batches = batches_of(pool, TASKS, tokenizer, **FEW | generated)
     for task in TASKS:
         expert = pool.load_model(task)
         rows = [row for batch in batches[task] for row in batch["labels"]]
-        for index, row in zip(draw_samples(12, task, generated), rows, strict=True):
+        for index, row in zip(sample_order(12, task, 42)[:6], rows, strict=True):
             ids = torch.tensor([tokenizer(sentences(task)[index]["prompt"])["input_ids"]])
             answer: Any = expert.generate(ids, max_new_tokens=3, do_sample=False)
             answer = answer[0, 1:] if kind == "seq2seq" else answer[0, ids.shape[1] :]
@@ -164,17 +162,17 @@ def test_an_expert_of_another_tokenizer_is_refused(tmp_path: Path):
     words = ("<pad>", "</s>", "<unk>", *reversed("abcdefghijklmnopqrst"))
     word_tokenizer(words=words).save_pretrained(models["two"])
     with pytest.raises(CalibrationError, match=r"'two' .*has another.* 20 of 23.*'a' \(3 here"):
-        load_input_processor(PoolModels(causal_pool(models)))
+        inputs_of(causal_pool(models)).batches(FeatCalSettings())
     pool: Any = with_data(CausalLMPool(OmegaConf.create(models), tokenizer=None))
     with pytest.raises(CalibrationError, match=r"set modelpool\.tokenizer"):
-        load_input_processor(PoolModels(pool))
+        inputs_of(pool).batches(FeatCalSettings())
 
 
 def test_calibrated_t5s_are_saved_with_their_tokenizer(tmp_path: Path):
     pool = t5_pool(tmp_path)
     model: Any = FeatCalAlgorithm(**RUN).run(pool)
     assert not torch.equal(model.lm_head.weight, model.shared.weight)
-    save_model(pool, model, tmp_path / "saved", load_input_processor(PoolModels(pool)))
+    save_model(pool, model, tmp_path / "saved", inputs_of(pool).processor)
     assert_identical(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved"), model)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False

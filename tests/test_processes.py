@@ -25,7 +25,6 @@ from variations import backwards, changed, models_of
 from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.errors import LostProcessError
-from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.program_processes import share_model
 from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.run.checkpoint import CheckpointFolder
@@ -225,10 +224,7 @@ def test_the_command_leaves_one_model_and_one_report(tmp_path: Path) -> None:
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
 
 
-def test_other_methods_and_strategies_are_refused() -> None:
-    program: Any = SimpleNamespace(fabric=SimpleNamespace(world_size=2))
-    with pytest.raises(CalibrationError, match=r"in one process, not in 2: set fabric\.devices=1"):
-        prepare_run(program, None)
+def test_other_strategies_are_refused() -> None:
     algorithm: Any = FeatCalAlgorithm()
     algorithm.fabric = SimpleNamespace(world_size=2, strategy=object(), _loggers=[])
     with pytest.raises(CalibrationError, match=r"needs fabric\.strategy=ddp"):

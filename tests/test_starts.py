@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from configs import CONFIG, as_job, composed
+from configs import CONFIG, as_job, composed, plan_run
 from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -16,18 +16,13 @@ from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.errors.block import error_block
 from fusion_bench_featcal.errors.words import speaking
 from fusion_bench_featcal.folders import calibrate_folder
-from fusion_bench_featcal.fusionbench import upstream
 from fusion_bench_featcal.fusionbench.config_checks import (
     ROOT_KEYS,
     check_config,
     check_root_keys,
 )
 from fusion_bench_featcal.fusionbench.console import WORDS, FeatCalJob, explained
-from fusion_bench_featcal.fusionbench.plan_run import plan_run
 from fusion_bench_featcal.fusionbench.program_processes import open_fabric
-from fusion_bench_featcal.fusionbench.report import Report
-from fusion_bench_featcal.lab.compare.cells import CellRunner
-from fusion_bench_featcal.streams.streams import Streams
 
 KINDS = ("DeprecationWarning", "FutureWarning", "UserWarning")  # of FusionBench's pools
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in KINDS]
@@ -47,6 +42,12 @@ POOL_OF = {
     "flan-t5_glue": "flan-t5-base_glue",
     "mergebench_llama": "mergebench_llama-3.2-3b-instruct",
 }
+
+
+BEGINNINGS = (
+    "streams.streams.Streams.begin", "fusionbench.report.Report.add",
+    "lab.compare.cells.CellRunner.run", "fusionbench.upstream.run_merger",
+)  # fmt: skip
 
 
 class Started(BaseException):
@@ -79,9 +80,8 @@ def stopping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)  # plans compose a third faster
-    for owner, name in ((Streams, "begin"), (Report, "add"), (CellRunner, "run")):
-        monkeypatch.setattr(owner, name, stop)
-    monkeypatch.setattr(upstream, "run_merger", stop)  # by a merger of FusionBench
+    for place in BEGINNINGS:
+        monkeypatch.setattr(f"fusion_bench_featcal.{place}", stop)
 
 
 @pytest.mark.ci

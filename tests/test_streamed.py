@@ -1,5 +1,6 @@
 """Models larger than memory: read block by block, merged on read, and errors if memory runs out."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +17,7 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, InMemoryExpert, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.experts import LazyModel, hollow_copy
-from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.models import merging as merging_module
-from fusion_bench_featcal.models.merging import MergedOnRead
-from fusion_bench_featcal.models.structure import fill
+from fusion_bench_featcal.models import merging
 from fusion_bench_featcal.streams.streams import Streams
 
 CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule
@@ -41,10 +39,10 @@ def calibrated(suite: Suite, folder: Path, **more: Any) -> nn.Module:
     streamed, weights = on_disk(suite, folder)
     result = run_fast(streamed, merged_weights=weights, checkpoint_dir=folder / "out", **more)
     assert result.weights is not None and all(p.is_meta for p in result.model.parameters())
-    model = copied_module(suite.merged)
+    model = copy.deepcopy(suite.merged)
     for tensor in model.state_dict().values():
         tensor.zero_()
-    fill(model, result.weights)
+    model.load_state_dict(result.weights.mapped(), strict=False)  # tied tensors are there once
     return model
 
 
@@ -90,10 +88,10 @@ def test_a_model_in_files_needs_a_folder_and_finite_values(tmp_path: Path):
 @pytest.mark.parametrize("scale", [0.3, None])
 def test_merging_on_read_equals_merging_whole_tensors(scale: float | None, monkeypatch: Any):
     suite = clip_suite(tasks=3)
-    monkeypatch.setattr(merging_module, "ENTRIES", 50)  # tensors are read piece by piece
+    monkeypatch.setattr(merging, "ENTRIES", 50)  # tensors are read piece by piece
     models = {"base": suite.base, **suite.experts}
     read = [LazyModel(f"model {n!r}", InMemoryExpert(m), suite.base) for n, m in models.items()]
-    merged = MergedOnRead(read[0], read[0], read[1:], scale)
+    merged = merging.MergedOnRead(read[0], read[0], read[1:], scale)
     for name, base in suite.base.state_dict().items():
         tensors = [expert.state_dict()[name].float() for expert in suite.experts.values()]
         expected = torch.stack(tensors).mean(0)

@@ -10,7 +10,7 @@ from posing import Posing
 from tiny_models import clip_suite
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion_bench_featcal.experts.expert import LazyModel
+from fusion_bench_featcal.experts import LazyModel
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
 

@@ -37,7 +37,7 @@ def test_copies_depend_on_seed_task_position_and_number_alone():
 
 
 def test_without_changes_a_copy_is_the_image(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(samples, "LIMITS", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(augmentation, "LIMITS", (0.0, 0.0, 0.0, 0.0))
     images = normal(0, 2, 3, 8, 6)
     copies = augmentation.jittered(images, [torch.Generator(), torch.Generator()])
     torch.testing.assert_close(copies, images, rtol=0, atol=1e-6)
