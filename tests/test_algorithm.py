@@ -182,13 +182,10 @@ def test_a_preset_with_another_seed_keeps_its_gain(tmp_path: Path) -> None:
     assert gains["featcal"] > 0 and gains["featcal_other"] > 0
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("method.modules=[nothing]", "matches no module"),
-        ("method.calibration_split=val", r"method\.calibration_split \(now val\)"),
-    ],
-)
+@pytest.mark.parametrize(("word", "message"), [
+    ("method.modules=[nothing]", "matches no module"),
+    ("method.calibration_split=val", r"method\.calibration_split \(now val\)"),
+])  # fmt: skip
 def test_a_failed_run_leaves_no_partial_files(word: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=message):
         run_method(tmp_path, *ALONE, word)

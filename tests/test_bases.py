@@ -25,17 +25,14 @@ def test_the_place_comes_before_cards_and_configs(tmp_path: Path) -> None:
     assert bases_of(str(tmp_path / "missing")) == [str(tmp_path / "missing")]
 
 
-@pytest.mark.parametrize(
-    ("second", "hint"),
-    [
-        ({"card": CARD}, "The experts name it: --base org/base"),
-        ({"config": "org/other"}, "The experts name it: --base org/other"),
-        ({"config": "org/third"}, "fewer texts repair more"),
-        ({"card": "---\nbase_model: 5\n---\n"}, "fewer texts repair more"),
-        ({"card": "---\nbase_model: [\n---\n"}, "fewer texts repair more"),
-        ({"card": "---\n- base_model\n---\n"}, "fewer texts repair more"),
-    ],
-)
+@pytest.mark.parametrize(("second", "hint"), [
+    ({"card": CARD}, "The experts name it: --base org/base"),
+    ({"config": "org/other"}, "The experts name it: --base org/other"),
+    ({"config": "org/third"}, "fewer texts repair more"),
+    ({"card": "---\nbase_model: 5\n---\n"}, "fewer texts repair more"),
+    ({"card": "---\nbase_model: [\n---\n"}, "fewer texts repair more"),
+    ({"card": "---\n- base_model\n---\n"}, "fewer texts repair more"),
+])  # fmt: skip
 def test_a_base_is_named_if_all_experts_name_it(
     tmp_path: Path, second: dict[str, str], hint: str
 ) -> None:

@@ -40,16 +40,13 @@ def reference(name: str, rule: str) -> CalibrationResult:
     return run_fast(SUITES[name](), **RULES[rule])
 
 
-@pytest.mark.parametrize(
-    ("name", "rule", "change"),
-    [
-        ("residual", "plus", vary.backwards),
-        ("resnet", "paper", vary.backwards),
-        ("llama", "paper", vary.alone),
-        ("t5", "plus", vary.longer),
-        ("residual", "plus", lambda suite: replace(suite, family="auto")),
-    ],
-)
+@pytest.mark.parametrize(("name", "rule", "change"), [
+    ("residual", "plus", vary.backwards),
+    ("resnet", "paper", vary.backwards),
+    ("llama", "paper", vary.alone),
+    ("t5", "plus", vary.longer),
+    ("residual", "plus", lambda suite: replace(suite, family="auto")),
+])  # fmt: skip
 def test_order_of_tasks_batches_padding_and_family_change_only_rounding(
     name: str, rule: str, change: Callable[[Suite], Suite]
 ):
@@ -99,13 +96,10 @@ def test_nothing_changes_if_experts_and_base_are_the_merged_model():
         assert_same(run_fast(equal, knobs, **more).model, suite.merged, 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("rule", "modules", "expected"),
-    [
-        ("paper", ["!self_attn.*", "!mlp.fc1"], {"layer_norm1", "layer_norm2", "mlp.fc2"}),
-        ("plus", ["mlp.*", "q_proj", "!fc2"], {"self_attn.q_proj", "mlp.fc1"}),
-    ],
-)
+@pytest.mark.parametrize(("rule", "modules", "expected"), [
+    ("paper", ["!self_attn.*", "!mlp.fc1"], {"layer_norm1", "layer_norm2", "mlp.fc2"}),
+    ("plus", ["mlp.*", "q_proj", "!fc2"], {"self_attn.q_proj", "mlp.fc1"}),
+])  # fmt: skip
 def test_only_the_chosen_modules_change(rule: str, modules: list[str], expected: set[str]):
     suite = clip_suite(tasks=2)
     first, last = suite.blocks

@@ -55,20 +55,17 @@ def test_a_wrong_word_of_a_run_is_named(word: str):
     assert WORDS[word] in error_of("plan", TA6, word)
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("report nowhere", "no such run: "),
-        ("repot", "invalid choice: 'repot'"),
-        ("suite", "are required: "),
-        ("calibrate m --uot x", "calibrate: error: no option --uot (nearest: '--out')"),
-        ("calibrate m --samples 32", "no option --samples (nearest: '--set samples_per_task=32')"),
-        ("calibrate --max=512", "no option --max (nearest: '--set max_length=512')"),
-        ("calibrate m --seed", "no option --seed (nearest: '--set seed=...')"),
-        ("calibrate m --experts a=b", "no option --experts (nearest: '--expert')"),
-        ("calibrate --eval-rows many", "calibrate: error: argument --eval-rows: invalid int"),
-    ],
-)
+@pytest.mark.parametrize(("command", "message"), [
+    ("report nowhere", "no such run: "),
+    ("repot", "invalid choice: 'repot'"),
+    ("suite", "are required: "),
+    ("calibrate m --uot x", "calibrate: error: no option --uot (nearest: '--out')"),
+    ("calibrate m --samples 32", "no option --samples (nearest: '--set samples_per_task=32')"),
+    ("calibrate --max=512", "no option --max (nearest: '--set max_length=512')"),
+    ("calibrate m --seed", "no option --seed (nearest: '--set seed=...')"),
+    ("calibrate m --experts a=b", "no option --experts (nearest: '--expert')"),
+    ("calibrate --eval-rows many", "calibrate: error: argument --eval-rows: invalid int"),
+])  # fmt: skip
 def test_wrong_arguments_end_in_one_line(command: str, message: str):
     done = featcal(*command.split())
     (line,) = done.err.splitlines()
@@ -126,16 +123,13 @@ time.sleep(60)
 # --- screens ---
 
 
-@pytest.mark.parametrize(
-    ("name", "level", "message", "rank", "visible"),
-    [
-        ("fusion_bench_featcal.algorithm", logging.INFO, "calibrating", "0", True),
-        ("fusion_bench_featcal.algorithm", logging.INFO, "calibrating", "1", False),
-        ("fusion_bench.modelpool", logging.WARNING, "Unused argument: featcal=", "0", False),
-        ("transformers", logging.WARNING, "CLIP LOAD REPORT\nx | UNEXPECTED", "0", False),
-        ("transformers", logging.WARNING, "CLIP LOAD REPORT\nx | MISSING", "0", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "level", "message", "rank", "visible"), [
+    ("fusion_bench_featcal.algorithm", logging.INFO, "calibrating", "0", True),
+    ("fusion_bench_featcal.algorithm", logging.INFO, "calibrating", "1", False),
+    ("fusion_bench.modelpool", logging.WARNING, "Unused argument: featcal=", "0", False),
+    ("transformers", logging.WARNING, "CLIP LOAD REPORT\nx | UNEXPECTED", "0", False),
+    ("transformers", logging.WARNING, "CLIP LOAD REPORT\nx | MISSING", "0", True),
+])  # fmt: skip
 def test_visible_lines(name, level, message, rank, visible, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     record = logging.LogRecord(name, level, "", 0, message, (), None)
@@ -143,14 +137,11 @@ def test_visible_lines(name, level, message, rank, visible, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "message", "is_bug"),
-    [
-        (["method.ridge_lambda=-1"], "method.ridge_lambda must be", False),
-        (["method.modules=[nothing]"], "method.modules='nothing' matches no module", False),
-        (["modelpool._target_=nowhere.Pool"], "No module named 'nowhere'", True),
-    ],
-)
+@pytest.mark.parametrize(("words", "message", "is_bug"), [
+    (["method.ridge_lambda=-1"], "method.ridge_lambda must be", False),
+    (["method.modules=[nothing]"], "method.modules='nothing' matches no module", False),
+    (["modelpool._target_=nowhere.Pool"], "No module named 'nowhere'", True),
+])  # fmt: skip
 def test_screen_of_a_failed_run(tmp_path: Path, words: list[str], message: str, is_bug: bool):
     output = screen([*RUN, *words], tmp_path)
     assert output.code == 1

@@ -92,14 +92,11 @@ def short_first(name: str = "bert", **config: Any) -> Suite:
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("make", "narrowed"),
-    [
-        (lambda: partly_labelled_suite("none", 3), [False, True, True]),
-        (lambda: partly_labelled_suite("every", 1), [False, True, True]),
-        (lambda: third(short_first()), [True, True, True]),
-    ],
-)
+@pytest.mark.parametrize(("make", "narrowed"), [
+    (lambda: partly_labelled_suite("none", 3), [False, True, True]),
+    (lambda: partly_labelled_suite("every", 1), [False, True, True]),
+    (lambda: third(short_first()), [True, True, True]),
+])  # fmt: skip
 def test_neither_processes_nor_their_first_tasks_decide_what_counts(
     make: Callable[[], Suite], narrowed: list[bool]
 ):

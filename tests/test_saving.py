@@ -81,15 +81,12 @@ def test_a_card_names_its_method_and_changed_settings(
     assert "## Calibration\n\n- rows_share: `0.5`\n- rows_energy: `2.0`" in card
 
 
-@pytest.mark.parametrize(
-    ("card", "tags"),
-    [
-        ("---\nbase: a\ntags:\n- mergekit\n- merge\n- 5\n---\n# A\n", ["mergekit", "merge"]),
-        ("---\ntags: {a: 1}\n---\n", ["mergekit"]),
-        ("---\n: [\n---\n", ["mergekit"]),
-        (None, ["mergekit"]),
-    ],
-)
+@pytest.mark.parametrize(("card", "tags"), [
+    ("---\nbase: a\ntags:\n- mergekit\n- merge\n- 5\n---\n# A\n", ["mergekit", "merge"]),
+    ("---\ntags: {a: 1}\n---\n", ["mergekit"]),
+    ("---\n: [\n---\n", ["mergekit"]),
+    (None, ["mergekit"]),
+])  # fmt: skip
 def test_a_card_keeps_the_tags_of_the_merged_model(card: Any, tags: list[str], tmp_path: Path):
     (tmp_path / "mergekit_config.yml").touch()
     if card is not None:
@@ -179,15 +176,12 @@ def test_a_folder_that_another_run_filled_meanwhile_is_kept(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
-@pytest.mark.parametrize(
-    ("path", "options", "message"),
-    [
-        ("folder", {}, "merged_model_save_path .* exists and is not empty: name a new folder"),
-        ("folder/file", {}, "merged_model_save_path .*file exists"),
-        ("loop", {}, "merged_model_save_path .*loop exists"),
-        ("new", {"push_to_hub": True}, "merged_model_save_kwargs has no effect: .* Leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("path", "options", "message"), [
+    ("folder", {}, "merged_model_save_path .* exists and is not empty: name a new folder"),
+    ("folder/file", {}, "merged_model_save_path .*file exists"),
+    ("loop", {}, "merged_model_save_path .*loop exists"),
+    ("new", {"push_to_hub": True}, "merged_model_save_kwargs has no effect: .* Leave it out"),
+])  # fmt: skip
 def test_unusable_targets_and_options_are_refused_first(
     path: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -280,17 +280,14 @@ def test_class_names_of_a_dataset(names, classnames, expected, is_warned, caplog
     assert ("class 'cat' has number 0 there and 1 in" in caplog.text) == is_warned
 
 
-@pytest.mark.parametrize(
-    ("path", "options", "message"),
-    [
-        ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
-        ("table.csv", {"image_column": "fil"}, r"no column 'fil' of images \(nearest: 'file'\)"),
-        ("table.csv", {"image_column": "file"}, r"item 0: file .*circle/00\.png cannot"),
-        ("empty", {}, r"data 'empty' has no images: images \(\.avif, "),
-        ("./no/such", {}, r"data '\./no/such' is neither a file nor"),
-        ("who/what", {"split": "test"}, r"'who/what', split 'test'.*HF_HUB_OFFLINE"),
-    ],
-)
+@pytest.mark.parametrize(("path", "options", "message"), [
+    ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
+    ("table.csv", {"image_column": "fil"}, r"no column 'fil' of images \(nearest: 'file'\)"),
+    ("table.csv", {"image_column": "file"}, r"item 0: file .*circle/00\.png cannot"),
+    ("empty", {}, r"data 'empty' has no images: images \(\.avif, "),
+    ("./no/such", {}, r"data '\./no/such' is neither a file nor"),
+    ("who/what", {"split": "test"}, r"'who/what', split 'test'.*HF_HUB_OFFLINE"),
+])  # fmt: skip
 def test_paths_without_readable_images_are_refused(shapes, path, options, message, monkeypatch):
     monkeypatch.chdir(shapes)
     write_table(shapes, "paths.csv").rename("table.csv")

@@ -44,18 +44,15 @@ def test_values_are_the_texts_that_were_written_with_their_places(name: str, tmp
     assert [rows.at(n) for n in range(4)] == [f"data, {place} {n}" for n in numbers]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt" "b"}', "jsonl: line 3: Expecting ':'"),
-        ("a.json", "[3]", "json: item 0 is no object, but int"),
-        ("a.csv", 'a,b\n"x\ny",1\nx\n', "csv: line 4: 1 values for 2 columns"),
-        ("a.csv", "text;label\nx;1\n", "csv: line 1 separates columns by ';', and CSV by commas"),
-        ("a.csv", "text\tlabel\nx\t1\n", r"csv: line 1 separates columns by '\\t', and"),
-        ("a.csv", b"a,b\n1,2\ncaf\xe9,3\n", "csv: line 3 is not in UTF-8: save it in this enco"),
-        ("a.parquet", "a", "parquet: "),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.jsonl", '{"prompt": "a"}\n\n{"prompt" "b"}', "jsonl: line 3: Expecting ':'"),
+    ("a.json", "[3]", "json: item 0 is no object, but int"),
+    ("a.csv", 'a,b\n"x\ny",1\nx\n', "csv: line 4: 1 values for 2 columns"),
+    ("a.csv", "text;label\nx;1\n", "csv: line 1 separates columns by ';', and CSV by commas"),
+    ("a.csv", "text\tlabel\nx\t1\n", r"csv: line 1 separates columns by '\\t', and"),
+    ("a.csv", b"a,b\n1,2\ncaf\xe9,3\n", "csv: line 3 is not in UTF-8: save it in this enco"),
+    ("a.parquet", "a", "parquet: "),
+])  # fmt: skip
 def test_wrong_lines_are_named(name: str, content: str | bytes, message: str, tmp_path: Path):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(CalibrationError, match=f"{name}' is not readable as {message}"):

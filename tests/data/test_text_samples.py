@@ -87,14 +87,11 @@ def test_a_prompt_that_leaves_no_room_for_the_answer_is_named_with_both_limits()
         encoder.prompt(read_row({"prompt": " ".join("abcdef")}, "a"), 3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "side", "ids", "labels"),
-    [
-        ("causal", "left", [[A, B, C], [0, 0, A]], [[-100, B, C], [-100] * 3]),
-        ("seq2seq", "left", [[A, B, C], [0, 0, A]], [[B, C], [C, -100]]),
-        ("classification", "right", [[A, B, C], [A, 0, 0]], None),
-    ],
-)
+@pytest.mark.parametrize(("kind", "side", "ids", "labels"), [
+    ("causal", "left", [[A, B, C], [0, 0, A]], [[-100, B, C], [-100] * 3]),
+    ("seq2seq", "left", [[A, B, C], [0, 0, A]], [[B, C], [C, -100]]),
+    ("classification", "right", [[A, B, C], [A, 0, 0]], None),
+])  # fmt: skip
 def test_batches_are_padded_on_the_side_of_the_tokenizer(kind, side, ids, labels):
     targets = ([B, C], [C]) if kind == "seq2seq" else ([-100, B, C], None)
     rows = [{"input_ids": i, "labels": t} for i, t in zip(([A, B, C], [A]), targets, strict=True)]

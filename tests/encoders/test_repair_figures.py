@@ -39,13 +39,10 @@ def test_figures_of_a_repair(encoders: Any, capsys: Any, caplog: Any) -> None:
     cases: list[tuple[Any, bool | None, str]] = [
         (Constant(0.25, 0.5), False, "Constant: score merged 25.0, repaired 50.0"),
         (Constant(0.5, 0.25), True, "Constant: score merged 50.0, repaired 25.0"),
-        (
-            {"code": Constant(0.1, 0.5, 0.25, greater_is_better=False)},
-            False,
-            "code: score expert 10.0, merged 50.0, repaired 25.0",
-        ),
+        ({"code": Constant(0.1, 0.5, 0.25, greater_is_better=False)}, False,
+         "code: score expert 10.0, merged 50.0, repaired 25.0"),
         ({"math": evaluator}, None, "math: cosine_accuracy expert {}, merged {}, repaired {}"),
-    ]
+    ]  # fmt: skip
     for evaluators, is_below, text in cases:
         caplog.clear()
         repaired = repaired_by(encoders, evaluator=evaluators)

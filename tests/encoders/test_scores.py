@@ -372,18 +372,15 @@ NOT_SCORED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("cosine", rows(text=FIRST[:2], label=[[1], [2]]), "its column label has lists, not one"),
     ("cosine", rows(query=FIRST, answer=SAME), "fewer than 2 of its 32 rows have both right"),
     ("cosine", rows(**PAIR, label=LABELS), "of texts with classes (label) have no"),
-    (
-        "cosine",
-        rows(query=FIRST[:3], answer=SECOND[:3], label=[0, 1, 2]),
-        "name the column `score` if",
-    ),
+    ("cosine", rows(query=FIRST[:3], answer=SECOND[:3], label=[0, 1, 2]),
+     "name the column `score` if"),
     ("cosine", rows(**PAIR, label=[0] * COUNT), "too few of its 32 rows differ in lab"),
     ("cosine", rows(**PAIR, label=[1] + [0] * 31), "too few of its 32 rows differ in"),
     ("cosine", rows(**PAIR, score=[2.5] * COUNT), "differ in score (more by --eval)"),
     ("CrossEncoder", rows(**PAIR, score=[2.5] * COUNT), "differ in score"),
     ("CrossEncoder", rows(**PAIR, label=LABELS), "has words, and the model has one"),
     ("CrossEncoder", rows(query=FIRST, answer=SAME), "have passages of other queries to compete"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "data", "text"), NOT_SCORED)

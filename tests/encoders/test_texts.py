@@ -145,34 +145,23 @@ def changed_row(row: Any) -> dict[str, Any]:
     return {**TEXTS, "math": [*TEXTS["math"][:3], row]}
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (
-            {**TEXTS, "math": "a text"},
-            r"texts\['math'\] is a single row, but must be a list: \[row",
-        ),
-        ({**TEXTS, "math": {"query": "a", "answer": "b"}}, r"texts\['math'\] is a single row"),
-        ({**TEXTS, "math": []}, r"texts\['math'\] is empty: each expert needs texts"),
-        ({"math": ["a"]}, r"experts are \['math', 'code'\], texts \['math'\]: each expert needs"),
-        (changed_row(None), r"texts\['math'\]\[3\]\[0\] is None, not a text: leave it out"),
-        (changed_row(7), r"texts\['math'\]\[3\]\[0\] is 7, not a text: leave it out"),
-        (changed_row([]), r"texts\['math'\]\[3\] is \[\], without a text"),
-        (changed_row({"label": 1}), r"texts\['math'\]\[3\] is \{'label': 1\}, without a text"),
-        (changed_row(("a", 0.5)), r"texts\['math'\]\[3\]\[1\] is 0.5, not a text: leave it out"),
-        (
-            changed_row({"query": "a", "pos": ["b"]}),
-            r"texts\['math'\]\[3\]\['pos'\] has no known name",
-        ),
-        (changed_row({"text": "a", "rank": 2}), r"texts\['math'\]\[3\]\['rank'\] has no known na"),
-        (changed_row({"query_id": "q7"}), r"texts\['math'\]\[3\]\['query_id'\] has no known na"),
-        (
-            changed_row({"query": "a", "document": "b", "lang": "en"}),
-            r"texts\['math'\]\[3\]\['lang'\] has no known name of a text \(query, .*a tuple of its",
-        ),
-        ([TEXTS["math"]] * 2, "texts must be a mapping of tasks, not a list"),
-    ],
-)
+@pytest.mark.parametrize(("texts", "message"), [
+    ({**TEXTS, "math": "a text"}, r"texts\['math'\] is a single row, but must be a list: \[row"),
+    ({**TEXTS, "math": {"query": "a", "answer": "b"}}, r"texts\['math'\] is a single row"),
+    ({**TEXTS, "math": []}, r"texts\['math'\] is empty: each expert needs texts"),
+    ({"math": ["a"]}, r"experts are \['math', 'code'\], texts \['math'\]: each expert needs"),
+    (changed_row(None), r"texts\['math'\]\[3\]\[0\] is None, not a text: leave it out"),
+    (changed_row(7), r"texts\['math'\]\[3\]\[0\] is 7, not a text: leave it out"),
+    (changed_row([]), r"texts\['math'\]\[3\] is \[\], without a text"),
+    (changed_row({"label": 1}), r"texts\['math'\]\[3\] is \{'label': 1\}, without a text"),
+    (changed_row(("a", 0.5)), r"texts\['math'\]\[3\]\[1\] is 0.5, not a text: leave it out"),
+    (changed_row({"query": "a", "pos": ["b"]}), r"texts\['math'\]\[3\]\['pos'\] has no known name"),
+    (changed_row({"text": "a", "rank": 2}), r"texts\['math'\]\[3\]\['rank'\] has no known na"),
+    (changed_row({"query_id": "q7"}), r"texts\['math'\]\[3\]\['query_id'\] has no known na"),
+    (changed_row({"query": "a", "document": "b", "lang": "en"}),
+     r"texts\['math'\]\[3\]\['lang'\] has no known name of a text \(query, .*a tuple of its"),
+    ([TEXTS["math"]] * 2, "texts must be a mapping of tasks, not a list"),
+])  # fmt: skip
 def test_careless_texts(encoders: Any, texts: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         repaired_by(encoders, texts=texts)
@@ -198,28 +187,20 @@ def test_careless_models(encoders: Any, plain: str, tmp_path: Path) -> None:
         ({"experts": {}}, r"experts are \[\], texts \['math', 'code'\]"),
         ({"experts": [*experts.values()]}, "experts must be a mapping of tasks, not a list"),
         ({"device": "cuda:99"}, "device=cuda:99"),
-        (
-            {"experts": {"math": reranker, "code": code}},
-            r"experts\['math'\] is a CrossEncoder, but merged is a SentenceTransformer",
-        ),
-        (
-            {"experts": {"math": tmp_path / "reranker", "code": code}},
-            r"experts\['math'\] is a CrossEncoder, but merged is a SentenceTransformer",
-        ),
-        (
-            {"experts": {"math": model(*modules), "code": code}},
-            r"experts\['math'\]: tensor .* has shape \(\d+, 16\), the merged model's has",
-        ),
+        ({"experts": {"math": reranker, "code": code}},
+         r"experts\['math'\] is a CrossEncoder, but merged is a SentenceTransformer"),
+        ({"experts": {"math": tmp_path / "reranker", "code": code}},
+         r"experts\['math'\] is a CrossEncoder, but merged is a SentenceTransformer"),
+        ({"experts": {"math": model(*modules), "code": code}},
+         r"experts\['math'\]: tensor .* has shape \(\d+, 16\), the merged model's has"),
         ({"base": model(*modules)}, r"base: tensor .* has shape \(\d+, 16\)"),
         ({"base": other_words}, "base has another vocabulary than merged"),
-        (
-            {"experts": {"math": model(Transformer(plain), Pooling(WIDTH, "cls")), "code": code}},
-            r"experts\['math'\] has the modules \['Transformer', 'Pooling cls'\], but merged has",
-        ),
+        ({"experts": {"math": model(Transformer(plain), Pooling(WIDTH, "cls")), "code": code}},
+         r"experts\['math'\] has the modules \['Transformer', 'Pooling cls'\], but merged has"),
         ({"merged": model(routes, Pooling(WIDTH))}, "merged has a Router: only models with one"),
         ({"merged": model(static)}, r"merged has 0 transformers, .* in \['StaticEmbedding'\]"),
         ({"wrong": 1}, r"Options.__init__\(\) got an unexpected keyword argument 'wrong'"),
-    ]
+    ]  # fmt: skip
     for changes, message in careless:
         with pytest.raises((TypeError, ValueError, CalibrationError), match=f"^{message}"):
             repaired_by(encoders, **changes)

@@ -75,13 +75,9 @@ def images(folder: Path) -> list[str]:
 
 # Run -> models, and the arguments that it has after a change of their folder.
 RUNS: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
-    "llama": ("llama", llama),
-    "lora": ("llama", lora),
-    "t5": ("t5", missing_targets),
-    "bert": ("bert", words),
-    "vit": ("vit", images),
-    "clip": ("clip", images),
-}
+    "llama": ("llama", llama), "lora": ("llama", lora), "t5": ("t5", missing_targets),
+    "bert": ("bert", words), "vit": ("vit", images), "clip": ("clip", images),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -225,16 +225,13 @@ def test_refused(copied, refusal, monkeypatch, kind, files, options, messages):
     assert len(line) < 600
 
 
-@pytest.mark.parametrize(
-    ("more", "note"),
-    [
-        ("--merge task_arithmetic:30", "task_arithmetic:30 goes 30 times as far as each expert"),
-        ("--merge task_arithmetic:0.3", ""),
-        ("--preset paper --set ridge_lambda=1e9", "--set ridge_lambda=1e+09 is very large: Gram"),
-        ("--preset paper --set anchor_rho=-500", "the anchor is 500 times as far from the base"),
-        ("--preset paper --set ridge_lambda=0.5", ""),
-    ],
-)
+@pytest.mark.parametrize(("more", "note"), [
+    ("--merge task_arithmetic:30", "task_arithmetic:30 goes 30 times as far as each expert"),
+    ("--merge task_arithmetic:0.3", ""),
+    ("--preset paper --set ridge_lambda=1e9", "--set ridge_lambda=1e+09 is very large: Gram"),
+    ("--preset paper --set anchor_rho=-500", "the anchor is 500 times as far from the base"),
+    ("--preset paper --set ridge_lambda=0.5", ""),
+])  # fmt: skip
 def test_numbers_that_are_rarely_meant_are_noted(made, tmp_path, more, note):
     merged = None if "--merge" in more else "merged"
     folder, _ = made("llama")

@@ -51,17 +51,14 @@ def numbers_of(task: Any) -> list[int]:
     return torch.cat([batch["labels"] for batch in task.tests.batches(None)]).tolist()
 
 
-@pytest.mark.parametrize(
-    ("labels", "names", "heads", "expected"),
-    [
-        (["Dog", "owl"], [], PETS, [1, 2]),
-        (["b", "c", "d"], [], UNNAMED, [0, 1, 2]),
-        ([2, 0], [], PETS, [2, 0]),
-        ([0, 1, 2], ["owl", "dog", "cat"], PETS, [2, 1, 0]),
-        ([1, 0], ["b", "a", "c"], UNNAMED, [1, 0]),
-        (["cat", "cow"], [], PETS, "label 'cow' is none of the 3 classes of the expert"),
-    ],
-)
+@pytest.mark.parametrize(("labels", "names", "heads", "expected"), [
+    (["Dog", "owl"], [], PETS, [1, 2]),
+    (["b", "c", "d"], [], UNNAMED, [0, 1, 2]),
+    ([2, 0], [], PETS, [2, 0]),
+    ([0, 1, 2], ["owl", "dog", "cat"], PETS, [2, 1, 0]),
+    ([1, 0], ["b", "a", "c"], UNNAMED, [1, 0]),
+    (["cat", "cow"], [], PETS, "label 'cow' is none of the 3 classes of the expert"),
+])  # fmt: skip
 def test_of_images(tmp_path, labels, names, heads, expected):
     path = write(tmp_path, labels, names)
     if isinstance(expected, str):
@@ -136,15 +133,12 @@ def test_notes_on_labels(labels: Any, classes: Any, note: str, tmp_path: Path):
     assert note in notes and bool(note) == ("expert's head" in notes or "count from 0" in notes)
 
 
-@pytest.mark.parametrize(
-    ("id2label", "label2id", "note"),
-    [
-        (["LABEL_0", "LABEL_1"], {"no": 0, "yes": 1}, ""),
-        (["LABEL_0", "LABEL_1"], {"no": 5, "yes": 1}, "so they are no, yes in this order"),
-        (["no", "yes"], {"LABEL_0": 0}, ""),
-        (["no", "yes"], {"yes": 0, "no": 1}, "'no' is class 0 by id2label and 1 by label2id"),
-    ],
-)
+@pytest.mark.parametrize(("id2label", "label2id", "note"), [
+    (["LABEL_0", "LABEL_1"], {"no": 0, "yes": 1}, ""),
+    (["LABEL_0", "LABEL_1"], {"no": 5, "yes": 1}, "so they are no, yes in this order"),
+    (["no", "yes"], {"LABEL_0": 0}, ""),
+    (["no", "yes"], {"yes": 0, "no": 1}, "'no' is class 0 by id2label and 1 by label2id"),
+])  # fmt: skip
 def test_names_of_a_head(id2label: Any, label2id: Any, note: str, copied: Any):
     folder = copied("bert")
     named = {"id2label": dict(enumerate(id2label)), "label2id": label2id}
@@ -162,14 +156,11 @@ def test_names_of_a_head(id2label: Any, label2id: Any, note: str, copied: Any):
 LISTS, ONE = [[1.0, 0.0], [0.0, 1.0]] * 5, [0.1, 0.8] * 5
 
 
-@pytest.mark.parametrize(
-    ("labels", "heads", "reason"),
-    [
-        (LISTS, PETS, "its labels are lists, not one class each"),
-        (ONE, ["LABEL_0"], "its expert's head has one output"),
-        ([None] * 10, PETS, r"its rows have no label \(--columns a:label=COLUMN"),
-    ],
-)
+@pytest.mark.parametrize(("labels", "heads", "reason"), [
+    (LISTS, PETS, "its labels are lists, not one class each"),
+    (ONE, ["LABEL_0"], "its expert's head has one output"),
+    ([None] * 10, PETS, r"its rows have no label \(--columns a:label=COLUMN"),
+])  # fmt: skip
 def test_labels_that_name_no_class_are_not_scored(tmp_path, labels, heads, reason):
     rows = ({"text": f"a cat {n}", "label": label} for n, label in enumerate(labels))
     file = write_rows(tmp_path / "a.jsonl", rows)

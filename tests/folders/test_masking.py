@@ -48,14 +48,11 @@ def test_users_and_queries_of_addresses_are_not_written(text: str) -> None:
     assert KEY not in featcal("report", text).err
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "samples_per_task=8 generated_tokens=64 --tokenizer=DIR eos_token=</s> author=me sigma=1",
-        "org/model@v1 hf://datasets/org/data@v1/a.jsonl http://localhost:8000/org/model@v1",
-        "no token: log in (hf auth login) or data/token.jsonl:train: line 3: no text",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "samples_per_task=8 generated_tokens=64 --tokenizer=DIR eos_token=</s> author=me sigma=1",
+    "org/model@v1 hf://datasets/org/data@v1/a.jsonl http://localhost:8000/org/model@v1",
+    "no token: log in (hf auth login) or data/token.jsonl:train: line 3: no text",
+])  # fmt: skip
 def test_other_texts_are_unchanged(text: str) -> None:
     assert masked(text) == text
 

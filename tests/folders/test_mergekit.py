@@ -149,15 +149,12 @@ def test_weights_relative_to_their_mean(config: str, factors: dict[str, float]) 
     assert weights(config, {"one": "one", "three": "runs/a/three"}) == ({}, [])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        models("one", "two"),
-        models("{model: one, parameters: {weight: 2}}", weighted("2")),
-        "{merge_method: karcher, models: [one, {model: two, parameters: {weight: 2}}]}",
-        SLERP % "0.5",
-    ],
-)
+@pytest.mark.parametrize("config", [
+    models("one", "two"),
+    models("{model: one, parameters: {weight: 2}}", weighted("2")),
+    "{merge_method: karcher, models: [one, {model: two, parameters: {weight: 2}}]}",
+    SLERP % "0.5",
+])  # fmt: skip
 def test_equal_weights_need_no_note(config: str) -> None:
     assert weights(config) == ({}, [])
 

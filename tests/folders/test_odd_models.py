@@ -96,13 +96,10 @@ def test_every_call_that_could_run_code_forbids_it():
         assert len(LOADING.findall(text)) <= text.count("trust_remote_code=False"), file
 
 
-@pytest.mark.parametrize(
-    ("model", "file", "message"),
-    [
-        ("merged", "config.json", "code beside a model is not run"),
-        ("one", "tokenizer_config.json", "the tokenizer in "),
-    ],
-)
+@pytest.mark.parametrize(("model", "file", "message"), [
+    ("merged", "config.json", "code beside a model is not run"),
+    ("one", "tokenizer_config.json", "the tokenizer in "),
+])  # fmt: skip
 def test_no_code_beside_a_model_runs(folder, monkeypatch, model, file, message):
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 20))  # the answers to questions
     code = f"open({str(folder / 'ran')!r}, 'w').close()\nclass Odd: ...\n"

@@ -40,15 +40,12 @@ def planned(folder: Path, *more: str) -> str:
 ANSWER = {"role": "assistant", "content": "c"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "doubt"),
-    [
-        ({}, ""),
-        ({"padding": None, "truncation": None}, ""),
-        ({"post_processor": BEGIN}, "it makes '<pad>' where "),
-        ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""}}, "of '"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "doubt"), [
+    ({}, ""),
+    ({"padding": None, "truncation": None}, ""),
+    ({"post_processor": BEGIN}, "it makes '<pad>' where "),
+    ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""}}, "of '"),
+])  # fmt: skip
 def test_other_tokens_of_a_text_are_in_doubt(folder, changes, doubt):
     start = f"--expert two={saved(folder / 'two', **changes)} has a tokenizer that splits texts "
     start += f"otherwise than --tokenizer {folder / 'merged'}: of '"

@@ -255,12 +255,9 @@ def with_rows(samples, rows, share: float):
     weights = share * (1 - part) * of_rows, share * part * of_rows
     flags = torch.zeros_like(none, dtype=torch.bool), torch.ones_like(none, dtype=torch.bool)
     return (
-        torch.cat([x, memory, memory]),
-        torch.cat([u, answers, answers]),
-        torch.cat([p, *weights]),
-        torch.cat([p, none, none]),
-        torch.cat([held_out, *flags]),
-    )
+        torch.cat([x, memory, memory]), torch.cat([u, answers, answers]), torch.cat([p, *weights]),
+        torch.cat([p, none, none]), torch.cat([held_out, *flags]),
+    )  # fmt: skip
 
 
 def moments(rows, chosen: Tensor, biased: bool):

@@ -20,18 +20,10 @@ TRAINED = DRAW | {"steps": 3}
 OURS = TRAINED | {"stream": "calibration"}
 # Class in `lab.rivals` -> settings that make it short.
 RIVALS: dict[str, dict[str, Any]] = {
-    "FeatCal": DRAW,
-    "Distillation": TRAINED,
-    "RegMean": DRAW,
-    "RegMeanPlusPlus": DRAW,
-    "Lot": DRAW,
-    "ESM": DRAW,
-    "DCMerge": {"density": 0.1},
-    "RidgeSurgery": DRAW,
-    "Surgery": OURS,
-    "ProbSurgery": OURS | {"hidden": 5},
-    "SurgeryV2": OURS | {"rank": 2},
-}
+    "FeatCal": DRAW, "Distillation": TRAINED, "RegMean": DRAW, "RegMeanPlusPlus": DRAW, "Lot": DRAW,
+    "ESM": DRAW, "DCMerge": {"density": 0.1}, "RidgeSurgery": DRAW, "Surgery": OURS,
+    "ProbSurgery": OURS | {"hidden": 5}, "SurgeryV2": OURS | {"rank": 2},
+}  # fmt: skip
 CASES = [
     *((kind, "clip") for kind in RIVALS),
     *((kind, "causal") for kind in ("Distillation", "Surgery")),

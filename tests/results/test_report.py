@@ -199,17 +199,13 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("seed1", "other"), "rows of toy have different tasks"),
     (("seed1", "--out", "seed1"), "has the files of a run.*--out"),
     (("seed1", "--html", "page.md"), r"--html names a file that ends in \.html"),
-    *(
-        (
-            ("seed1", "--against", "featcal", *form),
-            f"--against prints differences alone: leave.*{form[0]}",
-        )
-        for form in (("--out", "o"), ("--html", "a.html"), ("--figures", "f"), ("--markdown",))
-    ),
+    *((("seed1", "--against", "featcal", *form),
+      f"--against prints differences alone: leave.*{form[0]}") for form in (("--out", "o"),
+      ("--html", "a.html"), ("--figures", "f"), ("--markdown",))),
     (("seed1", "--metric", "los"), "--metric: no row has 'los'; there are accuracy"),
     (("seed1", "--against", "featcl"), "name one row, got 'featcl'.*task_arithmetic/featcal"),
     (("cells", "--against", "featcal"), "of equal settings, and samples_per_task differ"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=str)

@@ -24,14 +24,9 @@ CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"
 FLAN, LLAMA = "flan-t5-mini_TA6", "llama-mini_TA6"
 OPEN_CLIP = "open-clip-vit-mini_TA6"
 TASKS = {
-    f"{CLIP}_TA6": image.TA6,
-    f"{CLIP}_all8": image.ALL8,
-    f"{CLIP}_alphabets2": image.ALPHABETS2,
-    FLAN: text.TA6,
-    LLAMA: text.TA6,
-    RESNET: image.RESNET3,
-    OPEN_CLIP: image.TA6,
-}
+    f"{CLIP}_TA6": image.TA6, f"{CLIP}_all8": image.ALL8, f"{CLIP}_alphabets2": image.ALPHABETS2,
+    FLAN: text.TA6, LLAMA: text.TA6, RESNET: image.RESNET3, OPEN_CLIP: image.TA6,
+}  # fmt: skip
 
 
 def config_of(name: str) -> Any:
@@ -141,15 +136,12 @@ def test_choices_of_tasks_that_cannot_be_made_are_refused(words, message):
     assert message in error_of("plan", f"modelpool={CLIP}_TA6", *words)
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [
-        (f"{CLIP}_alphabets2", image.ALPHABETS2[0]),
-        pytest.param(FLAN, "clinc_auto", marks=[pytest.mark.slow, pytest.mark.ci]),
-        pytest.param(LLAMA, "clinc_auto", marks=pytest.mark.slow),
-        pytest.param(RESNET, "mini_notmnist", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "task"), [
+    (f"{CLIP}_alphabets2", image.ALPHABETS2[0]),
+    pytest.param(FLAN, "clinc_auto", marks=[pytest.mark.slow, pytest.mark.ci]),
+    pytest.param(LLAMA, "clinc_auto", marks=pytest.mark.slow),
+    pytest.param(RESNET, "mini_notmnist", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_task_pools_measure_what_the_builder_measured(name, task):
     config = config_of(name)
     pool: Any = instantiate(config.modelpool, _recursive_=False)

@@ -174,14 +174,11 @@ def test_keys_and_items_that_cannot_be_used_are_named(make_pool, model, keys, me
         make_pool(**keys).evaluate(model)
 
 
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        ({"image": picture(0)}, r"task 'x'.*item 0 has no label"),
-        ({"image": b"no image", "label": 0}, r"task 'x'.*item 0: .* cannot be read as an image"),
-        (CAT | {"label": 2}, r"test_datasets\.x, item 0: label 2 is none of the 2 classes"),
-    ],
-)
+@pytest.mark.parametrize(("item", "message"), [
+    ({"image": picture(0)}, r"task 'x'.*item 0 has no label"),
+    ({"image": b"no image", "label": 0}, r"task 'x'.*item 0: .* cannot be read as an image"),
+    (CAT | {"label": 2}, r"test_datasets\.x, item 0: label 2 is none of the 2 classes"),
+])  # fmt: skip
 def test_a_first_item_is_read_before_a_model_is_loaded(make_pool, item, message):
     with pytest.raises(CalibrationError, match=message):
         _ = make_pool(**of_items(item), clip_model="nowhere").opened

@@ -106,18 +106,15 @@ def test_images_are_scored_by_a_head_from_a_file(tmp_path):
             _ = other.opened
 
 
-@pytest.mark.parametrize(
-    ("config", "rows", "options", "message"),
-    [
-        (MEAN, ROWS, {"heads": {"u": {}}}, r"taskpool\.heads\.u"),
-        (MEAN, ROWS, {"heads": {"t": {"template": "name"}}}, r"t\.template must be .*\{\}"),
-        (MEAN, ROWS, {"pooling": "sum"}, r"taskpool\.pooling=sum"),
-        (MEAN, ROWS, {"base": "x"}, r"taskpool\.base\b"),
-        (MEAN, [{"text": "a"}], {}, "task 't': item 0 has no label"),
-        (MEAN, [], {}, "task 't' has no test rows"),
-        (pooling("weightedmean"), ROWS, {}, "has the pooling 'weightedmean'"),
-    ],
-)
+@pytest.mark.parametrize(("config", "rows", "options", "message"), [
+    (MEAN, ROWS, {"heads": {"u": {}}}, r"taskpool\.heads\.u"),
+    (MEAN, ROWS, {"heads": {"t": {"template": "name"}}}, r"t\.template must be .*\{\}"),
+    (MEAN, ROWS, {"pooling": "sum"}, r"taskpool\.pooling=sum"),
+    (MEAN, ROWS, {"base": "x"}, r"taskpool\.base\b"),
+    (MEAN, [{"text": "a"}], {}, "task 't': item 0 has no label"),
+    (MEAN, [], {}, "task 't' has no test rows"),
+    (pooling("weightedmean"), ROWS, {}, "has the pooling 'weightedmean'"),
+])  # fmt: skip
 def test_tasks_and_bases_that_cannot_be_scored_are_refused(
     tmp_path, config, rows, options, message
 ):

@@ -94,15 +94,12 @@ def test_rank_correlation_of_known_answers(answers, targets, expected):
 PAIR = {"prompt": "a b", "target": "c"}
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "message"),
-    [
-        ([PAIR], {"model": nn.Linear(2, 2)}, "Linear cannot generate text"),
-        ([], {}, "task 'a' has no test rows"),
-        ([PAIR, {"prompt": "a"}], {}, r"task 'a', .*test_datasets\.a, item 1.*target"),
-        ([PAIR], {"tokenizer": "nowhere/at-all"}, r"taskpool\.tokenizer=nowhere/at-all: "),
-    ],
-)
+@pytest.mark.parametrize(("rows", "options", "message"), [
+    ([PAIR], {"model": nn.Linear(2, 2)}, "Linear cannot generate text"),
+    ([], {}, "task 'a' has no test rows"),
+    ([PAIR, {"prompt": "a"}], {}, r"task 'a', .*test_datasets\.a, item 1.*target"),
+    ([PAIR], {"tokenizer": "nowhere/at-all"}, r"taskpool\.tokenizer=nowhere/at-all: "),
+])  # fmt: skip
 def test_rows_and_models_that_cannot_be_evaluated_are_refused(rows, options, message):
     model = options.get("model") or llama_model()
     tokenizer = options.get("tokenizer") or word_tokenizer()
@@ -118,15 +115,12 @@ def rows_by_loader(name: str, **row: str) -> list[dict[str, str]]:
     return [row] if row else []
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({}, r"task 'b' has no test rows\. Check taskpool\.test_datasets\.b"),
-        ({"prompt": "a"}, r"taskpool\.test_datasets\.b, item 0 has no target"),
-        ({"text": "a"}, r"taskpool\.test_datasets\.b, item 0 has no target"),
-        (PAIR, ""),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), [
+    ({}, r"task 'b' has no test rows\. Check taskpool\.test_datasets\.b"),
+    ({"prompt": "a"}, r"taskpool\.test_datasets\.b, item 0 has no target"),
+    ({"text": "a"}, r"taskpool\.test_datasets\.b, item 0 has no target"),
+    (PAIR, ""),
+])  # fmt: skip
 def test_data_are_opened_once_up_to_the_first_row(row, message):
     LOADED.clear()
     loader = {"_target_": f"{__name__}.rows_by_loader"}
