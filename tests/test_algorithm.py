@@ -147,9 +147,7 @@ def test_the_saved_model_loads_with_plain_transformers_to_the_reported_accuracy(
     assert correct.mean() == pytest.approx(run.report.accuracy[ROW]["mini_korean"])
 
 
-def test_the_model_is_saved_even_if_its_evaluation_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_saved_even_if_its_evaluation_fails(tmp_path, monkeypatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

@@ -33,9 +33,7 @@ def test_the_place_comes_before_cards_and_configs(tmp_path: Path) -> None:
     ({"card": "---\nbase_model: [\n---\n"}, "fewer texts repair more"),
     ({"card": "---\n- base_model\n---\n"}, "fewer texts repair more"),
 ])  # fmt: skip
-def test_a_base_is_named_if_all_experts_name_it(
-    tmp_path: Path, second: dict[str, str], hint: str
-) -> None:
+def test_a_base_is_named_if_all_experts_name_it(tmp_path: Path, second: dict[str, str], hint: str):
     places = [expert(tmp_path / "a", card=CARD), expert(tmp_path / "b", **second)]
     assert without_base(places, "--base {}").endswith(hint)
 

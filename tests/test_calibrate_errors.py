@@ -114,9 +114,7 @@ ROWS: list[Row] = [
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
 @pytest.mark.parametrize(("make", "message", "change", "more"), ROWS)
-def test_message(
-    make: Callable[[], Suite], message: str, change: Callable[[Suite], Any], more: dict[str, Any]
-):
+def test_message(make, message, change, more) -> None:
     suite = make()
     change(suite)
     with refused(message):

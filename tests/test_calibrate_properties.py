@@ -47,9 +47,7 @@ def reference(name: str, rule: str) -> CalibrationResult:
     ("t5", "plus", vary.longer),
     ("residual", "plus", lambda suite: replace(suite, family="auto")),
 ])  # fmt: skip
-def test_order_of_tasks_batches_padding_and_family_change_only_rounding(
-    name: str, rule: str, change: Callable[[Suite], Suite]
-):
+def test_order_of_tasks_batches_padding_and_family_change_only_rounding(name, rule, change) -> None:
     result = run_fast(change(SUITES[name]()), **RULES[rule])
     assert_same(result.model, reference(name, rule).model, BOUNDS.get(name, EXACT))
 
@@ -122,9 +120,7 @@ def test_the_context_of_the_caller_does_not_matter():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["clip", "llama"])
 @pytest.mark.parametrize("work", [1, products.LEAST_WORK])
-def test_the_operations_of_a_gpu_give_the_same_model(
-    name: str, rule: str, work: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_operations_of_a_gpu_give_the_same_model(name, rule, work, monkeypatch) -> None:
     expected = reference(name, rule).model
     monkeypatch.setattr(products, "LEAST_WORK", work)
     monkeypatch.setattr(products, "SMALL", 2)  # with little work, Gram matrices are in strips

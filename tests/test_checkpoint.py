@@ -77,9 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_process_leaves_a_folder_that_resumes_to_the_same_bits(
-    finished: Any, moment: str, tmp_path: Path
-):
+def test_a_killed_process_leaves_a_folder_that_resumes_to_the_same_bits(finished, moment, tmp_path):
     suite, expected = small_clip(), finished[1]
     for count in (1, 3):
         folder = tmp_path / str(count)
@@ -225,9 +223,7 @@ def test_two_runs_at_once_in_one_folder_do_not_mix(tmp_path: Path):
         assert_identical(model, expected[winner])
 
 
-def test_a_lock_of_a_killed_process_is_taken_over_and_its_files_are_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_lock_of_a_killed_process_is_taken_over_and_its_files_are_removed(tmp_path, caplog):
     target, leftover = tmp_path / "out", tmp_path / ".out.0123abcd.part"
     other = tmp_path / ".out.more.0123abcd.part"
 
@@ -268,9 +264,7 @@ def edited(folder: Path, name: str, row: int) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_changed_model_in_files_ends_the_resumed_run(
-    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_changed_model_in_files_ends_the_resumed_run(whole, tmp_path, monkeypatch) -> None:
     """Some rows of each matrix count if a model is large, and vectors whole."""
     monkeypatch.setattr("fusion_bench_featcal.experts.source.WHOLE", 2**40 * whole)
     suite = small_clip()

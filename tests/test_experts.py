@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from calibrations import gamma, run_fast
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
@@ -23,17 +24,6 @@ from tiny_texts import (
     write_adapter,
 )
 from torch import nn
-from transformers import (
-    CLIPConfig,
-    CLIPVisionConfig,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_featcal import CalibrationError, SafetensorsExpert
@@ -59,10 +49,10 @@ GEMMA = MISTRAL | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"
 # Configs of an expert and of the merged model, and words of the message. Missing keys have the
 # defaults of their class.
 CONFIGS: list[tuple[Any, Any, str]] = [
-    (LlamaConfig().to_dict() | BOOKKEEPING, LlamaConfig(), ""),
+    (hf.LlamaConfig().to_dict() | BOOKKEEPING, hf.LlamaConfig(), ""),
     (LLAMA, LLAMA | {"hidden_act": "gelu"}, "hidden_act='silu' (there 'gelu')"),
     (LLAMA | {"rope_theta": 5e5}, LLAMA, "rope_theta=500000.0"),
-    (CLIPVisionConfig(), CLIPConfig(vision_config={"hidden_act": "gelu"}).to_dict(),
+    (hf.CLIPVisionConfig(), hf.CLIPConfig(vision_config={"hidden_act": "gelu"}).to_dict(),
      "hidden_act='quick_gelu' (there 'gelu')"),
     (LLAMA | POSITIONS | {"unsloth_version": "1"}, LLAMA | {"unsloth_version": "2"}, ""),
     (LLAMA | {"sentence_transformers": {"version": "6.1"}, "model_max_length": 8},
@@ -75,7 +65,7 @@ CONFIGS: list[tuple[Any, Any, str]] = [
     (MISTRAL | {"num_attention_heads": 4, "head_dim": 2}, MISTRAL, "num_attention_heads=4"),
     (GEMMA | {"final_logit_softcapping": 20.0}, GEMMA, "final_logit_softcapping=20.0"),
     (GEMMA | {"query_pre_attn_scalar": 64}, GEMMA, "query_pre_attn_scalar=64"),
-    (Qwen2Config(), LlamaConfig(), "is a 'qwen2' model, the merged model a 'llama' one"),
+    (hf.Qwen2Config(), hf.LlamaConfig(), "is a 'qwen2' model, the merged model a 'llama' one"),
 ]  # fmt: skip
 
 
@@ -112,20 +102,20 @@ SIZES: dict[str, Any] = {
 
 
 def tied_llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=True))
 
 
 def mixture() -> Any:
     counts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **counts, moe_intermediate_size=8))
+    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **counts, moe_intermediate_size=8))
 
 
 def vision_language_model() -> Any:
     sizes = {key: SIZES[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size")}
     vision = sizes | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     tokens: dict[str, Any] = {"image_token_index": 29, "boi_token_index": 30, "eoi_token_index": 31}
-    config: Any = Gemma3Config(text_config=SIZES, vision_config=vision, **tokens)
-    return Gemma3ForConditionalGeneration(config)
+    config: Any = hf.Gemma3Config(text_config=SIZES, vision_config=vision, **tokens)
+    return hf.Gemma3ForConditionalGeneration(config)
 
 
 def mixed() -> nn.Module:
@@ -150,8 +140,6 @@ def tuned(folder: Path, model: nn.Module, config: Any) -> dict[str, torch.Tensor
 
 
 def adapted(folder: Path, targets: list[str], **config: Any) -> dict[str, torch.Tensor]:
-    from peft import LoraConfig
-
     settings = LoraConfig(r=2, lora_alpha=3, target_modules=targets, **config)
     return tuned(folder, mixed(), settings)
 
@@ -304,44 +292,34 @@ def test_names_that_peft_would_not_load_are_refused(method, change, messages, tm
             adapter.source(base)
 
 
-def test_lora_without_peft_names_or_without_a_target_is_refused(tmp_path: Path):
+def of_first_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if "layers.0" in name}
+
+
+TWO: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"]}
+# Changes of the config and of the tensors, and the message, which none is for a usable adapter.
+LORAS: list[tuple[dict[str, Any], Any, str]] = [
+    (TWO, dict, ""),
+    (TWO | {"layers_to_transform": [0]}, of_first_layer, ""),
+    (TWO, of_first_layer, r"lacks 4 tensors, .*\.layers\.1"),
+    (TWO, renamed, r"lacks 8 tensors, .* has 8 tensors of no module"),
+    ({"target_modules": ["q_proj", "o_proj"]}, dict, r"lacks 4 tensors, such as .*o_proj.lora_A"),
+    ({"r": 4}, dict, r"size mismatch .*lora_A.*\(\[2, \d+\]\).*\(\[4, "),
+]
+
+
+@pytest.mark.parametrize(("config", "change", "message"), LORAS)
+def test_lora_has_the_tensors_of_its_config_or_is_refused(config, change, message, tmp_path):
     base = ModelFiles(Path(write(llama_model().float(), tmp_path / "base")), "--base")
-    targets = {"target_modules": ["q_proj", "o_proj"]}
-    adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0, **targets), "--expert")
-    with pytest.raises(
-        CalibrationError, match=r"--expert: .* lacks 4 tensors, such as .*o_proj.lora_A"
-    ):
-        adapter.source(base)
-    targets = {"target_modules": ["q_proj", "down_proj"]}
-    write_adapter(tmp_path / "a", llama_model(), 0, **targets)
-    assert bytes_of(adapter.source(base)) == sum(
-        tensor.nbytes for tensor in load_file(tmp_path / "a/adapter_model.safetensors").values()
-    )
+    adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0, **config), "--expert")
     file = adapter.folder / "adapter_model.safetensors"
-    save_file(renamed(load_file(file)), file)
-    with pytest.raises(CalibrationError, match=r"lacks 8 tensors, .* has 8 tensors of no module"):
+    tensors = change(load_file(file))
+    save_file(tensors, file)
+    if not message:
+        assert bytes_of(adapter.source(base)) == sum(t.nbytes for t in tensors.values())
+        return
+    with pytest.raises(CalibrationError, match=rf"--expert: .*{message}"):
         adapter.source(base)
-
-
-def test_lora_of_another_rank_is_refused(tmp_path: Path):
-    base = ModelFiles(Path(write(llama_model().float(), tmp_path / "base")), "--base")
-    adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0, r=4), "--expert")
-    with pytest.raises(CalibrationError, match=r"size mismatch .*lora_A.*\(\[2, \d+\]\).*\(\[4, "):
-        adapter.source(base)
-
-
-def test_lora_without_some_layers_is_refused(tmp_path: Path):
-    base = ModelFiles(Path(write(llama_model().float(), tmp_path / "base")), "--base")
-    more: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"]}
-    adapter = ModelFiles(write_adapter(tmp_path / "a", llama_model(), 0, **more), "--expert")
-    file = adapter.folder / "adapter_model.safetensors"
-    first = {name: tensor for name, tensor in load_file(file).items() if "layers.0" in name}
-    save_file(first, file)
-    with pytest.raises(CalibrationError, match=r"--expert: .* lacks 4 tensors, .*\.layers\.1"):
-        adapter.source(base)
-    write_adapter(tmp_path / "a", llama_model(), 0, **more, layers_to_transform=[0])
-    save_file(first, file)
-    assert bytes_of(adapter.source(base)) == sum(tensor.nbytes for tensor in first.values())
 
 
 @pytest.mark.parametrize(
@@ -362,18 +340,22 @@ def test_configs_without_a_change_of_weights_are_refused(config, message, tmp_pa
         adapter.source(ModelFiles(tmp_path / "base", "--base"))
 
 
+def in_pool(base: str, adapter: Path, **more: Any) -> PoolModel:
+    """An adapter as an expert of FusionBench's pool."""
+    loader = "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model"
+    paths = {"base_model_path": base, "peft_model_path": str(adapter)}
+    entry: Any = {"_target_": loader, **paths, **more}
+    config: Any = OmegaConf.create(load_t5({"_pretrained_": base}) | {"one": entry})
+    pool = Seq2SeqLMPool(config, tokenizer=word_tokenizer(ends=True))  # type: ignore[arg-type]
+    return PoolModel(pool, "one")
+
+
 @pytest.mark.filterwarnings("ignore:Input and output embeddings:UserWarning")  # of PEFT
 @pytest.mark.parametrize("more", [{}, {"rank_pattern": {"q": 2}, "target_modules": [*ADAPTED]}])
 def test_pools_read_plain_adapters_by_tensor_and_load_others(more: Any, tmp_path: Path):
     base = write(t5_model().float(), tmp_path / "base")
     adapter = write_adapter(tmp_path / "adapter", t5_model(), 0, **more)
-    entry = {
-        "_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model",
-        "base_model_path": base, "peft_model_path": str(adapter),
-    }  # fmt: skip
-    config: Any = OmegaConf.create(load_t5({"_pretrained_": base}) | {"one": entry})
-    pool = Seq2SeqLMPool(config, tokenizer=word_tokenizer(ends=True))  # type: ignore[arg-type]
-    source: Any = PoolModel(pool, "one").source()
+    source: Any = in_pool(base, adapter).source()
     assert not isinstance(source, nn.Module)
     loaded = load_lora_model(base, str(adapter)).state_dict()
     for name, tensor in merged_by_hand(t5_model().float(), adapter, 3.0).state_dict().items():
@@ -396,15 +378,9 @@ def test_pools_refuse_adapters_that_peft_would_not_load(method: str, more: Any, 
     )
     config = getattr(peft, f"{method}Config")(**kinds, **({} if method == "IA3" else {"r": 2}))
     peft.get_peft_model(t5_model().float(), config).save_pretrained(tmp_path / "adapter")
-    entry: Any = {
-        "_target_": "fusion_bench.modelpool.seq2seq_lm.modelpool.load_lora_model",
-        "base_model_path": base, "peft_model_path": str(tmp_path / "adapter"),
-    } | more  # fmt: skip
-    config = OmegaConf.create(load_t5({"_pretrained_": base}) | {"one": entry})
-    pool = Seq2SeqLMPool(config, tokenizer=word_tokenizer(ends=True))  # type: ignore[arg-type]
-    assert PoolModel(pool, "one").source()
+    assert in_pool(base, tmp_path / "adapter", **more).source()
     file = tmp_path / "adapter/adapter_model.safetensors"
     save_file(renamed(load_file(file)), file)
     message = r"^modelpool\.models\.one: .*adapter_model.safetensors lacks .*Check its base"
     with pytest.raises(CalibrationError, match=message):
-        PoolModel(pool, "one").source()
+        in_pool(base, tmp_path / "adapter", **more).source()

@@ -1,6 +1,5 @@
 """On a GPU: the CPU's model, wherever features are stored. Deselected without a CUDA device."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +33,7 @@ def test_the_model_is_the_cpus_wherever_features_are_stored(case: tuple[Suite, f
         assert_identical(run_fast(suite, device=GPU, activations=storage).model, on_device)
 
 
-def test_one_block_of_a_model_in_files_is_on_the_device(
-    case: tuple[Suite, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_one_block_of_a_model_in_files_is_on_the_device(case, tmp_path, monkeypatch) -> None:
     suite, bound = case
     with tensors_in_memory(monkeypatch) as outside:
         model = calibrated(suite, tmp_path, device=GPU, activations="host")

@@ -66,9 +66,7 @@ ROWS: list[tuple[Callable[[Models], object], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), ROWS)
-def test_a_mistake_is_named_before_any_model_is_loaded(
-    change: Callable[[Models], object], words: tuple[str, ...], models: Models
-):
+def test_a_mistake_is_named_before_any_model_is_loaded(change, words, models) -> None:
     change(models)
     pool = clip_pool(models)
     pool.load_model = lambda *_, **__: pytest.fail("a model was loaded")

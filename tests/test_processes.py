@@ -97,9 +97,7 @@ def short_first(name: str = "bert", **config: Any) -> Suite:
     (lambda: partly_labelled_suite("every", 1), [False, True, True]),
     (lambda: third(short_first()), [True, True, True]),
 ])  # fmt: skip
-def test_neither_processes_nor_their_first_tasks_decide_what_counts(
-    make: Callable[[], Suite], narrowed: list[bool]
-):
+def test_neither_processes_nor_their_first_tasks_decide_what_counts(make, narrowed) -> None:
     auto: dict[str, Any] = PLUS_ON_PLAIN | {"decoder_rows": "auto"}
     suite = make()
     expected = run_fast(suite, **auto)

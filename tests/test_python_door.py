@@ -16,7 +16,6 @@ from tiny_models import Stack as Net
 from tiny_models import Suite, decoder_suite, listed, residual_suite, samples_by_task
 from torch import Tensor, nn
 
-import fusion_bench_featcal
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Paper, Plus, calibrate
 from fusion_bench_featcal.families import Stack
 
@@ -72,12 +71,6 @@ def test_an_error_in_a_familys_code_is_not_blamed_on_token_ids() -> None:
     family = Broken("|".join(suite.blocks), compared=False)
     with pytest.raises(IndexError, match="list index out of range"):
         calibrate(*arguments(suite), family=family, progress=False)
-
-
-def test_folders_are_calibrated_by_a_name_of_the_package() -> None:
-    from fusion_bench_featcal.folders import calibrate_folder
-
-    assert fusion_bench_featcal.calibrate_folder is calibrate_folder
 
 
 # --- careless use, and what would be wrong in silence ---

@@ -65,9 +65,7 @@ CARDS: list[tuple[CardFacts, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("facts", "title", "about", "settings"), CARDS)
-def test_a_card_names_its_method_and_changed_settings(
-    facts: CardFacts, title: str, about: str, settings: str, tmp_path: Path
-) -> None:
+def test_a_card_names_its_method_and_changed_settings(facts, title, about, settings, tmp_path):
     run = make_run(LEVELS | {facts.row: 0.7})
     run.row(facts.row).facts |= {"rows_share": 0.5, "rows_energy": 2.0}
     card = card_text(facts, "org/base", {"one": "org/one"}, run)
@@ -98,9 +96,7 @@ def test_a_card_keeps_the_tags_of_the_merged_model(card: Any, tags: list[str], t
 
 
 @pytest.mark.parametrize("moment", range(3))
-def test_a_crash_leaves_no_model_or_the_whole_model(
-    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_no_model_or_the_whole_model(moment, tmp_path, monkeypatch) -> None:
     target = tmp_path / "saved"
 
     def crash(_: int) -> None:
@@ -182,9 +178,7 @@ def test_a_folder_that_another_run_filled_meanwhile_is_kept(tmp_path: Path) -> N
     ("loop", {}, "merged_model_save_path .*loop exists"),
     ("new", {"push_to_hub": True}, "merged_model_save_kwargs has no effect: .* Leave it out"),
 ])  # fmt: skip
-def test_unusable_targets_and_options_are_refused_first(
-    path: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_unusable_targets_and_options_are_refused_first(path, options, message, tmp_path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
     (tmp_path / "loop").symlink_to("loop")

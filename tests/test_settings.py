@@ -40,6 +40,7 @@ SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "augment": ("null or one of none, auto, jitter", ["jitter", None],
                 ["flip", True, 3, ["jitter"]]),
     "calibrate_norm": ("null or true or false", [None, True, False], [0, "true"]),
+    "batch_size": ("auto or an integer >= 1", ["auto", 3], [0, "many", 1.5, True]),
     "samples_per_task": ("an integer >= 1", [1], [0, 2.0, True]),
     "modules": ("null or a non-empty list of patterns", [["*.fc1", "!0.*"]],
                 ["mlp.fc1", [], [""], [3]]),
@@ -99,9 +100,7 @@ def test_values_are_accepted_or_refused_in_the_words_of_the_list(name: str):
 
 
 @pytest.mark.parametrize(("values", "message"), CLASHES)
-def test_settings_that_clash_and_rules_that_cannot_be_made_are_named(
-    values: dict[str, Any], message: str
-):
+def test_settings_that_clash_and_rules_that_cannot_be_made_are_named(values, message) -> None:
     with pytest.raises(ValueError, match=message):
         _ = FeatCalSettings(**values).made_rule
 

@@ -107,9 +107,7 @@ PAIRS += [(POOL_OF.get(name, name), name) for name in options("taskpool")]
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize(("pool", "taskpool"), PAIRS)
-def test_every_pool_starts_or_is_refused_by_its_cause(
-    pool: str, taskpool: str, tmp_path: Path
-) -> None:
+def test_every_pool_starts_or_is_refused_by_its_cause(pool: str, taskpool: str, tmp_path: Path):
     words = (f"modelpool={pool}", f"taskpool={taskpool}", CPU)
     causes = (REFUSED[names] for names in REFUSED if re.fullmatch(names, taskpool))
     cause = next(causes, DOWNLOADS)

@@ -1,7 +1,7 @@
 """FusionBench's stock pools with `method=featcal`: checked as they are, three run on stand-ins."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,7 @@ WHOLE_RUNS = {
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("words", WHOLE_RUNS.values(), ids=WHOLE_RUNS)
-def test_a_pool_runs_on_stand_ins(
-    words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_runs_on_stand_ins(words, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = [f'{{"prompt": "{text}", "target": "b"}}' for text in stand_ins.TEXTS]

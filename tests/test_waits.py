@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import pytest
 import torch
 from calibrations import PLUS, run_fast
 from posing import Posing
@@ -31,9 +30,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_waits_for_blocks_and_not_for_their_tasks_or_batches(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_host_waits_for_blocks_and_not_for_their_tasks_or_batches(monkeypatch) -> None:
     """A block's weights of the next expert are read and sent while the GPU runs this one."""
     stored = LazyModel.stored
 

@@ -118,9 +118,7 @@ def test_a_repaired_model_is_an_upstream(compared: Any, tmp_path: Path) -> None:
     assert made["turned", "head"].conditions["base_method"] == ARITHMETIC
 
 
-def test_a_method_by_itself_reports_its_model_beside_the_merged_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_method_by_itself_reports_its_model_beside_the_merged_one(tmp_path, capsys) -> None:
     algorithm: Any = ScaleAlgorithm(factor=-2.0, base_method=AVERAGE)
     algorithm.fabric = logging_to(tmp_path)
     taskpool = SignTaskPool()
@@ -215,9 +213,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("choices", "message"), REFUSED)
-def test_wrong_choices_are_named_before_anything_is_loaded(
-    choices: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_wrong_choices_are_named_before_anything_is_loaded(choices, message, tmp_path) -> None:
     choices = {METHODS: DOUBLE} | choices
     path = choices.pop("merged_model_save_path", None)
     with pytest.raises((ValueError, CalibrationError), match=message):

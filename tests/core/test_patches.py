@@ -19,9 +19,7 @@ GEOMETRIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_rows_times_weights_are_the_convolution(
-    geometry: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_rows_times_weights_are_the_convolution(geometry, monkeypatch) -> None:
     torch.manual_seed(0)
     convolution = nn.Conv2d(2, 3, **geometry, bias=False, dtype=torch.float64)
     x = torch.randn(5, 2, 9, 7, dtype=torch.float64)

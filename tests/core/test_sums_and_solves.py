@@ -88,9 +88,7 @@ def test_float32_is_solved_in_float64_unless_it_is_exact_enough():
         (3, 1.0, 1e-9, 1e-6, "singular"),  # the ridge is below the rounding of the rows
     ],
 )
-def test_systems_without_a_solution_are_refused(
-    rank: int, value: float, ridge: float, rounding: float, message: str
-):
+def test_systems_without_a_solution_are_refused(rank, value, ridge, rounding, message) -> None:
     gram, right = system(rank)
     right[0, 0] = value
     with pytest.raises(UnsolvedError, match=message):

@@ -1,11 +1,8 @@
 """Sizes of calibration batches."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from fusion_bench_featcal import FeatCalSettings
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
 
 GPU = torch.device("cuda", 1)
@@ -19,12 +16,3 @@ GPU = torch.device("cuda", 1)
 def test_auto_goes_by_the_device_and_the_longest_text(device, longest, size):
     assert batch_size_of("auto", device, longest) == size
     assert batch_size_of(7, device, longest) == 7
-
-
-def test_the_setting_is_auto_or_a_number():
-    assert FeatCalSettings().batch_size == "auto"
-    assert FeatCalSettings(batch_size=3).batch_size == 3
-    values: list[Any] = [0, "many", 1.5, True]
-    for wrong in values:
-        with pytest.raises(ValueError, match=r"batch_size must be auto or an integer >= 1"):
-            FeatCalSettings(batch_size=wrong)

@@ -70,9 +70,7 @@ def test_names_of_classes_are_targets(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("split", "right"), [("train", ["train"]), (None, [])])
-def test_of_a_saved_dataset_without_splits_no_other_is_read(
-    split: Any, right: list[str], tmp_path: Path
-):
+def test_of_a_saved_dataset_without_splits_no_other_is_read(split, right, tmp_path) -> None:
     folder = tmp_path / "saved"
     datasets.Dataset.from_list(ROWS, split=split).save_to_disk(folder)
     for name in (str(folder), *(f"{folder}:{name}" for name in right)):

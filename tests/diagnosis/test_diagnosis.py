@@ -218,9 +218,7 @@ def test_tables_and_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> Non
          rf"modelpool\.test_datasets\.{TASK} .*method\.tasks"),
     ],
 )  # fmt: skip
-def test_wrong_keys_and_missing_data_are_named(
-    tests: int, keys: Any, message: str, models: Any
-) -> None:
+def test_wrong_keys_and_missing_data_are_named(tests: int, keys: Any, message: str, models: Any):
     with pytest.raises((ValueError, CalibrationError), match=message):
         diagnosis.DiagnosisAlgorithm(**(FEW | keys)).run(tiny_pool(models, test=tests))
 

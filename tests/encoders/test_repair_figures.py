@@ -58,9 +58,7 @@ def test_figures_of_a_repair(encoders: Any, capsys: Any, caplog: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["one", "of a task", "a list"])
-def test_an_evaluator_that_fails_costs_no_repair(
-    encoders: Any, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_an_evaluator_that_fails_costs_no_repair(encoders, monkeypatch, form) -> None:
     class Broken:
         def __call__(self, model: Any) -> float:
             raise KeyError("no such column\nand more")

@@ -172,9 +172,7 @@ def expanding(base: Any) -> Any:
 
 @pytest.mark.parametrize("rule", [Plus(), Paper(anchor_rho=1.0)], ids=["plus", "paper"])
 @pytest.mark.parametrize("kind", [*MAKERS, "expanding"])
-def test_heads_that_differ_come_nearer_to_the_experts(
-    kind: str, rule: Any, plain: str, tmp_path: Path, caplog: Any
-) -> None:
+def test_heads_that_differ_come_nearer_to_the_experts(kind, rule, plain, tmp_path, caplog) -> None:
     """The repair is compared with one that keeps the merged model's heads, as for rerankers."""
     make, _ = MAKERS[kind.replace("expanding", "MultiVectorEncoder")]
     torch.manual_seed(1)
@@ -354,9 +352,7 @@ def test_folders_of_transformers(encoders: Any, plain: str, tmp_path: Path) -> N
         repaired_by((base, experts, opened))
 
 
-def test_saving_skips_modules_and_weights_that_the_library_writes(
-    encoders: Any, tmp_path: Path, caplog: Any
-) -> None:
+def test_saving_skips_modules_and_weights_that_the_library_writes(encoders, tmp_path, caplog):
     merged, model = tmp_path / "merged", encoders[2]
     model.save_pretrained(str(merged))
     (merged / "onnx").mkdir()

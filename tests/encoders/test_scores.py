@@ -16,16 +16,8 @@ from transformers import BertForMaskedLM
 st = pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
 pytest.importorskip("mergekit", reason="extra `encoders`")
 
-from sentence_models import (  # noqa: E402
-    MAKERS,
-    NOUNS,
-    PROMPTS,
-    backbone,
-    figure,
-    sentence_model,
-    texts_of,
-    tuned,
-)
+import sentence_models as tiny  # noqa: E402
+from sentence_models import figure  # noqa: E402
 from sentence_transformers.cross_encoder import evaluation as of_pairs  # noqa: E402
 from sentence_transformers.multi_vector_encoder import evaluation as of_vectors  # noqa: E402
 from sentence_transformers.sentence_transformer import evaluation as of_texts  # noqa: E402
@@ -36,18 +28,15 @@ from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests  # no
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
 from fusion_bench_featcal.results.statistics import NORMAL  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,  # see conftest.py
-    pytest.mark.ci,
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
-]
+BETA = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+pytestmark = [pytest.mark.slow, pytest.mark.ci, BETA]  # see conftest.py
 
 EMBEDDERS = ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder")
 COUNT = 32
-FIRST, SECOND, THIRD = (texts_of(seed, COUNT) for seed in range(3))
+FIRST, SECOND, THIRD = (tiny.texts_of(seed, COUNT) for seed in range(3))
 PAIR = {"query": FIRST, "answer": SECOND}
 RANDOM = random.Random(0)
-LABELS = [RANDOM.choice(NOUNS[:5]) for _ in range(COUNT)]
+LABELS = [RANDOM.choice(tiny.NOUNS[:5]) for _ in range(COUNT)]
 BINARY = [RANDOM.randrange(2) for _ in range(COUNT)]
 SCORES = [RANDOM.choice([0.0, 0.5, 2.5, 4.0, 5.0]) for _ in range(COUNT)]
 
@@ -55,13 +44,13 @@ SCORES = [RANDOM.choice([0.0, 0.5, 2.5, 4.0, 5.0]) for _ in range(COUNT)]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One model of each class, a reranker that chooses a class, and one in bfloat16."""
-    plain = backbone(tmp_path_factory.mktemp("bert"))
-    mlm = backbone(tmp_path_factory.mktemp("mlm"), BertForMaskedLM)
+    plain = tiny.backbone(tmp_path_factory.mktemp("bert"))
+    mlm = tiny.backbone(tmp_path_factory.mktemp("mlm"), BertForMaskedLM)
     torch.manual_seed(1)
-    models = {name: make(plain, mlm) for name, (make, _) in MAKERS.items()}
+    models = {name: make(plain, mlm) for name, (make, _) in tiny.MAKERS.items()}
     models["classes"] = st.CrossEncoder(plain, num_labels=3, device="cpu")
-    models["cosine"] = sentence_model(plain)
-    models["bf16"] = sentence_model(plain).to(torch.bfloat16)
+    models["cosine"] = tiny.sentence_model(plain)
+    models["bf16"] = tiny.sentence_model(plain).to(torch.bfloat16)
     return models
 
 
@@ -80,8 +69,7 @@ def score(model: Any, data: Any) -> Any:
 
 
 def reason(model: Any, data: list[dict[str, Any]]) -> str:
-    tests = encoder_tests(model, data, row_name)
-    assert isinstance(tests, str)
+    assert isinstance(tests := encoder_tests(model, data, row_name), str)
     return tests
 
 
@@ -100,9 +88,7 @@ TRIPLETS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ["cosine", "bf16", "SparseEncoder", "MultiVectorEncoder"])
-def test_a_labelled_text_looks_for_its_label_among_all_other_texts(
-    models: dict[str, Any], name: str
-) -> None:
+def test_a_labelled_text_looks_for_its_label_among_all_other_texts(models, name) -> None:
     """One evaluator for each text, with the other texts as its corpus. One label occurs once."""
     model, labels = models[name], ["alone", *LABELS[1:]]
     result = score(model, rows(text=FIRST, label=labels))
@@ -121,7 +107,7 @@ def test_a_labelled_text_looks_for_its_label_among_all_other_texts(
 
 @pytest.mark.parametrize("kind", [int, float, lambda n: f"id-{n}", lambda n: n % 2 == 0])
 def test_labels_are_of_any_kind(models: dict[str, Any], kind: Callable[[int], Any]) -> None:
-    numbers = [NOUNS.index(word) for word in LABELS]
+    numbers = [tiny.NOUNS.index(word) for word in LABELS]
     labels = [kind(number) for number in numbers]
     result = score(models["cosine"], rows(text=FIRST, label=labels))
     in_words = score(models["cosine"], rows(text=FIRST, labels=[f"a {one}" for one in labels]))
@@ -147,12 +133,9 @@ def test_pairs_look_for_their_passage(models: dict[str, Any], name: str) -> None
     queries, passages = [*FIRST[:24], *FIRST[:8]], [*SECOND[:20], *SECOND[:4], *SECOND[10:18]]
     data = rows(query=queries, answer=passages)
     corpus = {f"{n:02}": text for n, text in enumerate(dict.fromkeys(passages))}
+    pairs = {*zip(queries, passages, strict=True)}
     relevant = {
-        str(n): {
-            key
-            for key, text in corpus.items()
-            if any((q, p) == (query, text) for q, p in zip(queries, passages, strict=True))
-        }
+        str(n): {key for key, text in corpus.items() if (query, text) in pairs}
         for n, query in enumerate(queries)
     }
     asked = {str(n): query for n, query in enumerate(queries)}
@@ -219,17 +202,17 @@ def test_correlations_and_precisions_have_jackknife_values(
     assert np.corrcoef(-result.losses, pseudo)[0, 1] == pytest.approx(1, abs=tolerance)
     half = NORMAL * result.losses.std().item() / math.sqrt(COUNT)
     assert 0.05 < half < 0.6 and result.correct is None
+    equal = rows(sentence1=FIRST[:1] * 8, sentence2=SECOND[:1] * 8, **{column: values[:8]})
+    result = score(model, equal)  # equal similarities are no correlation
+    assert (result.accuracy == 0 and result.losses.tolist() == [1] * 8) or values is BINARY
 
 
 @pytest.mark.parametrize("name", ["SentenceTransformer", "MultiVectorEncoder"])
 def test_similarity_of_queries_and_documents(models: dict[str, Any], name: str) -> None:
     """The library's evaluators read both by `encode`, which a MultiVectorEncoder does not have."""
     model = models[name]
-    sides = (
-        [model.encode(texts) for texts in (FIRST, SECOND)]
-        if name[0] == "S"
-        else [model.encode_query(FIRST), model.encode_document(SECOND)]
-    )
+    methods = ("encode", "encode") if name[0] == "S" else ("encode_query", "encode_document")
+    sides = [getattr(model, m)(t) for m, t in zip(methods, (FIRST, SECOND), strict=True)]
     similar = model.similarity_pairwise(*sides).numpy()
     correlation: Any = spearmanr(SCORES, similar)
     for column, values, expected in (
@@ -239,12 +222,6 @@ def test_similarity_of_queries_and_documents(models: dict[str, Any], name: str) 
         result = score(model, rows(**PAIR, **{column: values}))
         assert 1 - result.loss == pytest.approx(expected, abs=1e-12) and result.loss != 1
         assert result.accuracy == pytest.approx(max(expected, 0), abs=1e-12)
-
-
-def test_equal_similarities_are_no_correlation(models: dict[str, Any]) -> None:
-    data = rows(sentence1=FIRST[:1] * 8, sentence2=SECOND[:1] * 8, score=SCORES[:8])
-    result = score(models["cosine"], data)
-    assert result.accuracy == 0 and result.losses.tolist() == [1] * 8
 
 
 def test_classes_of_a_reranker(models: dict[str, Any]) -> None:
@@ -312,9 +289,7 @@ def test_triplets_of_a_reranker(models: dict[str, Any]) -> None:
 # --- the library's methods ---
 
 
-def test_queries_and_documents_are_read_as_for_the_repair(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_and_documents_are_read_as_for_the_repair(models, monkeypatch) -> None:
     """Texts alone and pairs of sentences have no roles. Each text is read once."""
     model, read = copy.deepcopy(models["SentenceTransformer"]), list[tuple[Any, str]]()
     encode = model.encode
@@ -341,7 +316,7 @@ def test_queries_and_documents_are_read_as_for_the_repair(
         assert sorted(read, key=str) == sorted(
             ((prompt, text) for prompt, texts in expected.items() for text in texts), key=str
         )
-    assert model.prompts == PROMPTS
+    assert model.prompts == tiny.PROMPTS
 
 
 @pytest.mark.parametrize("name", [*EMBEDDERS, "CrossEncoder"])
@@ -401,7 +376,7 @@ def test_careless_rows(models: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["SentenceTransformer", "SparseEncoder"])
 def test_names_of_labels(models: dict[str, Any], name: str) -> None:
-    model, other = models[name], tuned(models[name], 5)
+    model, other = models[name], tiny.tuned(models[name], 5)
     tests = name_tests(rows(text=FIRST, label=LABELS), row_name, other, "of {} and")
     assert not isinstance(tests, str)
     result: Any = tests.score(model)

@@ -81,9 +81,7 @@ def test_plus_uses_the_first_position_alone_where_the_head_does(name: str, is_fi
     ],
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
-def test_only_keys_and_values_of_the_last_block_count_other_positions(
-    name: str, ends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-):
+def test_only_keys_and_values_of_the_last_block_count_other_positions(name, ends, monkeypatch):
     suite, counted = suite_named(name), list[set[str]]()
 
     def narrow(self: Streams, names: Any) -> None:

@@ -18,52 +18,20 @@ from transformers import BertForMaskedLM, BertModel
 st = pytest.importorskip("sentence_transformers", minversion="6.2", reason="extra `encoders`")
 pytest.importorskip("mergekit", reason="extra `encoders`")
 
-from sentence_models import (  # noqa: E402
-    MAKERS,
-    TASKS,
-    WIDTH,
-    backbone,
-    outputs,
-    rows_of,
-    sentence_model,
-    texts_of,
-    tuned,
-)
+import sentence_models as tiny  # noqa: E402
 from sentence_transformers.base.modules import Dense, Normalize  # noqa: E402
 
-from fusion_bench_featcal.data.draws import sample_order  # noqa: E402
-from fusion_bench_featcal.folders import calibrate_folder, sentence_rows  # noqa: E402
+from fusion_bench_featcal.data import sample_order  # noqa: E402
+from fusion_bench_featcal.folders import sentence_rows  # noqa: E402
 from fusion_bench_featcal.results import read_run  # noqa: E402
 from fusion_bench_featcal.sentence_transformers import repair  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]  # see conftest.py
 
 ROWS = 48
-LABELS = [f"intent {n % 5}" for n in range(ROWS)]
+TASKS = tiny.TASKS
+FOLDERS = ("merged", "base", *TASKS)
 MODULES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
-
-
-def data_of(model: Any) -> dict[str, list[Any]]:
-    return {task: rows_of(model, seed) for seed, task in enumerate(TASKS)}
-
-
-def write(folder: Path, base: Any, merged: Any = None) -> dict[str, Any]:
-    """Write base, experts, merged model, and texts with labels or pairs."""
-    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
-    merged = merged or type(base).merge([*experts.values()], "linear")
-    models = {"base": base, "merged": merged, **experts}
-    for name, model in models.items():
-        model.save_pretrained(str(folder / name))
-    (folder / "merged" / "LICENSE").write_text("as you like")
-    (folder / "merged" / "code.py").write_text("raise SystemExit('this code ran')")
-    for task, rows in data_of(base).items():
-        pairs = not isinstance(rows[0], str)
-        table = [
-            {"query": row[0], "document": row[1]} if pairs else {"text": row, "label": label}
-            for row, label in zip(rows, LABELS, strict=True)
-        ]
-        write_rows(folder / f"{task}.jsonl", table)
-    return models
 
 
 def words(folder: Path, *more: str, merged: str | None = "merged", base: bool = True) -> list[str]:
@@ -81,20 +49,27 @@ def run(folder: Path, *more: str, **options: Any) -> str:
     return done.out
 
 
+def remove(folder: Path, *names: str) -> None:
+    """Leave what transformers reads of models: no modules of sentence-transformers."""
+    for name in names:
+        for file in MODULES:
+            (folder / name / file).unlink()
+
+
 def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return backbone(tmp_path_factory.mktemp("bert"))
+    return tiny.backbone(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")
 def made(plain: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of a sentence model, written once."""
     folder = tmp_path_factory.mktemp("made")
-    write(folder, sentence_model(plain))
+    tiny.write_folders(folder, tiny.sentence_model(plain))
     return folder
 
 
@@ -119,15 +94,15 @@ def assert_equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.T
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", tiny.MAKERS)
 def test_the_folder_is_the_object(kind: str, plain: str, tmp_path: Path) -> None:
-    make, has_base = MAKERS[kind]
+    make, has_base = tiny.MAKERS[kind]
     torch.manual_seed(1)
-    base = make(plain, backbone(tmp_path / "mlm", BertForMaskedLM)).eval()
-    models = write(tmp_path, base)
+    base = make(plain, tiny.backbone(tmp_path / "mlm", BertForMaskedLM)).eval()
+    models = tiny.write_folders(tmp_path, base)
     screen = run(tmp_path, "--no-eval", base=has_base)
     assert screen.startswith(f"{kind}: Bert") and ("without a base" in screen) != has_base
-    rows = data_of(base)
+    rows = tiny.data_of(base)
     texts = {task: [rows[task][n] for n in sample_order(ROWS, task, 42)] for task in TASKS}
     experts = {task: models[task] for task in TASKS}
     origin = base if has_base else None
@@ -135,8 +110,8 @@ def test_the_folder_is_the_object(kind: str, plain: str, tmp_path: Path) -> None
     out = type(base)(str(tmp_path / "out"), device="cpu")
     state = expected.state_dict()
     assert_equal({name: tensor for name, tensor in out.state_dict().items()}, state)
-    held = rows_of(base, 20)
-    torch.testing.assert_close(outputs(out, held), outputs(expected, held))
+    held = tiny.rows_of(base, 20)
+    torch.testing.assert_close(tiny.outputs(out, held), tiny.outputs(expected, held))
     folders = [tmp_path / name for name in ("merged", "out")]
     names = [{p.relative_to(folder) for p in folder.rglob("*")} for folder in folders]
     assert names[0] - names[1] == {Path("code.py")} and Path("LICENSE") in names[1]
@@ -156,7 +131,7 @@ def test_labels_of_any_kind_are_scored_by_the_nearest_text(copied: Path) -> None
     for name, row in (("merged", report.rows[1]), ("out", report.rows[-1])):
         model = st.SentenceTransformer(str(copied / name), device="cpu")
         for seed, task in enumerate(TASKS):
-            vectors = model.encode(texts_of(seed), convert_to_tensor=True)
+            vectors = model.encode(tiny.texts_of(seed), convert_to_tensor=True)
             vectors = F.normalize(vectors, dim=1)
             cosines = (vectors @ vectors.T).fill_diagonal_(-1)
             labels = torch.arange(ROWS) % 5
@@ -171,7 +146,7 @@ def test_labels_of_any_kind_are_scored_by_the_nearest_text(copied: Path) -> None
 def test_numbers_of_csv_files_are_numbers(copied: Path) -> None:
     """Pairs with degrees of similarity: all scores are texts in the file."""
     for seed, task in enumerate(TASKS):
-        rows = zip(texts_of(seed), texts_of(seed + 5), range(ROWS), strict=True)
+        rows = zip(tiny.texts_of(seed), tiny.texts_of(seed + 5), range(ROWS), strict=True)
         lines = [f"{a},{b},{n / ROWS:.2f}" for a, b, n in rows]
         text = "\n".join(["sentence1,sentence2,score", *lines])
         (copied / f"{task}.csv").write_text(text)
@@ -181,13 +156,13 @@ def test_numbers_of_csv_files_are_numbers(copied: Path) -> None:
 
 
 def test_tables_that_cannot_be_scored_are_opened_once(copied: Path, monkeypatch: Any) -> None:
-    opened, load_texts = [], sentence_rows.load_texts
+    opened, load = list[str](), sentence_rows.load_texts
 
-    def load(location: str, split: str) -> Any:
+    def noted(location: str, split: str) -> Any:
         opened.append(Path(location).stem)
-        return load_texts(location, split)
+        return load(location, split)
 
-    monkeypatch.setattr(sentence_rows, "load_texts", load)
+    monkeypatch.setattr(sentence_rows, "load_texts", noted)
     for task in TASKS:
         rows = [{"text": row["text"]} for row in read_rows(copied / f"{task}.jsonl")]
         write_rows(copied / f"{task}.jsonl", rows)
@@ -211,13 +186,12 @@ def test_the_card_is_the_librarys(usual: tuple[Path, str]) -> None:
 @pytest.mark.parametrize("has_modules", [True, False])
 def test_lengths_and_lower_casing_are_the_experts(copied: Path, has_modules: bool) -> None:
     """Folders of earlier releases have both beside the tokenizer."""
-    for name in ("merged", "base", *TASKS):
+    for name in FOLDERS:
         limits = {"max_seq_length": 6, "do_lower_case": True}
         change_json(copied / name / "sentence_bert_config.json", limits)
     expert = st.SentenceTransformer(str(copied / TASKS[0]), device="cpu")
     if not has_modules:
-        for file in MODULES:
-            (copied / "merged" / file).unlink()
+        remove(copied, "merged")
     run(copied, "--no-eval")
     out = st.SentenceTransformer(str(copied / "out"), device="cpu")
     text = [" ".join(["A Lamp OF stone"] * 3)]
@@ -239,7 +213,7 @@ def test_experts_that_read_texts_otherwise_are_named(copied: Path) -> None:
 
 def test_roles_are_those_of_the_names(copied: Path) -> None:
     """Columns may stand in any order in a file, and a first row may lack a text."""
-    texts = zip(texts_of(0), texts_of(1), texts_of(2), strict=True)
+    texts = zip(tiny.texts_of(0), tiny.texts_of(1), tiny.texts_of(2), strict=True)
     rows = [{"negative": c, "positive": b, "anchor": a} for a, b, c in texts]
     for task in TASKS:
         write_rows(copied / f"{task}.jsonl", rows)
@@ -252,14 +226,11 @@ def test_roles_are_those_of_the_names(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["merged", "others"])
-def test_a_merge_of_weights_gets_the_modules_of_the_experts(
-    usual: tuple[Path, str], copied: Path, where: str
-) -> None:
+def test_a_merge_of_weights_gets_the_modules_of_the_experts(usual, copied, where) -> None:
     """mergekit writes body and config, and names the class of the pretraining."""
     names = ["merged"] if where == "merged" else ["merged", "base", TASKS[1]]
+    remove(copied, *names)
     for name in names:
-        for file in MODULES:
-            (copied / name / file).unlink()
         shutil.rmtree(copied / name / "1_Pooling")
     merged = copied / "merged"
     masked = {f"bert.{key}": tensor for key, tensor in weights(merged).items()}
@@ -272,7 +243,7 @@ def test_a_merge_of_weights_gets_the_modules_of_the_experts(
 
 
 def test_a_transformer_in_a_folder_of_its_own(usual: tuple[Path, str], copied: Path) -> None:
-    for name in ("merged", "base", *TASKS):
+    for name in FOLDERS:
         inner, modules = copied / name / "0_Transformer", copied / name / "modules.json"
         inner.mkdir()
         for file in ("config.json", "model.safetensors", *MODULES[2:]):
@@ -286,20 +257,9 @@ def test_a_transformer_in_a_folder_of_its_own(usual: tuple[Path, str], copied: P
     assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
 
 
-def test_texts_are_lowered_where_the_model_lowers_them(
-    usual: tuple[Path, str], copied: Path
-) -> None:
-    for name in ("merged", "base", *TASKS):
-        change_json(copied / name / "sentence_bert_config.json", {"do_lower_case": True})
-    for task in TASKS:
-        file = copied / f"{task}.jsonl"
-        write_rows(file, [{**row, "text": row["text"].title()} for row in read_rows(file)])
-    run(copied, "--no-eval")
-    assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
-
-
 def test_merging_merges_all_modules(plain: str, tmp_path: Path) -> None:
-    models = write(tmp_path, sentence_model(plain, Dense(WIDTH, 8), Normalize()))
+    base = tiny.sentence_model(plain, Dense(tiny.WIDTH, 8), Normalize())
+    models = tiny.write_folders(tmp_path, base)
     for task in TASKS:
         with torch.no_grad():
             models[task][2].linear.weight.mul_(1 + TASKS.index(task))
@@ -310,8 +270,7 @@ def test_merging_merges_all_modules(plain: str, tmp_path: Path) -> None:
     out = st.SentenceTransformer(str(tmp_path / "out"), device="cpu")
     mean = torch.stack([models[task][2].linear.weight for task in TASKS]).mean(dim=0)
     torch.testing.assert_close(out[2].linear.weight, mean)
-    for file in MODULES:
-        (tmp_path / "merged" / file).unlink()
+    remove(tmp_path, "merged")
     shutil.rmtree(tmp_path / "out")
     line = error_of(*words(tmp_path, "--no-eval"))
     assert "merged has no modules.json, and lacks 2.linear.weight of " in line
@@ -348,28 +307,22 @@ def test_a_base_without_pooler_takes_the_experts_average(copied: Path) -> None:
         torch.testing.assert_close(out[name], average)
 
 
-def test_an_interrupted_run_goes_on(
-    usual: tuple[Path, str], copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on(usual, copied, monkeypatch) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    options: dict[str, Any] = {
-        "base": copied / "base", "out": copied / "out", "no_eval": True,
-        "expert": {task: copied / task for task in TASKS},
-        "data": {task: copied / f"{task}.jsonl" for task in TASKS},
-    }  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr("fusion_bench_featcal.folders.job.save_folder", stop)
-        with pytest.raises(KeyboardInterrupt):
-            calibrate_folder(copied / "merged", **options)
+        assert featcal(*words(copied, "--no-eval")).code == 130
     assert (copied / "out.blocks").is_dir()
-    calibrate_folder(copied / "merged", **options, resume=True)
+    run(copied, "--no-eval", "--resume")
     assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
 
 
 def test_columns_without_a_known_name_are_no_texts(copied: Path) -> None:
-    pairs = [{"query": a, "document": b} for a, b in zip(texts_of(0), texts_of(1), strict=True)]
+    pairs = [
+        {"query": a, "document": b} for a, b in zip(tiny.texts_of(0), tiny.texts_of(1), strict=True)
+    ]
     metadata = {"lang": "en", "url": "a.org", "type": "normal", "instruction": "find: "}
     for out, more in (("pairs", {}), ("named", metadata)):
         for task in TASKS:
@@ -382,11 +335,10 @@ def test_columns_without_a_known_name_are_no_texts(copied: Path) -> None:
 
 def test_a_classifier_with_one_output_is_a_reranker(plain: str, tmp_path: Path) -> None:
     """Rerankers of earlier years are files of transformers alone."""
-    write(tmp_path, st.CrossEncoder(plain, num_labels=1, device="cpu"))
+    tiny.write_folders(tmp_path, st.CrossEncoder(plain, num_labels=1, device="cpu"))
     run(tmp_path, "--no-eval")
-    for name in ("merged", "base", *TASKS):
-        for file in MODULES:
-            (tmp_path / name / file).unlink()
+    remove(tmp_path, *FOLDERS)
+    for name in FOLDERS:
         config = json.loads((tmp_path / name / "config.json").read_text())
         config.pop("sentence_transformers", None)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -398,7 +350,7 @@ def test_a_classifier_with_one_output_is_a_reranker(plain: str, tmp_path: Path) 
     assert_equal(weights(tmp_path / "named"), weights(tmp_path / "out"))
     shutil.rmtree(tmp_path / "out")
     for task in TASKS:
-        write_rows(tmp_path / f"{task}.jsonl", [{"text": text} for text in texts_of(0)])
+        write_rows(tmp_path / f"{task}.jsonl", [{"text": text} for text in tiny.texts_of(0)])
     line = error_of(*words(tmp_path, "--plan"))
     assert "is a single text, but a CrossEncoder reads pairs of texts. A classifier of" in line
     change_json(tmp_path / "merged" / "config.json", {"problem_type": "regression"})

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import model_of
 from tiny_texts import WORDS, llama_model, sentences, word_tokenizer, write, write_adapter
 
-from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.folders import calibrate_folder
+from fusion_bench_featcal import CalibrationError, calibrate_folder
 
 MERGE_CONFIG = "merged/mergekit_config.yml"
 NO_MODELS: dict[str, Any] = {"base": None, "experts": ()}
@@ -96,12 +95,8 @@ Case = tuple[str, dict[str, Any], dict[str, Any], list[str]]
 OPTIONS: list[Case] = [
     ("llama", {}, options, [message])
     for options, message in [
-        ({"more": "--set ridge_lamda=1"}, "nearest: 'ridge_lambda'"),
         ({"more": "--preset paper --set task_weights='{one: 2}'"}, "or choose --preset plus"),
         ({"more": "--preset plus --set ridge_lambda=1"}, "default, or choose --preset paper"),
-        ({"more": "--merge simple_average"}, "merged already, and --merge merges: leave one of"),
-        ({"more": "--base ./nowhere"}, "--base ./nowhere: there is no such file or folder here"),
-        ({"more": "--data thwo=x.jsonl"}, "--data: expert thwo is unknown (nearest: 'two')"),
         ({"merged": None}, "give MERGED, the merged model's folder, or --merge HOW"),
         ({"more": "--merge task_arithmetik:1", "merged": None}, "got 'task_arithmetik:1'"),
         ({"more": "--merge task_arithmetic:-1", "merged": None}, "with a scale above 0, got "),

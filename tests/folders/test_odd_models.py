@@ -281,7 +281,10 @@ def test_modules_that_run_twice_are_named_with_the_option_that_excludes_them(tmp
     classifier_folders(tmp_path, kind, config, **relative)
     before = sorted(tmp_path.iterdir())
     message = error_of(*words(tmp_path))
-    assert "attention.self.key_proj run twice" in message and sorted(tmp_path.iterdir()) == before
+    assert (
+        "attention.self.key_proj run twice in their block" in message
+        and sorted(tmp_path.iterdir()) == before
+    )
     advice = "modules=['!query_proj', '!key_proj']"
     assert message.endswith(f"--set {advice}")
     done = featcal(*words(tmp_path, "--set", advice))

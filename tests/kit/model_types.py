@@ -183,26 +183,6 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 """Every row of the table. Add one for a further type of model here."""
 
-WINDOWED: dict[str, Any] = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "window_size": 2,
-                            "depths": [1, 1], "num_heads": [2, 2],
-                            "num_attention_heads": [2, 2]}  # fmt: skip
-RELATIVE: dict[str, Any] = {"relative_attention": True, "position_biased_input": False,
-                            "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}  # fmt: skip
-REFUSED: tuple[tuple[Row, str], ...] = tuple(zip(
-    (
-        *_rows("text classifier", {
-            "deberta-v2": RELATIVE | {"share_att_key": True, "norm_rel_ebd": "layer_norm"},
-            "deberta": RELATIVE}),
-        *_rows("image classifier", {"swin": WINDOWED, "swinv2": WINDOWED}),
-    ),
-    (
-        r"query_proj, .*key_proj run twice in their .*: modules=\['!query_proj', '!key_proj'\]",
-        r"pos_proj: it receives rows .*Exclude it: modules=\['!attention\.self\.pos_proj'\]",
-        "the blocks of SwinForImageClassification cannot be run one by one: it does not run up to",
-        "the blocks of Swinv2ForImageClassification cannot be run one by one: it does not run up",
-    ), strict=True))  # fmt: skip
-"""Types of models that are refused, and the message."""
-
 
 def suite_named(name: str) -> Suite:
     """Suite of a row."""

@@ -1,6 +1,7 @@
 """Tiny models of sentence-transformers: four kinds with random weights, and their texts."""
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,26 @@ def rows_of(model: Any, seed: int) -> list[Any]:
     if isinstance(model, st.CrossEncoder):
         return list(zip(texts_of(seed), texts_of(seed + 2), strict=True))
     return texts_of(seed)
+
+
+def data_of(model: Any) -> dict[str, list[Any]]:
+    return {task: rows_of(model, seed) for seed, task in enumerate(TASKS)}
+
+
+def write_folders(folder: Path, base: Any) -> dict[str, Any]:
+    """Write base, experts, merged model, and texts with labels or pairs."""
+    experts = {task: tuned(base, seed) for seed, task in enumerate(TASKS, 1)}
+    models = {"base": base, "merged": type(base).merge([*experts.values()], "linear"), **experts}
+    for name, model in models.items():
+        model.save_pretrained(str(folder / name))
+    (folder / "merged" / "LICENSE").write_text("as you like")
+    (folder / "merged" / "code.py").write_text("raise SystemExit('this code ran')")
+    for task, rows in data_of(base).items():
+        labelled = ({"text": row, "label": f"intent {n % 5}"} for n, row in enumerate(rows))
+        pairs = ({"query": row[0], "document": row[1]} for row in rows)
+        table = labelled if isinstance(rows[0], str) else pairs
+        (folder / f"{task}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in table))
+    return models
 
 
 PROMPTS = {"query": "query : ", "document": "passage : "}

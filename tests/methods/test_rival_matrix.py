@@ -67,9 +67,7 @@ def fitted(pool_of) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "setup"), CASES)
-def test_a_model_is_finite_described_and_survives_saving(
-    kind, setup, fitted, pool_of, tmp_path
-) -> None:
+def test_a_model_is_finite_described_and_survives_saving(kind, setup, fitted, pool_of, tmp_path):
     (method, model), pool, few = fitted(kind, setup), pool_of(setup), RIVALS[kind]
     tasks, merged = list(pool.model_names), merged_model(pool)
     assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())

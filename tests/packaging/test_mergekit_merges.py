@@ -28,9 +28,7 @@ SCALE = 0.3
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
-def test_merged_folder_has_the_merged_weights_and_is_calibrated(
-    adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_merged_folder_has_the_merged_weights_and_is_calibrated(adapters, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base, experts = llama_model(), {task: llama_model(n) for n, task in enumerate(TASKS, start=1)}
     write(base, tmp_path / "base", word_tokenizer())

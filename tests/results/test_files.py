@@ -63,9 +63,7 @@ def test_all_numbers_of_any_runs_are_one_frame(tmp_path: Path) -> None:
          "'new', task 'cars': 1 of 4 test items"),
     ],
 )  # fmt: skip
-def test_rows_that_cannot_be_right_are_refused(
-    name: str, accuracy: dict[str, float], correct: Any, message: str
-) -> None:
+def test_rows_that_cannot_be_right_are_refused(name, accuracy, correct, message) -> None:
     with pytest.raises(ReportError, match=message):
         make_run().add_row(name, {"accuracy": accuracy}, correct=correct)
 

@@ -209,9 +209,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=str)
-def test_mistakes_are_named(
-    words: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_named(words, message, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     leave_seeds(tmp_path)
     (tmp_path / "empty").mkdir()

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from calibrations import PLUS, assert_identical, run_fast
 from tiny_models import normal, t5_suite
@@ -23,9 +22,7 @@ def batch_of(*tensors: Any) -> Any:
     )
 
 
-def test_a_calibration_with_features_in_host_memory_has_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_calibration_with_features_in_host_memory_has_the_same_bits(monkeypatch) -> None:
     expected = run_fast(t5_suite(depths=(1, 1)), **PLUS).model
     monkeypatch.setattr(problem, "storage_for", lambda *_: HostStorage(CPU))
     assert_identical(run_fast(t5_suite(depths=(1, 1)), **PLUS).model, expected)

