@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from tiny_images import SHAPES, write_class_folders, write_clip
 from tiny_models import add_up, scatter
 from tiny_texts import TASKS, sentences, word_tokenizer, write_adapter
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    CLIPModel,
-    PreTrainedModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from fusion_bench_featcal.suites import image
 
@@ -56,13 +49,13 @@ def words(
 
 def forbid_loading(patch: pytest.MonkeyPatch) -> None:
     """Let a test fail that loads a model elsewhere than on the meta device."""
-    load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    load = hf.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
     def loaded(kind: Any, *arguments: Any, **options: Any) -> Any:
         assert options["device_map"] == "meta", "a model was loaded"
         return load(kind, *arguments, **options)
 
-    patch.setattr(PreTrainedModel, "from_pretrained", classmethod(loaded))
+    patch.setattr(hf.PreTrainedModel, "from_pretrained", classmethod(loaded))
 
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -118,8 +111,8 @@ def classes(*names: str) -> dict[str, Any]:
 
 def classifier_folders(
     folder: Path,
-    kind: Any = BertForSequenceClassification,
-    config: Any = BertConfig,
+    kind: Any = hf.BertForSequenceClassification,
+    config: Any = hf.BertConfig,
     **more: Any,
 ) -> Models:
     """Sequence classifiers whose heads have two and three classes, and labelled texts."""
@@ -141,7 +134,7 @@ def classifier_folders(
 
 
 def image_classifier_folders(
-    folder: Path, kind: Any = ViTForImageClassification, config: Any = ViTConfig, **more: Any
+    folder: Path, kind: Any = hf.ViTForImageClassification, config: Any = hf.ViTConfig, **more: Any
 ) -> Models:
     """Image classifiers with heads of three classes, and folders of images."""
     size = SIZES | {"image_size": 28, "patch_size": 14}
@@ -156,9 +149,9 @@ def image_classifier_folders(
 def clip_folders(folder: Path) -> Models:
     """Whole CLIPs whose vision towers differ, and folders of images."""
     write_clip(folder / "base")
-    base, experts = CLIPModel.from_pretrained(folder / "base"), {}
+    base, experts = hf.CLIPModel.from_pretrained(folder / "base"), {}
     for number, task in enumerate(TASKS):
-        expert: Any = CLIPModel.from_pretrained(folder / "base")
+        expert: Any = hf.CLIPModel.from_pretrained(folder / "base")
         expert.vision_model = scatter(expert.vision_model, 30 + number, 0.03)
         experts[task] = expert
         write_class_folders(folder / f"{task}-images", per_class=10, seed=number)

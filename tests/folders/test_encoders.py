@@ -28,8 +28,7 @@ from fusion_bench_featcal.sentence_transformers import repair  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]  # see conftest.py
 
-ROWS = 48
-TASKS = tiny.TASKS
+ROWS, TASKS = 48, tiny.TASKS
 FOLDERS = ("merged", "base", *TASKS)
 MODULES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 
@@ -125,14 +124,12 @@ def test_labels_of_any_kind_are_scored_by_the_nearest_text(copied: Path) -> None
         rows = read_rows(copied / f"{task}.jsonl")
         write_rows(copied / f"{task}.jsonl", [{**r, "label": n % 5} for n, r in enumerate(rows)])
     more = [part for task in TASKS for part in ("--eval", f"{task}={copied / task}.jsonl")]
-    screen = run(copied, *more)
-    assert "accuracy@1 % (1 - MRR@10)" in screen
+    assert "accuracy@1 % (1 - MRR@10)" in run(copied, *more)
     report = read_run(copied / "out" / "featcal")
     for name, row in (("merged", report.rows[1]), ("out", report.rows[-1])):
         model = st.SentenceTransformer(str(copied / name), device="cpu")
         for seed, task in enumerate(TASKS):
-            vectors = model.encode(tiny.texts_of(seed), convert_to_tensor=True)
-            vectors = F.normalize(vectors, dim=1)
+            vectors = F.normalize(model.encode(tiny.texts_of(seed), convert_to_tensor=True), dim=1)
             cosines = (vectors @ vectors.T).fill_diagonal_(-1)
             labels = torch.arange(ROWS) % 5
             best = cosines.max(dim=1, keepdim=True).values
@@ -264,8 +261,8 @@ def test_merging_merges_all_modules(plain: str, tmp_path: Path) -> None:
         with torch.no_grad():
             models[task][2].linear.weight.mul_(1 + TASKS.index(task))
         models[task].save_pretrained(str(tmp_path / task))
-    kept = ("--set", "modules=['!2.linear']")
-    screen = run(tmp_path, "--no-eval", "--merge", "simple_average", *kept, merged=None)
+    more = ("--merge", "simple_average", "--set", "modules=['!2.linear']")
+    screen = run(tmp_path, "--no-eval", *more, merged=None)
     assert "experts differ in 2.linear, which stay as merged" in screen
     out = st.SentenceTransformer(str(tmp_path / "out"), device="cpu")
     mean = torch.stack([models[task][2].linear.weight for task in TASKS]).mean(dim=0)
@@ -282,8 +279,8 @@ def test_adapters_are_experts(copied: Path) -> None:
     for number, task in enumerate(TASKS):
         shutil.rmtree(copied / task)
         write_adapter(copied / task, body, number, lora_alpha=1)
-    screen = run(copied, "--merge", "task_arithmetic:0.5", "--no-eval", merged=None)
-    assert "math (adapter)" in screen
+    merge = ("--merge", "task_arithmetic:0.5", "--no-eval")
+    assert "math (adapter)" in run(copied, *merge, merged=None)
     shutil.rmtree(copied / "out")
     line = error_of(*words(copied, "--no-eval", base=False))
     assert line.endswith("is an adapter: name its base by --base DIR")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+import transformers as hf
 from made_folders import ROWS, SIZES, classes, words, write_models
 from PIL import Image
 from reports import error_of, featcal
@@ -16,14 +16,6 @@ from tiny_images import SHAPES, write_class_folders
 from tiny_pools import inputs_of, tiny_pool, tiny_processor
 from tiny_pools import write_models as write_pool
 from tiny_texts import TASKS
-from transformers import (
-    CLIPImageProcessor,
-    ResNetConfig,
-    ResNetForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTImageProcessor,
-)
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.models.processors import check_processors
@@ -40,7 +32,7 @@ CHANGES: dict[str, Any] = {
 
 
 def experts(folder: Path, **changes: Any) -> dict[str, Path]:
-    CLIPImageProcessor(**USUAL | changes).save_pretrained(folder)
+    hf.CLIPImageProcessor(**USUAL | changes).save_pretrained(folder)
     return {"--expert one=x": folder}
 
 
@@ -51,11 +43,11 @@ def pixels_of(picture: Image.Image, processor: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_setting_of_pixels_is_compared(tmp_path, name):
-    usual = CLIPImageProcessor(**USUAL)
+    usual = hf.CLIPImageProcessor(**USUAL)
     check_processors(usual, "here", experts(tmp_path))
     there = experts(tmp_path, **{name: CHANGES[name]})
     picture = Image.effect_noise((31, 23), 90).convert("RGB")
-    other = CLIPImageProcessor.from_pretrained(tmp_path)
+    other = hf.CLIPImageProcessor.from_pretrained(tmp_path)
     one, two = (pixels_of(picture, processor) for processor in (usual, other))
     assert one.shape != two.shape or not torch.equal(one, two)  # the setting changes pixels
     with pytest.raises(CalibrationError, match="--expert one=x has another image processor") as e:
@@ -73,12 +65,12 @@ def test_every_setting_of_pixels_is_compared(tmp_path, name):
     ],
 )
 def test_other_words_for_the_same_pixels_are_accepted(tmp_path, changes):
-    check_processors(CLIPImageProcessor(**USUAL), "here", experts(tmp_path, **changes))
+    check_processors(hf.CLIPImageProcessor(**USUAL), "here", experts(tmp_path, **changes))
 
 
 def test_settings_that_are_off_do_not_count(tmp_path):
     off: Any = {"do_normalize": False, "do_center_crop": False}
-    here = CLIPImageProcessor(**USUAL | off)
+    here = hf.CLIPImageProcessor(**USUAL | off)
     check_processors(here, "here", experts(tmp_path, **off, image_mean=[0.1] * 3, crop_size=5))
 
 
@@ -113,20 +105,20 @@ def gray_models(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "vit":
         sizes: Any = SIZES | classes(*SHAPES) | {"image_size": 28, "patch_size": 14}
-        return ViTForImageClassification(ViTConfig(**sizes, num_channels=1))
+        return hf.ViTForImageClassification(hf.ViTConfig(**sizes, num_channels=1))
     sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1]}
-    return ResNetForImageClassification(
-        ResNetConfig(**sizes, **classes(*SHAPES), layer_type="basic", num_channels=1)
+    return hf.ResNetForImageClassification(
+        hf.ResNetConfig(**sizes, **classes(*SHAPES), layer_type="basic", num_channels=1)
     )
 
 
 def gray(mean: Any = (0.5,)) -> Any:
     size = {"height": 28, "width": 28}
-    return ViTImageProcessor(size=size, image_mean=list(mean), image_std=list(mean))
+    return hf.ViTImageProcessor(size=size, image_mean=list(mean), image_std=list(mean))
 
 
 @pytest.mark.skipif(
-    transformers.__version__[0] == "4",
+    hf.__version__[0] == "4",
     reason="its processors take no pictures in gray: it is refused",
 )
 @pytest.mark.parametrize("kind", ["vit", "resnet"])

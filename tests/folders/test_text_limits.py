@@ -4,16 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from made_folders import classes, words, write_models, write_rows
 from reports import error_of, featcal
 from tiny_pools import inputs_of
 from tiny_texts import NAMES, TASKS, WORDS, causal_pool, with_data, word_tokenizer, write
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-)
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.data.generation import greedy_answers
@@ -23,9 +18,9 @@ from fusion_bench_featcal.data.text_samples import Sample, TextEncoder
 OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 MOST = 12
 CLASSES, DECODER, PAIRS = (
-    AutoModelForSequenceClassification,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
+    hf.AutoModelForSequenceClassification,
+    hf.AutoModelForCausalLM,
+    hf.AutoModelForSeq2SeqLM,
 )
 ENDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 SIZES: dict[str, Any] = ENDS | {
@@ -68,7 +63,7 @@ RELATIVE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def made(kind: str, maker: Any, shape: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    return maker.from_config(AutoConfig.for_model(kind, **shape)).eval()
+    return maker.from_config(hf.AutoConfig.for_model(kind, **shape)).eval()
 
 
 @torch.no_grad()

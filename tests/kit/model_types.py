@@ -8,19 +8,11 @@ from typing import Any, NamedTuple
 
 import tiny_models as tiny
 import torch
+import transformers as hf
 from calibrations import distance, run_fast, run_slow
 from tiny_convs import NUMBERS, with_statistics
 from tiny_models import VOCABULARY, Suite, by_task, sentences, without_labels
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForSpeechSeq2Seq,
-)
 
 from fusion_bench_featcal.families import LLAMA, MODEL_TYPES, T5, resolve_family
 
@@ -107,7 +99,7 @@ def _sounds(task: int, number: int) -> Any:
 
 
 def _mixture(config: Any) -> nn.Module:
-    model = AutoModelForCausalLM.from_config(config)
+    model = hf.AutoModelForCausalLM.from_config(config)
     model.config._experts_implementation = "eager"  # others have no float64
     return model
 
@@ -117,23 +109,23 @@ LONG = [[[14, 9, 13, 15, 12] * 2] * 2] * 2  # enough tokens for every expert of 
 texts, images = partial(_texts, SHORT), partial(_images, 8)
 # Maker, batch of a task and number, and config of each kind.
 KINDS: dict[str, tuple[Any, Callable[[int, int], Any], dict[str, Any]]] = {
-    "vision tower": (AutoModel.from_config, images, IMAGE),
-    "encoder-decoder": (AutoModelForSeq2SeqLM.from_config, _pairs, {
+    "vision tower": (hf.AutoModel.from_config, images, IMAGE),
+    "encoder-decoder": (hf.AutoModelForSeq2SeqLM.from_config, _pairs, {
         "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 3, "d_ff": 10, "num_heads": 2,
         "num_layers": 2, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8}),
-    "speech model": (AutoModelForSpeechSeq2Seq.from_config, _sounds, ENDS | {
+    "speech model": (hf.AutoModelForSpeechSeq2Seq.from_config, _sounds, ENDS | {
         "vocab_size": VOCABULARY, "d_model": 8, "num_mel_bins": 4, "max_source_positions": 6,
         "max_target_positions": 16, "suppress_tokens": None, "begin_suppress_tokens": None,
         "decoder_start_token_id": 1,
         **{f"{side}_{key}": number for side in ("encoder", "decoder") for key, number in
            (("layers", 2), ("attention_heads", 2), ("ffn_dim", 12))}}),
-    "decoder": (AutoModelForCausalLM.from_config, texts, TEXT),
+    "decoder": (hf.AutoModelForCausalLM.from_config, texts, TEXT),
     "mixture": (_mixture, partial(_texts, LONG), TEXT | GROUPED | {"num_experts_per_tok": 2}),
-    "text classifier": (AutoModelForSequenceClassification.from_config, texts,
+    "text classifier": (hf.AutoModelForSequenceClassification.from_config, texts,
                         TEXT | {"num_labels": 3}),
-    "image classifier": (AutoModelForImageClassification.from_config, images,
+    "image classifier": (hf.AutoModelForImageClassification.from_config, images,
                          IMAGE | {"num_labels": 3}),
-    "convolutional network": (AutoModelForImageClassification.from_config, partial(_images, 16),
+    "convolutional network": (hf.AutoModelForImageClassification.from_config, partial(_images, 16),
                               {"num_labels": 3}),
 }  # fmt: skip
 QUICK = {
@@ -149,7 +141,7 @@ def _rows(kind: str, types: Mapping[str, dict[str, Any]], family: str = "stack")
 
     def row(model_type: str, config: dict[str, Any]) -> Row:
         def make() -> tuple[nn.Module, dict[str, list]]:
-            return maker(AutoConfig.for_model(model_type, **(shape | config))), by_task(batch)
+            return maker(hf.AutoConfig.for_model(model_type, **(shape | config))), by_task(batch)
 
         return Row(model_type, kind, make, family, slow=model_type not in QUICK)
 
