@@ -280,9 +280,8 @@ def test_tasks_called_like_columns_keep_their_accuracies(tmp_path: Path) -> None
     assert {task: float(row[f"accuracy.{task}"]) for task in COLUMNS} == pytest.approx(accuracies)
     for name in (*COLUMNS, "average"):
         line = error_of("calibrate", tmp_path, "--expert", f"{name}=./a", "--out", tmp_path / "b")
-        assert ("--expert: 'average' cannot name a file, or is taken" in line) == (
-            name == "average"
-        )
+        is_taken = "--expert: 'average' cannot name a file, or is taken" in line
+        assert is_taken == (name == "average")
     with pytest.raises(ReportError, match="'featcal': 'average' is the mean over tasks"):
         leave_rows(tmp_path / "other", {"featcal": {"average": 0.5}})
     with pytest.raises(ReportError, match="metric 'cost' is taken by costs"):
