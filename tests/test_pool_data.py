@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.data import sample_order
+from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.fusionbench.saved_model import save_model
 from fusion_bench_featcal.tasks import corrupted
 

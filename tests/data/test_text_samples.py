@@ -11,10 +11,10 @@ from tiny_texts import word_tokenizer
 from tiny_tokenizers import KINDS, trained_tokenizer
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.data import TextEncoder
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import Text, read_row
 from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.data.text_samples import TextEncoder
 
 A, B, C, D, END = 3, 4, 5, 6, 1
 PAIR = {"prompt": "a b", "target": "c"}

@@ -12,7 +12,7 @@ from sentence_models import TEXTS, figure, repaired_by, texts_of  # noqa: E402
 from sentence_transformers.sentence_transformer import evaluation as of_texts  # noqa: E402
 
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
-from fusion_bench_featcal.streams import Streams  # noqa: E402
+from fusion_bench_featcal.streams.streams import Streams  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,  # see conftest.py

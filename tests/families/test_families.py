@@ -15,7 +15,7 @@ from tricky_models import Between, biased
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import LLAMA, STACK, STAGES, resolve_family
 from fusion_bench_featcal.families.base import captured
-from fusion_bench_featcal.streams import Streams
+from fusion_bench_featcal.streams.streams import Streams
 
 
 def of_lists(**lists: nn.ModuleList) -> nn.Module:

@@ -21,7 +21,7 @@ pytest.importorskip("mergekit", reason="extra `encoders`")
 import sentence_models as tiny  # noqa: E402
 from sentence_transformers.base.modules import Dense, Normalize  # noqa: E402
 
-from fusion_bench_featcal.data import sample_order  # noqa: E402
+from fusion_bench_featcal.data.draws import sample_order  # noqa: E402
 from fusion_bench_featcal.folders import sentence_rows  # noqa: E402
 from fusion_bench_featcal.results import read_run  # noqa: E402
 from fusion_bench_featcal.sentence_transformers import repair  # noqa: E402

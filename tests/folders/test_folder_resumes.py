@@ -21,7 +21,7 @@ from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import scoring
 from fusion_bench_featcal.folders import calibrated_transformers
 from fusion_bench_featcal.models import saving
-from fusion_bench_featcal.run import CheckpointFolder
+from fusion_bench_featcal.run.checkpoint import CheckpointFolder
 
 FAST = ("--preset", "paper", "--no-eval", "--set", "modules=[q_proj]")
 

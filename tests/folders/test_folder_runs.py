@@ -39,7 +39,7 @@ from transformers.utils import logging as hf_logging
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
-from fusion_bench_featcal.data import sample_order
+from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.folders import calibrate_folder, options, screen, transformers_models
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results import read_run

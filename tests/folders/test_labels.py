@@ -13,7 +13,7 @@ from tiny_images import channels_first, picture, write_class_folders
 from tiny_texts import word_tokenizer
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data import TextEncoder
+from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.folders.images import open_image_task
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.texts import open_class_task

@@ -84,11 +84,16 @@ REFUSED: list[tuple[str, str]] = [
     (models("one", "two")[:-1] + ", parameters: {weight: -1}}", AWAY),
     (sliced("{weight: 1}", "{weight: -1}"), AWAY),
     (sliced("{weight: 1}", "{lambda: -1}"), AWAY),
-    ("{merge_method: slerp, base_model: one, models: [one, two], parameters: {t: 1}}",
-     "gives one the weight 0"),
+    (
+        "{merge_method: slerp, base_model: one, models: [one, two], parameters: {t: 1}}",
+        "gives one the weight 0",
+    ),
     ("{merge_method: linear, base_model: one, models: [one, two]}", "models that linear averages"),
-    ("{merge_method: ties, base_model: base, modules: {text: {models: [one, two]}, "
-     "image: {models: [one]}}}", "modules are merged from different models .one, two and one"),
+    (
+        "{merge_method: ties, base_model: base, modules: {text: {models: [one, two]}, "
+        "image: {models: [one]}}}",
+        "modules are merged from different models .one, two and one",
+    ),
     (models("one", "runs/a/merged"), "runs/a/merged was merged itself, as mergekit-multi does"),
     (slices("passthrough", "[0, 2]", "[1, 2]"), "passthrough of slices that stack or move layers"),
     (models("one", "/nowhere/two"), r"these folders are not here: .*--base and --expert NAME=DIR"),
