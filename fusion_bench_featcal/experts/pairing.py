@@ -70,7 +70,9 @@ def refuse_more_blocks(
     names = source.names()
     for holder, _, number in (stage[-1].rpartition(".") for stage in stages):
         following = f"{holder}.{int(number) + 1}" if holder and number.isdigit() else ""
-        inside = (name for name in keys if following and name.startswith(f"{holder}.{number}."))
+        if not following or any(name.startswith(f"{following}.") for name in keys):
+            continue  # not a numbered list, or the model has the block, and it is not calibrated
+        inside = (name for name in keys if name.startswith(f"{holder}.{number}."))
         for name in inside:
             key = keys[name].replace(f"{holder}.{number}.", f"{following}.")
             if key != keys[name] and key in names:
