@@ -132,7 +132,7 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        """What the scores are: a share in percent and a loss."""
+        """Names of both scores, a share in percent and a loss."""
         titles = {task.title for task in self.opened.tasks.values() if task.tests}
         return titles.pop() if len(titles) == 1 else "score % (loss)"
 

@@ -21,7 +21,7 @@ from fusion_bench_featcal.models.processors import (
 
 
 class SharedProcessor:
-    """That of --tokenizer, else of the first model that has one.
+    """The one of --tokenizer, else of the first model that has one.
 
     Attributes:
         folder: Its folder.

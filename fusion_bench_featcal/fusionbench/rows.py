@@ -92,7 +92,7 @@ class Method(Settings):
 
     @cached_property
     def _opened(self) -> dict[str, Any]:
-        """What is opened before the model is made, such as batches, until it is taken."""
+        """Things opened before the model is made, such as batches, until they are taken."""
         return {}
 
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def requested(config: str, experts: dict[str, str], **options: Any) -> Request:
-    """What a command with data of the experts makes of the config."""
+    """Base, experts and notes that a command with data of the experts takes from the config."""
     Path("runs/a/merged/mergekit_config.yml").write_text(config)
     data = dict.fromkeys(experts, "base")
     return Request.of({"merged": "runs/a/merged", "out": "out", "data": data, **options})
