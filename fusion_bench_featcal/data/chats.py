@@ -25,7 +25,7 @@ def is_chat(value: Any) -> bool:
     return is_list and bool(turns) and bool({"role", "from"} & turns[0].keys())
 
 
-def read_turns(chat: Any, name: str) -> list[Turn]:
+def read_turns(chat: object, name: str) -> list[Turn]:
     """Return a chat's turns with `role`, `content` and other keys, such as `name`.
 
     Args:
@@ -49,7 +49,7 @@ def read_turns(chat: Any, name: str) -> list[Turn]:
     return [_turn(turn, f"{name}, turn {number}") for number, turn in enumerate(chat)]
 
 
-def parsed(value: Any, name: str) -> Any:
+def parsed(value: object, name: str) -> Any:
     """Return a list or mapping, which some tables contain as a JSON text, or None.
 
     Raises:
@@ -88,7 +88,7 @@ def answered_turns(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | Non
     return question, turns[-1] if is_answered else None
 
 
-def _turn(turn: Mapping[str, Any], name: str) -> Turn:
+def _turn(turn: Mapping[str, object], name: str) -> Turn:
     values = {key: value for key, value in turn.items() if value is not None}
     speaker = values.get("role", values.get("from"))
     role = _ROLES.get(str(speaker).strip().lower())
@@ -104,7 +104,7 @@ def _turn(turn: Mapping[str, Any], name: str) -> Turn:
     return {"role": role, "content": _content(content, name, list(turn)), **other}
 
 
-def _content(content: Any, name: str, keys: list[str]) -> str:
+def _content(content: object, name: str, keys: list[str]) -> str:
     """Return a turn's content, a text or a list of text parts, as one text."""
     texts = []
     for part in content if isinstance(content, list | tuple) else [content]:

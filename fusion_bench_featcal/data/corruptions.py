@@ -8,7 +8,6 @@ Common Corruptions and Perturbations" (ICLR 2019), and from ImageNet-C's code
 import hashlib
 from collections.abc import Callable
 from math import ceil, cos, pi, sin
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -30,7 +29,7 @@ _STEEPEST = pi / 4  # largest angle of motion from the horizontal
 
 
 def corrupted(
-    data: Any,
+    data: object,
     corruption: str,
     severity: int = 3,
     seed: int = 42,

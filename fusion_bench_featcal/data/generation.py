@@ -58,7 +58,7 @@ def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tens
 
 
 def answer_texts(
-    model: Any, encoder: TextEncoder, prompts: Sequence[list[int]], *, batch_size: int, most: int
+    model: object, encoder: TextEncoder, prompts: Sequence[list[int]], *, batch_size: int, most: int
 ) -> list[str]:
     """Answer prompts greedily, batch by batch.
 

@@ -57,5 +57,5 @@ class ImageBatches:
                     )
                 }
 
-    def _pixels(self, stored: Any, index: int) -> Tensor:
+    def _pixels(self, stored: object, index: int) -> Tensor:
         return to_pixels(self.items.picture(stored, index), self.processor, self.items.at(index))

@@ -33,7 +33,7 @@ def are_unnamed(classes: Sequence[str]) -> bool:
 
 
 def class_numbers(
-    values: Sequence[Any],
+    values: Sequence[object],
     classes: Sequence[str] | None,
     item: Callable[[int], str],
     owner: str = "",
@@ -88,7 +88,7 @@ class _Names:
         has_digits = not (are_numbers or are_unnamed(names)) and any(map(_NUMBER.search, names))
         self.have_numbers_inside = has_digits
 
-    def named(self, value: Any) -> int | None:
+    def named(self, value: object) -> int | None:
         """Return the class that a text names, or None."""
         if not isinstance(value, str | bool):
             return None
@@ -112,7 +112,7 @@ def _folded(text: str) -> str:
     return unicodedata.normalize("NFC", text).casefold()
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     """Return a whole number, also of a text such as `1`, `01` or `1.0`, as pandas writes."""
     if isinstance(value, str):
         if value in _TRUTH:
@@ -122,14 +122,17 @@ def _whole(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) and value % 1 == 0 else None
 
 
-def _unique(values: Mapping[int, Any]) -> dict[Any, int]:
+def _unique(values: Mapping[int, object]) -> dict[Any, int]:
     """Return value -> number, of values that a single number has."""
     counts = Counter(values.values())
     return {value: number for number, value in values.items() if counts[value] == 1}
 
 
 def encode_labels(
-    values: Sequence[Any], names: Sequence[str] | None, classnames: Sequence[str] | None, data: str
+    values: Sequence[object],
+    names: Sequence[str] | None,
+    classnames: Sequence[str] | None,
+    data: str,
 ) -> tuple[list[int], list[str] | None]:
     """Return the class numbers of a column of labels, and the class names if there are any.
 

@@ -17,7 +17,7 @@ from fusion_bench_featcal.errors.words import word
 Processor = ProcessorMixin | BaseImageProcessor | Callable[[Image.Image], Tensor]
 
 
-def is_of_transformers(processor: Any) -> bool:
+def is_of_transformers(processor: object) -> bool:
     """Return whether a processor is one of transformers, not a function of one picture."""
     return isinstance(processor, ProcessorMixin | BaseImageProcessor)
 
@@ -30,7 +30,7 @@ def digest_of(value: Any) -> bytes:
     return hashlib.sha256(value.tobytes() if isinstance(value, Image.Image) else value).digest()
 
 
-def _stored(value: Any) -> Any:
+def _stored(value: object) -> Any:
     """Return the image of a mapping, as `datasets` stores images, or another value as it is."""
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         return value.get("bytes") or value.get("path")
@@ -56,7 +56,7 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def read_image(value: Any, item: str, read: Callable[[Image.Image], Any] = to_rgb) -> Any:
+def read_image(value: object, item: str, read: Callable[[Image.Image], Any] = to_rgb) -> Any:
     """Return what a function makes of an image of a dataset, by default an RGB picture.
 
     Args:

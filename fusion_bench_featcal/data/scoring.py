@@ -114,7 +114,7 @@ def class_tests(
         pairs = zip(batches(model), numbers, strict=True)
         return ({**batch, "labels": labels} for batch, labels in pairs)
 
-    def targets(model: Any, batch: TensorBatch) -> tuple[Tensor, Tensor]:
+    def targets(model: object, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         inputs = dict(batch)
         labels = inputs.pop("labels")
         return logits(model, inputs).to(labels.device)[:, None], labels[:, None]

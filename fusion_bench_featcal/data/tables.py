@@ -40,7 +40,7 @@ class FileRows(list[dict[str, Any]]):
         return list(dict.fromkeys(name for row in self for name in row))
 
 
-def require_numbered(rows: Any, name: str) -> None:
+def require_numbered(rows: object, name: str) -> None:
     """Refuse anything but one dataset with a length and numbered items.
 
     Raises:

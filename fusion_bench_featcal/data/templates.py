@@ -62,7 +62,7 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: Any) -> str:
         ) from error
 
 
-def rendered_chat(tokenizer: Any, text: Text) -> Chat:
+def rendered_chat(tokenizer: object, text: Text) -> Chat:
     """Render a chat, split into what comes before the answer, and the answer.
 
     Raises:
@@ -71,7 +71,7 @@ def rendered_chat(tokenizer: Any, text: Text) -> Chat:
     """
     turns = text.prompt if text.target is None else [*text.prompt, text.target]
 
-    def written(turns: list[Turn], asks: bool, values: Mapping[str, Any] = text.values) -> str:
+    def written(turns: list[Turn], asks: bool, values: Mapping[str, object] = text.values) -> str:
         return render(tokenizer, turns, text.name, add_generation_prompt=asks, **values)
 
     is_asked = text.target is None
@@ -115,7 +115,7 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(without_role | {*tokenizer.all_special_ids})
 
 
-def shortest_chat(tokenizer: Any) -> str:
+def shortest_chat(tokenizer: object) -> str:
     """Return a question and its answer as the template writes them, or no text if it cannot."""
     if not getattr(tokenizer, "chat_template", None):
         return ""

@@ -59,7 +59,7 @@ class Text:
         return self.form in ("chat", "prompt") and self.target is None
 
 
-def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> Text:
+def read_row(row: object, name: str, columns: Mapping[str, str] | None = None) -> Text:
     """Read a row of any common format.
 
     Chats are lists of turns, ShareGPT's `conversations`, or TRL's prompts and completions. Prompts
@@ -79,7 +79,7 @@ def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> T
     return _Reader(row, name, columns).text()
 
 
-def is_left_out(row: Any) -> bool:
+def is_left_out(row: object) -> bool:
     """Return whether a row does not count: its weight is 0, or its answer is bad (KTO's label)."""
     if not isinstance(row, Mapping):
         return False
@@ -91,7 +91,7 @@ def is_left_out(row: Any) -> bool:
 class _Reader:
     """One row, with the columns that were read so far."""
 
-    def __init__(self, row: Mapping[str, Any], name: str, columns: Mapping[str, str] | None):
+    def __init__(self, row: Mapping[str, object], name: str, columns: Mapping[str, str] | None):
         self.row, self.name = row, name
         self.names = columns or {str(column): str(column) for column in row}
         values = {name: row.get(column) for name, column in self.names.items()}
@@ -140,7 +140,7 @@ class _Reader:
         values = {name: value for name, value in values.items() if value}
         return Text(self.name, "chat", question, answer, values=values)
 
-    def with_answer(self, turns: list[Turn], answer: Any) -> list[Turn]:
+    def with_answer(self, turns: list[Turn], answer: object) -> list[Turn]:
         """Return turns with their answer, which may repeat them."""
         if not is_chat(answer):
             return [*turns, {"role": "assistant", "content": self.as_text(answer, self.read[-1])}]
@@ -214,7 +214,7 @@ class _Reader:
             )
         return self.take(first)
 
-    def as_text(self, value: Any, column: str) -> str:
+    def as_text(self, value: object, column: str) -> str:
         """Return a text. Tables contain whole numbers without quotes."""
         if not isinstance(value, str) and type(value) is not int:
             raise CalibrationError(
@@ -239,5 +239,5 @@ class _Reader:
         return replace(text, columns=columns, unread=unread)
 
 
-def _has_value(value: Any) -> bool:
+def _has_value(value: object) -> bool:
     return hasattr(value, "shape") or (value is not None and value not in ("", [], {}))

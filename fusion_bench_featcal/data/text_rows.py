@@ -41,7 +41,7 @@ class TextRows:
         self._positions = self._counted_positions(features)
         self.left_out = len(rows) - len(self._positions)
 
-    def _counted_positions(self, features: Mapping[str, Any]) -> range | list[int]:
+    def _counted_positions(self, features: Mapping[str, object]) -> range | list[int]:
         rows: Any = self._rows
         everything = range(len(rows))
         if isinstance(rows, datasets.Dataset):

@@ -303,7 +303,7 @@ class TextEncoder:
             )
 
 
-def _tokenised(text: Text, kind: TextKind, labels: Any) -> _Ids:
+def _tokenised(text: Text, kind: TextKind, labels: object) -> _Ids:
     """Return a row of token ids without padding."""
     name, columns = text.name, dict(text.prompt, labels=labels)
     values = {k: _integers(v, f"{name}: {k}") for k, v in columns.items() if v is not None}

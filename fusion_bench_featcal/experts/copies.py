@@ -55,7 +55,7 @@ def _rebind(model: nn.Module, swap: Swap) -> nn.Module:
     return model
 
 
-def _rebound(value: Any, swap: Swap) -> Any:
+def _rebound(value: object, swap: Swap) -> Any:
     """Return a function, method or module with all modules that it refers to swapped."""
     if isinstance(value, nn.Module):
         return swap(value)

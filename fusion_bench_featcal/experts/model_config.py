@@ -27,8 +27,8 @@ _UNRELATED_WITHIN = ("drop", "init")  # of training, also where a model cannot b
 
 def check_same_function(
     label: str,
-    config: Any,
-    reference: Any,
+    config: object,
+    reference: object,
     *,
     other: str = "the merged model",
 ) -> None:
@@ -94,7 +94,7 @@ def _with_defaults(text: str) -> dict[str, Any]:
 
 
 def _differences(
-    config: Mapping[str, Any], reference: Mapping[str, Any], prefix: str = ""
+    config: Mapping[str, object], reference: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield keys that make two configs different functions, joined with dots, and both values."""
     for key in filter(_counts, sorted(config.keys() & reference.keys())):
@@ -106,7 +106,7 @@ def _differences(
             yield f"{prefix}{key}", (value, other)
 
 
-def _is_same_function(config: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
+def _is_same_function(config: Mapping[str, object], reference: Mapping[str, object]) -> bool:
     """Return whether two models run the same operations. False if one of them cannot be run."""
     changed = {**reference}
     for key in filter(_counts, config.keys() & reference.keys()):
@@ -171,7 +171,7 @@ def _kind(values: Mapping[str, Any]) -> str:
     return values.get("model_type", "")
 
 
-def _part(config: Mapping[str, Any], model_type: Any) -> Mapping[str, Any]:
+def _part(config: Mapping[str, object], model_type: object) -> Mapping[str, Any]:
     """Return the part of a config with a model type (CLIP's vision tower), else all of it."""
     if config.get("model_type") == model_type:
         return config

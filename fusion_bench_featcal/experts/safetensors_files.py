@@ -266,7 +266,7 @@ def open_config(folder: Path) -> dict[str, Any] | None:
     return config
 
 
-def _check_layers(config: Mapping[str, Any], file: Path) -> None:
+def _check_layers(config: Mapping[str, object], file: Path) -> None:
     """Refuse types of layers that the installed class of a config does not have."""
     from transformers import CONFIG_MAPPING
 

@@ -162,7 +162,7 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
     return model
 
 
-def refuse_unusable(model: Any) -> None:
+def refuse_unusable(model: object) -> None:
     """Refuse a model of PEFT, whose names are not those of the model inside, and one without data.
 
     Raises:

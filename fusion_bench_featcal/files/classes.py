@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 
-def named_class(target: Any, setting: str, example: str) -> Any:
+def named_class(target: object, setting: str, example: str) -> Any:
     """Return the class that a setting names by `_target_`.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from fusion_bench_featcal.errors import ReportError
 
 
-def json_text(content: Any) -> str:
+def json_text(content: object) -> str:
     """Return the text of a JSON file.
 
     Raises:
@@ -20,12 +20,12 @@ def json_text(content: Any) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
-def json_lines(records: Iterable[Mapping[str, Any]]) -> str:
+def json_lines(records: Iterable[Mapping[str, object]]) -> str:
     """Return the text of a JSON lines file."""
     return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
 
 
-def plain(value: Any, label: str) -> Any:
+def plain(value: object, label: str) -> Any:
     """Convert dataclasses, mappings, sequences, paths and scalars to JSON values.
 
     Args:
@@ -53,7 +53,7 @@ def plain(value: Any, label: str) -> Any:
     raise ReportError(f"{label}: a {type(value).__name__} cannot be written to report.json")
 
 
-def digest_json(content: Any) -> str:
+def digest_json(content: object) -> str:
     """Return the SHA-256 of a value's JSON form, independent of the order of keys."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

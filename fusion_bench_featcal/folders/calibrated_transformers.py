@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -27,7 +26,7 @@ CONFIG = "config.json"
 
 
 def calibrate_transformers(
-    models: TransformersModels, settings: FeatCalSettings, batches: Mapping[str, Any]
+    models: TransformersModels, settings: FeatCalSettings, batches: Mapping[str, object]
 ) -> Calibrated:
     """Calibrate the merged model with each task's batches. Weights are files of finished blocks."""
     result = models.calibrate(settings, batches)

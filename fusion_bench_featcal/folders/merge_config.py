@@ -114,7 +114,7 @@ def _merge(content: Any, merged: Path) -> Merge:
 
 
 def _base(
-    method: str, bases: Sequence[_Entry], entries: Sequence[_Entry], weights: Mapping[str, Any]
+    method: str, bases: Sequence[_Entry], entries: Sequence[_Entry], weights: Mapping[str, object]
 ) -> str | None:
     """Return the common origin of the merged models, or None if the config names none."""
     names = [entry.location for entry in bases]
@@ -136,7 +136,7 @@ def _base(
 
 
 def _weights(
-    method: str, own: Mapping[str, Sequence[Any]], common: Mapping[str, Any], differ: bool
+    method: str, own: Mapping[str, Sequence[object]], common: Mapping[str, object], differ: bool
 ) -> dict[str, float | None]:
     """Return location -> weight, or None if it is not one number.
 
@@ -178,7 +178,7 @@ def _is_negative(value: object, is_weight: bool = False) -> bool:
     return is_weight and str(value).strip().startswith("-")
 
 
-def _parameters(part: Any) -> Mapping[str, Any]:
+def _parameters(part: object) -> Mapping[str, Any]:
     """Return the parameters of a model, slice, module or config."""
     return (part.get("parameters") or {}) if isinstance(part, Mapping) else {}
 
@@ -189,7 +189,7 @@ def _list(part: Mapping[str, Any], key: str) -> list[Any]:
     return list(entries.values() if isinstance(entries, Mapping) else entries)
 
 
-def _stacks(part: Mapping[str, Any]) -> bool:
+def _stacks(part: Mapping[str, object]) -> bool:
     """Return whether a slice has another position than its layers have in its models."""
     end: Any = 0
     for piece in _list(part, "slices"):
@@ -200,7 +200,7 @@ def _stacks(part: Mapping[str, Any]) -> bool:
     return False
 
 
-def _entry(value: Any, merged: Path) -> _Entry:
+def _entry(value: object, merged: Path) -> _Entry:
     """Read `MODEL`, `MODEL+LORA`, one of mergekit's mappings, or a mapping with parameters."""
     adapter = None
     while isinstance(value, Mapping) and "model" in value:

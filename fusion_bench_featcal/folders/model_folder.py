@@ -173,5 +173,5 @@ def _classes() -> dict[Kind, Any]:
     }
 
 
-def _several(names: Any) -> Any:
+def _several(names: object) -> Any:
     return () if isinstance(names, str) else names

@@ -59,7 +59,7 @@ def open_transformers(inputs: InputModels) -> Opened:
 
 
 def _settings(
-    request: Request, kind: str, tokenizer: Any, positions: int
+    request: Request, kind: str, tokenizer: object, positions: int
 ) -> tuple[FeatCalSettings, list[str]]:
     """Return settings with the longest text, None for images, and a sentence if texts are cut."""
     unread = () if kind in LANGUAGE_MODELS else ("calibration_targets", "generated_tokens")

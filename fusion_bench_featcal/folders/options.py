@@ -118,7 +118,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def command_line_options(parsed: Mapping[str, Any], owner: type) -> dict[str, Any]:
+def command_line_options(parsed: Mapping[str, object], owner: type) -> dict[str, Any]:
     """Return the options set on the command line, by name, from a parser of `add_arguments`."""
     values = {}
     for field in settings_of(owner):
@@ -128,7 +128,7 @@ def command_line_options(parsed: Mapping[str, Any], owner: type) -> dict[str, An
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _joined(words: Sequence[Mapping[str, Any]], flag: str, last_counts: bool) -> dict[str, Any]:
+def _joined(words: Sequence[Mapping[str, object]], flag: str, last_counts: bool) -> dict[str, Any]:
     """Join the words of a repeatable option.
 
     Raises:
@@ -146,7 +146,7 @@ def _joined(words: Sequence[Mapping[str, Any]], flag: str, last_counts: bool) ->
     return joined
 
 
-def recipe_text(owner: Any, folder: Path) -> str:
+def recipe_text(owner: object, folder: Path) -> str:
     """Return the recipe of a dataclass's options that differ from their defaults.
 
     Paths of files that exist are relative to the recipe's folder (see `with_full_paths`), because
@@ -160,7 +160,7 @@ def recipe_text(owner: Any, folder: Path) -> str:
     return masked(yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True))
 
 
-def with_full_paths(recipe: Mapping[str, Any], owner: type, folder: Path) -> dict[str, Any]:
+def with_full_paths(recipe: Mapping[str, object], owner: type, folder: Path) -> dict[str, Any]:
     """Return the options of a recipe with full paths in place of paths relative to its folder.
 
     Names without `./` or `../` that the folder lacks are hub ids, or paths in the current folder.

@@ -112,7 +112,7 @@ class Request:
 
     @classmethod
     @speaking(options.WORDS)
-    def of(cls, values: Mapping[str, Any], source: str = "featcal calibrate") -> "Request":
+    def of(cls, values: Mapping[str, object], source: str = "featcal calibrate") -> "Request":
         """Build a request from options, and from a recipe if `config` names one.
 
         Args:
@@ -299,14 +299,14 @@ def labelled(option: str, location: str) -> str:
     return f"{'the merged model' if option == 'MERGED' else option}{sign}{location}"
 
 
-def _checked(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _checked(values: Mapping[str, object], prefix: str) -> dict[str, Any]:
     """Return options that are not None, with paths as texts. Refuse unknown names and values."""
     options = {name: _plain(value) for name, value in values.items() if value is not None}
     check_values(Request, options, prefix)
     return options
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(entry) for name, entry in value.items()}
     return os.fspath(value) if isinstance(value, os.PathLike) else value

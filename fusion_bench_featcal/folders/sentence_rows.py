@@ -78,7 +78,7 @@ class SentenceRows:
         return self._rows.at(number)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """Return the number that a text is, or the value itself."""
     if not isinstance(value, str):
         return value

@@ -162,7 +162,7 @@ class TaskRows:
 
     def opened(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         tests: Scorer | None,
         columns: Iterable[str],
         notes: Sequence[str] = (),
@@ -202,11 +202,11 @@ class TaskRows:
 
 
 def head_numbers(
-    values: Sequence[Any],
+    values: Sequence[object],
     names: Sequence[str] | None,
     classes: Sequence[str],
     at: Callable[[int], str],
-    more_labels: Sequence[Any] = (),
+    more_labels: Sequence[object] = (),
 ) -> tuple[list[int], str]:
     """Return the head's number of each label, and a note on how they were found, or no text.
 
@@ -237,10 +237,10 @@ def head_numbers(
 
 
 def _count_from_one(
-    values: Sequence[Any],
+    values: Sequence[object],
     numbers: Sequence[int],
     classes: Sequence[str],
-    more_labels: Sequence[Any],
+    more_labels: Sequence[object],
 ) -> bool:
     """Return whether labels are numbers of classes, not of their names, and none is 0."""
     texts = [str(value).removesuffix(".0") for value in (*values, *more_labels)]
@@ -248,7 +248,7 @@ def _count_from_one(
     return "0" not in texts and all(text == str(n) != classes[n] for text, n in pairs)
 
 
-def not_scored(values: Sequence[Any], classes: Sequence[str]) -> str:
+def not_scored(values: Sequence[object], classes: Sequence[str]) -> str:
     """Return why labels cannot be compared with a head's classes, or an empty text."""
     if len(classes) == 1:
         return "its expert's head has one output, which is no choice between classes"

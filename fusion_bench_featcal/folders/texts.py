@@ -210,7 +210,7 @@ def _labels_of(part: Part) -> list[Any]:
 
 
 def head_labels(
-    part: Part, classes: Sequence[str], more_labels: Sequence[Any] = ()
+    part: Part, classes: Sequence[str], more_labels: Sequence[object] = ()
 ) -> tuple[list[int], str]:
     """Return the head's number of each row's label, and a note, as `head_numbers`."""
     column, values = part.rows.columns.get(LABEL, LABEL), _labels_of(part)

@@ -196,7 +196,7 @@ def _plain(name: str) -> str:
     return name
 
 
-def _is_wrapped(module: Any) -> bool:
+def _is_wrapped(module: object) -> bool:
     return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 

@@ -1,12 +1,11 @@
 """Configs of several models, compared with each other."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from fusion_bench_featcal.experts.model_config import check_same_function
 
 
-def compare_configs(configs: Mapping[str, Any]) -> None:
+def compare_configs(configs: Mapping[str, object]) -> None:
     """Compare the configs of several models with the first one that is not None.
 
     Args:

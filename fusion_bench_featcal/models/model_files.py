@@ -198,7 +198,7 @@ class ModelFiles:
         """Bytes of the model."""
         return sum({id(t): t.nbytes for t in self.whole.parameters()}.values())
 
-    def _empty(self, kind: Any) -> nn.Module:
+    def _empty(self, kind: object) -> nn.Module:
         try:
             config = self._config_of(kind)
             return without_weights(kind, config, self._dtype(config))
@@ -207,7 +207,7 @@ class ModelFiles:
         except Exception as error:  # any error of the class about its config's values
             raise self._error(f"config.json: {first_line(error)}") from error
 
-    def _config_of(self, kind: Any) -> Any:
+    def _config_of(self, kind: object) -> Any:
         """Return a config of transformers for the model's class, or for a part of it."""
         whole: Any = self.architecture
         declared, usual = (self.config or {}).get("model_type"), whole.config_class.model_type
@@ -222,7 +222,7 @@ class ModelFiles:
         config = whole.config_class.from_dict(decoded, name_or_path=str(self.folder))
         return config if kind is whole else getattr(config, "vision_config", config)
 
-    def _dtype(self, config: Any) -> torch.dtype:
+    def _dtype(self, config: object) -> torch.dtype:
         """Return the dtype of the model's files, which is kept even if its config has another."""
         stored = self.weights  # None for other files, and if only the config was fetched
         if stored is None:
@@ -233,7 +233,7 @@ class ModelFiles:
 
     # --- weights ---
 
-    def load(self, kind: Any = None, spare: Mapping[str, Tensor] | None = None) -> nn.Module:
+    def load(self, kind: object = None, spare: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Load the model on the CPU, in the dtype of its files.
 
         Args:

@@ -145,7 +145,7 @@ def corrected_config(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
     return corrected
 
 
-def correct_configs(model: Any, folder: Path, *, skipped: str = "") -> None:
+def correct_configs(model: object, folder: Path, *, skipped: str = "") -> None:
     """Correct the saved configs of a model, its processor and its generation.
 
     Args:
@@ -163,7 +163,7 @@ def correct_configs(model: Any, folder: Path, *, skipped: str = "") -> None:
             write_config(file, corrected)
 
 
-def write_config(file: Path, config: Mapping[str, Any]) -> None:
+def write_config(file: Path, config: Mapping[str, object]) -> None:
     """Write a config as transformers does."""
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -230,7 +230,7 @@ def _about(facts: CardFacts) -> str:
     return f"{title}\n\nMade by fusion_bench_featcal with {method}, {row}."
 
 
-def _changed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _changed(settings: Mapping[str, object]) -> Mapping[str, Any]:
     """Return the settings that differ from the defaults of their rule."""
     if "rule" not in settings:
         return settings
@@ -240,7 +240,7 @@ def _changed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return changed or {"all": "defaults"}
 
 
-def _listed(values: Mapping[str, Any]) -> str:
+def _listed(values: Mapping[str, object]) -> str:
     lines = []
     for name, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)

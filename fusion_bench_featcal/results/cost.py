@@ -133,7 +133,7 @@ def _energy(
     return sum(joules) / _JOULES_PER_WATT_HOUR if is_whole else None
 
 
-def _bare(uuid: Any) -> str:
+def _bare(uuid: object) -> str:
     """Remove NVML's prefix `GPU-` from a UUID. Older releases return bytes."""
     text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
     return text.removeprefix("GPU-")
@@ -151,7 +151,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **numbers}
 
 
-def describe_device(device: Any = "cpu") -> dict[str, Any]:
+def describe_device(device: object = "cpu") -> dict[str, Any]:
     """Describe the machine of a run.
 
     Args:

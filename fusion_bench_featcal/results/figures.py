@@ -218,13 +218,13 @@ def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def _names(groups: Iterable[Iterable[Any]]) -> list[Any]:
+def _names(groups: Iterable[Iterable[object]]) -> list[Any]:
     """Return every name of some groups once, in order of appearance."""
     return list(dict.fromkeys(name for group in groups for name in group))
 
 
 def _frame(
-    panels: Mapping[str, Any], size: tuple[float, float], xlabel: str
+    panels: Mapping[str, object], size: tuple[float, float], xlabel: str
 ) -> "tuple[Figure, list[Axes]]":
     """Create a figure with a panel of a size in inches for each name, three side by side."""
     from matplotlib.figure import Figure

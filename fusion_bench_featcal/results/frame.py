@@ -99,7 +99,7 @@ class FrameLine:
             for row in self.rows
         }
 
-    def of_seeds(self, seeds: Sequence[Any]) -> "FrameLine":
+    def of_seeds(self, seeds: Sequence[object]) -> "FrameLine":
         """Return the line with the rows of some seeds. A row without randomness has all."""
         return replace(self, rows=[row for row in self.rows if row.seed in (None, *seeds)])
 

@@ -121,7 +121,7 @@ def _point(row: Row, of_run: dict[str, Any]) -> dict[str, Any]:
     return dict(_flat(conditions | settings | of_run | ({SAMPLES: used} if used else {})))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the entries of nested mappings by dotted names, with 1.0 as 1."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -132,7 +132,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def as_key(value: Any) -> str:
+def as_key(value: object) -> str:
     """Return a text that is equal for equal values."""
     return json.dumps(value, sort_keys=True, default=str)
 
@@ -180,7 +180,7 @@ def _differing(rows: Sequence[Row]) -> Iterator[str]:
         dividing.append(column)
 
 
-def label(value: Any) -> int | float | str:
+def label(value: object) -> int | float | str:
     """Return a setting's value as a number or text, different ones for different values."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
@@ -227,7 +227,7 @@ def _check_tests(rows: Iterable[Row]) -> None:
             )
 
 
-def _notes(run: Run, labels: Sequence[Mapping[str, Any]]) -> Iterator[Note]:
+def _notes(run: Run, labels: Sequence[Mapping[str, object]]) -> Iterator[Note]:
     """Yield a run's notes with the labels that their rows share. `labels` are those of its rows."""
     for note in run.notes:
         rows = [pair for pair in zip(run.rows, labels, strict=True)

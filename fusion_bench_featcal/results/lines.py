@@ -171,7 +171,7 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 # ---- lines.csv
 
 
-def csv_of(heads: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+def csv_of(heads: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
     """Return rows as CSV, with nothing for a missing value."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -33,8 +33,8 @@ _SAMPLES_ALONE = (
 def calibration_facts(
     row: str,
     settings: FeatCalSettings,
-    records: Sequence[Mapping[str, Any]],
-    samples: Mapping[str, Mapping[str, Any]],
+    records: Sequence[Mapping[str, object]],
+    samples: Mapping[str, Mapping[str, object]],
 ) -> Facts:
     """Return what a report says of a calibrated model.
 
@@ -61,7 +61,7 @@ def calibration_facts(
     )
 
 
-def facts_of_log(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def facts_of_log(records: Sequence[Mapping[str, object]]) -> dict[str, float]:
     """Return medians over modules of what counts of rows from weights, if the rule has them.
 
     They are the share of the rows that counts, `f`, and its energy relative to the samples.
@@ -76,7 +76,7 @@ def _with_rows(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [record for record in records if record.get("gamma", 0) > 0]
 
 
-def share_lines(name: str, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+def share_lines(name: str, records: Sequence[Mapping[str, object]]) -> list[Line]:
     """Return how far rows from weights count, and what they break, as lines of the long table.
 
     They are medians over each block's modules: `rows_share` of `f`, `rows_error` of `e`
@@ -107,7 +107,7 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
     return [Note(WARNING, text, name)]
 
 
-def doubted_samples(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
+def doubted_samples(name: str, records: Sequence[Mapping[str, object]]) -> list[Note]:
     """Return notes on tasks whose samples were exchanged, from the calibration log of a row."""
     doubts = exchanged_samples(records).items()
     return [Note(WARNING, f"{task}: {doubt}", name, task) for task, doubt in doubts]

@@ -220,7 +220,7 @@ class Run:
         scores: Scores,
         facts: Facts,
         *,
-        correct: Mapping[str, Any] | None = None,
+        correct: Mapping[str, object] | None = None,
         cost: Mapping[str, float] | None = None,
     ) -> Row:
         """Add the results of a method's model, with its lines and notes. Raises as `add_row`."""
@@ -268,7 +268,7 @@ def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def label_texts(labels: Mapping[str, Any]) -> list[str]:
+def label_texts(labels: Mapping[str, object]) -> list[str]:
     """Return labels as texts, such as `n = 8`."""
     return [f"{short_label(key)} = {value}" for key, value in labels.items()]
 
@@ -278,7 +278,7 @@ def short_label(key: str) -> str:
     return "n" if key == "samples_per_task" else key
 
 
-def row_of_rule(rule: Any) -> str:
+def row_of_rule(rule: object) -> str:
     """Return the row of a model that was calibrated with a rule."""
     return FEATCAL_PLUS if rule == "plus" else FEATCAL
 
@@ -294,7 +294,7 @@ def calibration_log(row: str) -> str:
 
 
 def conditions_of(
-    merger: str, of_merger: Mapping[str, Any], settings: Mapping[str, Any]
+    merger: str, of_merger: Mapping[str, object], settings: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return the upstream merger's settings as conditions of a row made from its model.
 

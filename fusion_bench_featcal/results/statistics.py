@@ -132,7 +132,7 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _of_seed(row: BySeed, seed: Any) -> Mapping[str, NDArray[Any]]:
+def _of_seed(row: BySeed, seed: object) -> Mapping[str, NDArray[Any]]:
     return row[seed if seed in row else None]
 
 
