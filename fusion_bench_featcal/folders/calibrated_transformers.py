@@ -39,26 +39,24 @@ def _write(
     models: TransformersModels, blocks: FinishedBlocks, folder: Path, heads: Mapping[str, nn.Module]
 ) -> CardHead:
     """Write weights, heads, tokenizer or image processor, and files beside them."""
-    config = _write_weights(models, blocks, folder)
+    _write_weights(models, blocks, folder)
     if models.heads is not None:
         models.heads.write(heads, folder)
     models.processor.write(folder)
-    correct_configs(models.like.whole, folder, skipped=config)
+    correct_configs(models.like.whole, folder, skipped=CONFIG)
     if models.merged is None:
         return CardHead(TRANSFORMERS, [])
     copy_other_files(models.merged.folder, folder, of_processor=False)
     return CardHead(TRANSFORMERS, card_tags(models.merged.folder))
 
 
-def _write_weights(models: TransformersModels, blocks: FinishedBlocks, folder: Path) -> str:
-    """Write config and weights, in one file up to 5 GB, else one for each block.
-
-    Returns the name of the config if it is correct, as it is not if transformers writes it.
-    """
+def _write_weights(models: TransformersModels, blocks: FinishedBlocks, folder: Path) -> None:
+    """Write a correct config, and weights in one file up to 5 GB, else one for each block."""
     like, stored = models.like, models.stored
     if not isinstance(stored, SafetensorsExpert):  # transformers uses other names in files
         models.load(blocks).save_pretrained(folder)  # type: ignore[operator]
-        return ""
+        correct_configs(like.whole, folder)
+        return
     write_config(folder / CONFIG, corrected_config(like.config or {}, like.whole))
     if like.generation_config is not None:
         write_config(folder / "generation_config.json", like.generation_config)
@@ -69,4 +67,3 @@ def _write_weights(models: TransformersModels, blocks: FinishedBlocks, folder: P
         of_body = pair_names(like.label, stored, models.empty_body)
         outside_blocks |= {of_body[n]: t for n, t in models.tail(like.name).items()}
     write_shards(folder, blocks, outside_blocks)
-    return CONFIG
