@@ -153,7 +153,7 @@ def calibrate_encoder(
     model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
     few = next(iter(batches.values()))[0]
     family = encoder_family(model, pipelines.values(), few, options.family, options.modules)
-    last_block = family.blocks[-1]
+    last_block = family.stages(model)[0][-1]
     inputs = Inputs(
         model,
         None if origin is None else EncoderWeights(Pipeline(origin), model, last_block),

@@ -88,7 +88,7 @@ def with_weights(reference: Any, files: ModelFiles) -> Any:
     """
     transformer = transformer_of(files.label, reference).model
     load_tokenizers(reference.tokenizer, "merged", {files.label: files.folder})  # raises
-    state, tail = transformer.state_dict(), tail_of(transformer, last_block_of(transformer))
+    state, tail = transformer.state_dict(), tail_of(transformer, [[last_block_of(transformer)]])
     spare = {name: state[name] for name in tail}
     return _replaced(reference, files.load(type(transformer), spare))
 

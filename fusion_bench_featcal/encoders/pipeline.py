@@ -13,7 +13,6 @@ from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts.source import InMemoryExpert
 from fusion_bench_featcal.families import Stack, resolve_family
 from fusion_bench_featcal.families.base import Masks, call_model, hidden_output, stoppable
-from fusion_bench_featcal.families.tail import StackWithTail
 from fusion_bench_featcal.modules.models import Modes, tail_of
 from fusion_bench_featcal.modules.sites import matches, site_of
 from fusion_bench_featcal.streams.inputs import part_of
@@ -62,7 +61,7 @@ class Pipeline(nn.Module):
         return self.transformer.get_output_embeddings()
 
 
-class EncoderFamily(StackWithTail):
+class EncoderFamily(Stack):
     """An encoder's blocks, then the linear modules of its poolers, projections and heads."""
 
     name = "encoder"
@@ -75,7 +74,7 @@ class EncoderFamily(StackWithTail):
             tail: Linear modules behind them -> whether they receive features of each position, in
                 place of one vector per sample.
         """
-        super().__init__(blocks, [*tail])
+        super().__init__(blocks, tail=[*tail])
         self.reads_positions = tail
 
     def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
@@ -192,7 +191,7 @@ class EncoderWeights(InMemoryExpert):
         super().__init__(encoder)
         start = f"{merged.prefix}."
         block = last_block.removeprefix(start)
-        behind = {f"{start}{n}" for n in tail_of(merged.transformer, block)}
+        behind = {f"{start}{n}" for n in tail_of(merged.transformer, [[block]])}
         for name, tensor in merged.state_dict().items():
             fits = name in self._tensors and self._tensors[name].shape == tensor.shape
             if not fits and (name in behind or not name.startswith(start)):

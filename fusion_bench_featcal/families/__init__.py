@@ -9,16 +9,20 @@ from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import Call as Call
 from fusion_bench_featcal.families.base import Family as Family
 from fusion_bench_featcal.families.base import stages_of as stages_of
+from fusion_bench_featcal.families.encoder_decoder import ENCODER_DECODER, WHISPER
+from fusion_bench_featcal.families.lists import find_stack as find_stack
+from fusion_bench_featcal.families.lists import find_stages, is_encoder_decoder
+from fusion_bench_featcal.families.lists import head_of as head_of
+from fusion_bench_featcal.families.lists import text_tower as text_tower
 from fusion_bench_featcal.families.open_clip import OPEN_CLIP, find_open_clip_blocks
 from fusion_bench_featcal.families.stack import CLIP, LLAMA, STACK
 from fusion_bench_featcal.families.stack import EveryPosition as EveryPosition
 from fusion_bench_featcal.families.stack import Stack as Stack
-from fusion_bench_featcal.families.stack import find_stack as find_stack
 from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
-from fusion_bench_featcal.families.t5 import T5, WHISPER
+from fusion_bench_featcal.families.t5 import T5
 from fusion_bench_featcal.files.classes import named_class
 
-_FAMILIES = (CLIP, LLAMA, OPEN_CLIP, STACK, STAGES, T5, WHISPER)
+_FAMILIES = (CLIP, ENCODER_DECODER, LLAMA, OPEN_CLIP, STACK, STAGES, T5, WHISPER)
 _BY_NAME: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
 
 # Model types for which `auto` chooses a family before looking at the structure. Tests run each.
@@ -55,8 +59,8 @@ def check_family(family: Any) -> None:
 def resolve_family(family: Any, model: nn.Module) -> Family:
     """Return the family for a setting.
 
-    `auto` uses the model's `config.model_type`, or else its structure: open_clip's blocks, or one
-    list of blocks of one class. It does not run the model. Calibration then compares the family's
+    `auto` uses the model's `config.model_type`, or else its structure: open_clip's blocks, or lists
+    of blocks. It does not run the model. Calibration then compares the family's
     steps with the model's forward pass on two samples (`check.py`).
 
     Args:
@@ -76,11 +80,11 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
         return STAGES
     if model_type in _BY_MODEL_TYPE:
         return _BY_MODEL_TYPE[model_type]
-    if find_stack(model):
-        return STACK
+    if find_stages(model):
+        return ENCODER_DECODER if is_encoder_decoder(model) else STACK
     raise ValueError(
         f"{option('family', 'auto')} does not know {type(model).__name__} (model type "
-        f"{model_type!r}), and no list of modules of one class clearly holds its blocks. Name the "
+        f"{model_type!r}), and no list of modules clearly holds its blocks. Name the "
         "blocks in a list, or a family of your own (docs/models.md)"
     )
 

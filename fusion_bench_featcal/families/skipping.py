@@ -14,10 +14,11 @@ from fusion_bench_featcal.families.base import Call, call_of
 class Passed(Tensor):
     """Features returned by a skipped block, in any form that the model expects.
 
-    A model takes a block's result whole, by its first or only entry, or unpacks two entries. Any
-    other use is detected by the comparison with the model's forward pass.
+    A model takes a block's result whole, by its first or only entry, or unpacks it. Any other use
+    is detected by the comparison with the model's forward pass.
     """
 
+    entries: int
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
 
     def __getitem__(self, index: Any) -> Any:
@@ -26,10 +27,17 @@ class Passed(Tensor):
         return self.as_subclass(Tensor)[index]
 
     def __iter__(self) -> Any:
-        return iter((self, None))
+        return iter((self, *[None] * (self.entries - 1)))
 
     def __len__(self) -> int:
         return 1
+
+
+def passed(hidden: Tensor, entries: int) -> Passed:
+    """Return features as a block's output of so many entries, where the model unpacks it."""
+    output = hidden.as_subclass(Passed)
+    output.entries = entries
+    return output
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Models whose blocks are in one list and exchange only hidden features."""
+"""Models whose blocks are in lists and exchange only hidden features."""
 
 import copy
 import re
 from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,34 +23,42 @@ from fusion_bench_featcal.families.base import (
     stoppable,
     without_cache,
 )
-from fusion_bench_featcal.families.skipping import Passed, skipping
-
-_CLEARLY = 10
-"""Size ratio to all other lists above which a list counts as the model's blocks."""
+from fusion_bench_featcal.families.lists import find_stages
+from fusion_bench_featcal.families.skipping import passed, skipping
 
 
 @dataclass(frozen=True)
 class StackCall:
-    """Input of the next block, with the other arguments of every block.
+    """Input of the next block, with the other arguments of every block of its stage.
 
     These are rotary angles, positions and masks (two in models with sliding windows). They depend
-    on the inputs alone, so the model's forward pass computes them once, before any block runs.
+    on the inputs and on earlier stages alone, so one forward pass computes them before any block
+    runs.
 
     Attributes:
         hidden: Hidden features, `[batch, positions, d]`.
         args: Block -> its positional arguments after the hidden features.
         kwargs: Block -> its keyword arguments.
+        outputs: Last block of each earlier stage -> its output, for the stages that follow.
     """
 
     hidden: Tensor
     args: Mapping[str, tuple[Any, ...]]
     kwargs: Mapping[str, Mapping[str, Any]]
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Stack(Family):
-    """Blocks in one list, each called once, in order, on the previous block's hidden features."""
+    """Blocks in lists, each called once, in order, on the previous block's hidden features.
 
-    name = "stack"
+    Each list is a stage. It begins with a run of the model in which the blocks of earlier stages
+    return what they have computed, and its own are skipped while their arguments are noted.
+
+    Attributes:
+        entries: Number of entries of a block's output, where the model unpacks it.
+    """
+
+    name, entries = "stack", 2
 
     def __init__(
         self,
@@ -58,85 +66,114 @@ class Stack(Family):
         *,
         name: str | None = None,
         compared: bool = True,
+        tail: Sequence[str] = (),
     ) -> None:
         """Set how the blocks are found.
 
         Args:
             pattern: Regular expression of a block's full name, or all names in forward order. None
-                finds the outermost list of modules of one class that is ten times as large as all
-                others.
+                finds them (`lists.find_stages`).
             name: As `Family`.
             compared: As `Family`.
+            tail: As `Family`. Each of these modules is a stage, because other weights may lie
+                between them, such as those of a norm. They may be anywhere in the model.
         """
         self.pattern, self.name, self.compared = pattern, name or self.name, compared
+        self.tail = [*tail]
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """Return the blocks in forward order, as one stage.
+        """Return the blocks in forward order, and a stage for each module behind them.
 
         Raises:
-            CalibrationError: If there are none.
+            CalibrationError: If there are no blocks.
         """
         pattern, lacks = self.pattern, f"module named {self.pattern}"
         if pattern is None:
-            lacks = "list of modules of one class that clearly holds them"
-            blocks = find_stack(model)
+            lacks = "list of modules that clearly holds them"
+            stages = find_stages(model)
         elif isinstance(pattern, str):
-            blocks = [name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]
+            stages = [[name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]]
         else:
-            blocks = [*pattern]
-        if not blocks:
+            stages = [[*pattern]]
+        if not stages or not all(stages):
             raise CalibrationError(
                 f"{option('family', self.name)} finds no blocks in {type(model).__name__}: it has "
                 f"no {lacks}. Choose another family, or write one (docs/models.md)"
             )
-        return [blocks]
+        return [*stages, *([name] for name in self.tail)]
 
     def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> StackCall:
-        """Run the model's forward pass with all blocks skipped, and record their arguments.
+        """Run the model's forward pass without blocks, and record the arguments of a stage's.
 
         Caches are switched off: a block runs many times on the same positions.
 
         Raises:
             CalibrationError: If blocks are not called once each, in order, or without padding.
         """
-        (blocks,) = self.stages(model)
-        if isinstance(inputs, Mapping):  # labels are for the head, which the pass does not reach
-            inputs = {key: without_cache(v, key) for key, v in inputs.items() if key != "labels"}
-        calls: dict[str, Call] = {}
-
-        def note(name: str, call: Call) -> Tensor:
-            calls[name] = call
-            if name == blocks[-1]:
-                raise stop_forward()
-            return call.hidden.as_subclass(Passed)
-
-        with skipping(model, blocks, note), stoppable():
-            call_model(model, inputs)
+        stages = self.stages(model)
+        index = next(number for number, stage in enumerate(stages) if block in stage)
+        before, blocks = [name for stage in stages[:index] for name in stage], stages[index]
+        outputs = {**ended.outputs, before[-1]: ended.hidden} if before else {}
+        calls = self._calls(model, self.model_inputs(inputs), before, blocks, outputs)
         if list(calls) != blocks:
             raise CalibrationError(
                 f"{option('family', self.name)}: {type(model).__name__} runs {list(calls)}, not "
                 f"each of {blocks} once, in this order: name blocks that run, or another family"
             )
-        hidden, mask = calls[block].hidden, mask_named(inputs, "attention_mask")
+        hidden, mask = calls[block].hidden, self.masks(model, inputs, index, "all").get("")
         if mask is not None and hidden.shape[:-1] != mask.shape:
             raise CalibrationError(
                 f"block {block} of {type(model).__name__} receives features {tuple(hidden.shape)}, "
-                f"which do not fit its attention_mask {tuple(mask.shape)}: "
+                f"which do not fit its mask of padding {tuple(mask.shape)}: "
                 f"{_cause_of_positions(hidden, mask)}"
             )
         args = {name: call.args for name, call in calls.items()}
-        return StackCall(hidden, args, {name: call.kwargs for name, call in calls.items()})
+        kwargs = {name: call.kwargs for name, call in calls.items()}
+        return StackCall(hidden, args, kwargs, {} if blocks == stages[-1] else outputs)
+
+    def _calls(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        before: Sequence[str],
+        blocks: Sequence[str],
+        outputs: Mapping[str, Tensor],
+    ) -> dict[str, Call]:
+        """Return the calls of blocks in a pass that skips them and those before."""
+        calls: dict[str, Call] = {}
+
+        def output(name: str, call: Call) -> Tensor:
+            if name in before:
+                known = outputs.get(name, call.hidden).clone()
+                return known if name in self.tail else passed(known, self.entries)
+            calls[name] = call
+            if name == blocks[-1]:
+                raise stop_forward()
+            return passed(call.hidden, self.entries)
+
+        with skipping(model, [*before, *blocks], output), stoppable():
+            call_model(model, inputs)
+        return calls
+
+    def model_inputs(self, inputs: Any) -> Any:
+        """Return the inputs of such a pass: no caches, and no labels, whose head is not reached."""
+        if not isinstance(inputs, Mapping):
+            return inputs
+        return {key: without_cache(v, key) for key, v in inputs.items() if key != "labels"}
 
     def step(self, model: nn.Module, block: str, call: StackCall) -> StackCall:
-        """Call the block on its stored arguments, which are used again.
+        """Call the block on its stored arguments, which are used again."""
+        return replace(call, hidden=hidden_output(self.output_of(model, block, call)))
+
+    def output_of(self, model: nn.Module, block: str, call: StackCall, **more: Any) -> Any:
+        """Return all that a block returns, given further keyword arguments.
 
         If a block writes into a list or mapping among its arguments (Gemma-3n's keys and values),
         it writes into a copy, so that later blocks do not depend on it.
         """
         args = tuple(map(_shallow_copy, call.args[block]))
         kwargs = {key: _shallow_copy(value) for key, value in call.kwargs[block].items()}
-        output = model.get_submodule(block)(call.hidden.clone(), *args, **kwargs)
-        return replace(call, hidden=hidden_output(output))
+        return model.get_submodule(block)(call.hidden.clone(), *args, **kwargs | more)
 
     def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
         """Return a mask of all positions but padding, or of the positions before each label.
@@ -146,7 +183,10 @@ class Stack(Family):
         Raises:
             CalibrationError: If `decoder_rows` is `targets` and there are no labels.
         """
+        is_text = isinstance(inputs, Mapping) and "input_ids" in inputs
         mask = mask_named(inputs, "attention_mask")
+        if mask is None and not is_text:  # images of unequal size, as patches (SigLIP 2)
+            mask = mask_named(inputs, "pixel_attention_mask")
         if decoder_rows != "targets" or not predicts_next(model):
             return {"": mask}
         labelled: Any = labelled_rows(inputs, needed=True)
@@ -184,7 +224,8 @@ class Stack(Family):
             pooled = getattr(output, "pooler_output", None) if is_image else None
             return getattr(output, "logits", pooled)
 
-        result, last = scored(), model.get_submodule(self.stages(model)[0][-1])
+        last_block = self.stages(model)[-1 - len(self.tail)][-1]
+        result, last = scored(), model.get_submodule(last_block)
         with stoppable(last.register_forward_hook(change)):
             changed = scored()
         return isinstance(result, Tensor) and torch.equal(result, changed)
@@ -214,28 +255,6 @@ STACK = Stack()
 # Up to transformers 5.5 the tower of a CLIPVisionModel has a prefix. A causal model has one too.
 CLIP = ImageTower(r"(vision_model\.)*encoder\.layers\.\d+", name="clip", compared=False)
 LLAMA = Stack(r"(model\.)?layers\.\d+", name="llama", compared=False)
-
-
-def find_stack(model: nn.Module) -> list[str]:
-    """Return names of a model's blocks, or nothing if no list of modules clearly dominates.
-
-    This is the outermost list of several modules of one class, if it has ten times the parameters
-    of all other such lists together. Two towers, or an encoder and a decoder, have no such list.
-
-    Args:
-        model: The model. It may be on the meta device.
-    """
-    sizes: dict[str, int] = {}
-    for name, module in model.named_modules():
-        kinds = [type(child) for child in module.children()]
-        inside = any(name.startswith(f"{outer}.") for outer in sizes)
-        alike = len(kinds) > 1 and len(set(kinds)) == 1 and kinds[0] is not nn.ModuleList
-        if isinstance(module, nn.ModuleList | nn.Sequential) and name and alike and not inside:
-            sizes[name] = sum(p.numel() for p in module.parameters())
-    largest = max(sizes, key=lambda name: sizes[name], default="")
-    if not sizes.get(largest) or _CLEARLY * (sum(sizes.values()) - sizes[largest]) > sizes[largest]:
-        return []
-    return [f"{largest}.{name}" for name, _ in model.get_submodule(largest).named_children()]
 
 
 def predicts_next(model: nn.Module) -> bool:

@@ -144,7 +144,7 @@ class TransformersModels:
         first, *more = self._opened_experts.values()
         return [
             name
-            for name in tail_of(self.empty_body, self._stages[-1][-1])
+            for name in tail_of(self.empty_body, self._stages)
             if not all(torch.equal(first.stored(name), expert.stored(name)) for expert in more)
         ]
 
@@ -193,7 +193,7 @@ class TransformersModels:
         experts = self._opened_experts.values()
         spare = {
             name: torch.stack([expert.stored(name).double() for expert in experts]).mean(0)
-            for name in tail_of(body, self._stages[-1][-1])
+            for name in tail_of(body, self._stages)
         }
         loaded = InMemoryExpert(self.base.load(type(body), spare))
         return LazyModel(self.base.label, loaded, body)

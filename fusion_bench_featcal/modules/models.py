@@ -12,6 +12,7 @@ from fusion_bench_featcal.core.finite import all_finite, finiteness, read_back
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under, put_tensor
 from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.families.lists import head_of, text_tower
 from fusion_bench_featcal.modules.sites import BlockModules
 
 
@@ -26,7 +27,7 @@ def tensors_before_stage(
     unused = [block for blocks in stages for block in blocks]
     unused += [name for name, module in model.named_modules() if module is head]
     names = list(model.state_dict())
-    behind = tail_of(model, stages[-1][-1])
+    behind = tail_of(model, stages)
     return sorted(set(names) - set(names_under(names, unused)) - set(behind))
 
 
@@ -55,29 +56,26 @@ def names_in_order(
     return list(dict.fromkeys(names))
 
 
-def tail_of(model: nn.Module, last_block: str) -> list[str]:
-    """Return names of the tensors behind the blocks: poolers, classifiers, output embeddings.
+def tail_of(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
+    """Return names of the tensors that blocks do not need: poolers, classifiers, idle towers.
 
-    Blocks do not need them, so that experts may have others: they belong to each task's head.
-    Tensors inside the module that holds the list of blocks are not among them, as embeddings are
-    registered there in any order.
+    Experts may have others, which belong to each task's head. Tensors inside the module that holds
+    the list of blocks are not among them, as embeddings are registered there in any order.
 
     Args:
         model: The model. Only models of transformers have a tail.
-        last_block: Name of the last block.
+        stages: Its blocks. Beside those of a text tower, all other towers are idle.
     """
-    holder = ".".join(last_block.split(".")[:-2])
-    names = list(model.state_dict())
+    holder, names = ".".join(stages[-1][-1].split(".")[:-2]), list(model.state_dict())
     if not holder or not hasattr(model, "base_model_prefix"):
         return []
+    if len(stages) > 1:  # other modules may lie between the lists
+        heads = [name for name, module in model.named_modules() if module is head_of(model)]
+        return names_under(names, heads)
+    if holder == text_tower(model):
+        return [name for name in names if not name.startswith(f"{holder}.")]
     last = max(index for index, name in enumerate(names) if name.startswith(f"{holder}."))
     return names[last + 1 :]
-
-
-def head_of(model: nn.Module) -> nn.Module | None:
-    """Return the output embeddings of a language model, or None for other models."""
-    find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    return find()
 
 
 def dtype_of_features(model: nn.Module, block: str, device: torch.device) -> torch.dtype:

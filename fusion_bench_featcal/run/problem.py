@@ -250,7 +250,7 @@ def open_models(
             NaN or infinite values.
     """
     like, config = working.module, getattr(inputs.merged, "config", None)
-    optional, shared = set(tail_of(like, stages[-1][-1])), hollow_copy(like, working.device)
+    optional, shared = set(tail_of(like, stages)), hollow_copy(like, working.device)
 
     def opened(label: str, model: Any) -> LazyModel:
         with at(label):

@@ -74,13 +74,24 @@ class Positions:
             CalibrationError: If the features have other positions than the mask, flat or not. The
                 caller adds the module's name.
         """
-        if features.shape[:-1] not in (self.shape, (self.shape.numel(),)):
+        if not self.are_those_of(features):
             raise CalibrationError(
                 f"it receives rows {tuple(features.shape[:-1])}, but padding is known for "
                 f"{tuple(self.shape)}"
             )
         flat = features.reshape(-1, features.shape[-1])
         return flat if self.index is None else flat.index_select(0, self.index)
+
+    def are_those_of(self, features: Tensor) -> bool:
+        """Return whether features have the positions, flat or not.
+
+        Latent attention has a dimension more, of one head for all.
+        """
+        shape = features.shape[:-1]
+        if len(shape) > len(self.shape):
+            kept, own = ([size for size in one if size > 1] for one in (shape, self.shape))
+            return kept == own
+        return shape in (self.shape, (self.shape.numel(),))
 
 
 @dataclass(frozen=True)

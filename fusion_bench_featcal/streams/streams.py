@@ -212,12 +212,12 @@ class Streams:
 
     def _read_with_changes(self, block: str, call: Any, name: str, read: Positions) -> Tensor:
         """Return a block's read outputs if a module's other outputs change their signs."""
-        positions = call.hidden.shape[:-1]
-        signs = call.hidden.new_full((positions.numel(),), -1.0)
+        positions = Positions(call.hidden.shape[:-1])
+        signs = call.hidden.new_full((positions.shape.numel(),), -1.0)
         signs[slice(None) if read.index is None else read.index] = 1.0
 
         def change(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            if output.shape[:-1] not in (positions, (positions.numel(),)):
+            if not positions.are_those_of(output):
                 return -output  # of other positions than the block's
             return output * signs.view(*output.shape[:-1], 1).to(output.dtype)
 

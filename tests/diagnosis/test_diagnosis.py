@@ -127,7 +127,7 @@ def test_final_features_are_pooled_and_projected() -> None:
 
 def test_task_vectors_are_compared_over_all_parameters_but_the_heads() -> None:
     suite = clip_suite()
-    tail = tail_of(suite.merged, suite.blocks[-1])
+    tail = tail_of(suite.merged, [suite.blocks])
     assert len(tail) == 2  # the last norm
     base, merged, expert = (
         torch.cat([p.detach().flatten() for n, p in model.named_parameters() if n not in tail])

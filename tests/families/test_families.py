@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
+import transformers
 from calibrations import PLUS, assert_same, run_fast, run_slow
-from model_types import suite_named
+from model_types import DECODER, suite_named
 from tiny_convs import tower_suite
 from tiny_models import sentences, suite_of
 from torch import nn
@@ -38,6 +39,19 @@ def test_the_list_that_is_clearly_the_largest_has_the_blocks():
         STACK.stages(equal)
     with pytest.raises(ValueError, match=r"auto does not know Module .*Name the blocks in a list"):
         resolve_family("auto", equal)
+
+
+def test_layers_of_several_classes_are_blocks_of_one_list():
+    sizes: Any = {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
+                  "mamba_d_state": 4, "mamba_d_conv": 2}  # fmt: skip
+    config = transformers.JambaConfig(**DECODER, **sizes)
+    inputs = tiny.by_task(lambda task, n: sentences([4, 6], 7, seed=2 * task + n))
+    layers = ["model.layers.0", "model.layers.1"]
+    suite = suite_of(transformers.JambaForCausalLM(config), inputs, layers, 1)
+    with pytest.raises(CalibrationError, match=r"Exclude them: modules=\['!mamba.dt_proj'\]"):
+        run_fast(suite)
+    result = run_fast(suite, modules=["!mamba.dt_proj"])
+    assert list(dict.fromkeys(r["block"] for r in result.log.of_kind("module"))) == layers
 
 
 def changing_between() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tricky_models import Block, linear
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.families.tail import StackWithTail
+from fusion_bench_featcal.families import Stack
 
 TAIL = ["first", "second", "aside"]
 MERGED_ANCHOR: Any = {"knobs": Knobs(rho=1.0)}  # as without a base
@@ -41,7 +41,7 @@ def headed(tail: list[str] | None = None) -> tiny.Suite:
     torch.manual_seed(0)
     blocks, tail = ["layers.0", "layers.1"], TAIL if tail is None else tail
     suite = tiny.suite_of(Headed(), tiny.samples_by_task(2, (9, 6), 5, 4), [*blocks, *tail], 1)
-    return replace(suite, family=StackWithTail(blocks, tail))
+    return replace(suite, family=Stack(blocks, tail=tail))
 
 
 def test_the_tail_is_solved_as_the_oracle_solves_it():

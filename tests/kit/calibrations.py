@@ -97,9 +97,10 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
         return {task: [of(batch) for batch in batches] for task, batches in suite.inputs.items()}
 
     plain: Any = None
-    if isinstance(first, Mapping) and "attention_mask" in first:
-        plain = masks(lambda batch: batch["attention_mask"])
-    elif not isinstance(first, Mapping) or "input_features" not in first:
+    for name in ("attention_mask", "pixel_attention_mask"):
+        if isinstance(first, Mapping) and name in first:
+            plain = masks(lambda batch, name=name: batch[name])
+    if plain is None and (not isinstance(first, Mapping) or "labels" not in first):
         return None, None
     is_pair = "encoder." in suite.blocks[0]
     decoder_blocks = [name for name in suite.blocks if is_pair and "decoder." in name]
@@ -107,7 +108,7 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
         return plain if decoder_rows == "all" else masks(before_targets), None
     labelled = masks(lambda batch: batch["labels"] >= 0)
     other_rows: dict[str, Any] = dict.fromkeys(decoder_blocks, labelled)
-    cross = re.compile(r"EncDecAttention\.[kv]|encoder_attn\.[kv]_proj")
+    cross = re.compile(r"EncDecAttention\.[kv]|(encoder|cross)_attn\.[kv]_proj")
     for name in (name for names in modules.values() for name in names):
         if cross.search(name):
             other_rows[name] = plain or everywhere

@@ -12,7 +12,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.families import head_of, resolve_family
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.featcal import FeatCal
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
@@ -23,7 +23,6 @@ from fusion_bench_featcal.lab.diagnosis.lines import expert_lines, row_lines
 from fusion_bench_featcal.lab.diagnosis.measure import measure_drift
 from fusion_bench_featcal.lab.diagnosis.views import show_diagnosis
 from fusion_bench_featcal.lab.rivals.features import load_projection
-from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.results.notes import NOTE, Note
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting

@@ -13,7 +13,7 @@ from torch.nn.functional import cosine_similarity, normalize
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
-from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.families import Family, head_of
 from fusion_bench_featcal.families.base import hidden_output, stoppable, without_cache
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.modules.models import (
@@ -21,7 +21,6 @@ from fusion_bench_featcal.modules.models import (
     copied,
     device_of,
     gives_images,
-    head_of,
     tail_of,
 )
 from fusion_bench_featcal.run.inputs import Autocast
@@ -204,7 +203,7 @@ def _vector_cosine(
     model: nn.Module, expert: nn.Module, base: nn.Module | ExpertSource, family: Family
 ) -> float | None:
     """Return the cosine of `theta - theta_0` and `theta_i - theta_0`, heads left out."""
-    optional = set(tail_of(model, family.stages(model)[-1][-1]))
+    optional = set(tail_of(model, family.stages(model)))
     start = LazyModel("the base", source_of(base), model, optional=optional)
     parameters, sums = dict(expert.named_parameters()), torch.zeros(3, dtype=torch.float64)
     for name, parameter in model.named_parameters():

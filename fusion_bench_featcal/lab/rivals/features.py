@@ -8,11 +8,10 @@ from transformers import CLIPModel
 
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.families import Family
+from fusion_bench_featcal.families import Family, head_of
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.modules.models import head_of
 from fusion_bench_featcal.streams.batch import Positions, StagePositions
 from fusion_bench_featcal.streams.samples import resolved_decoder_rows
 
