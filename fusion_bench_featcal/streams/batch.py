@@ -127,8 +127,14 @@ class StagePositions:
 
     def kind_of(self, module: str) -> tuple[Positions | None, bool]:
         """Return what modules that count the same positions in every batch have in common."""
-        ends = (end for end in self.by_end if end and matches(module, end))
-        return self.by_end.get(next(ends, "")), module in (self.feeding or ())
+        return self.by_end.get(self._end_of(module)), module in (self.feeding or ())
+
+    def has_own(self, module: str) -> bool:
+        """Return whether a module counts other positions than the stage's features."""
+        return self._end_of(module) != ""
+
+    def _end_of(self, module: str) -> str:
+        return next((end for end in self.by_end if end and matches(module, end)), "")
 
 
 def rows_of(features: Tensor, counted: Positions | None) -> Tensor:

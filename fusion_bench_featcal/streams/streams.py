@@ -24,7 +24,7 @@ from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import Batch, Positions, StagePositions
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import resolved_decoder_rows
-from fusion_bench_featcal.streams.storage import DeviceStorage
+from fusion_bench_featcal.streams.storage import DeviceStorage, mapped
 from fusion_bench_featcal.streams.task_sums import DriftLog
 
 
@@ -176,7 +176,9 @@ class Streams:
         priority, batch = min(batches.items())
         with self.storage.loaded(batch):
             run = partial(self.step, self.model, block, batch.calibrated)
-            return record(self.model, names, run), batch.positions, priority
+            recorded = record(self.model, names, run)
+            _refuse_unknown_readers(block, recorded, batch)
+            return recorded, batch.positions, priority
 
     @property
     def narrows(self) -> bool:
@@ -270,3 +272,21 @@ class Streams:
                 batch.calibrated = self.step(self.model, block, batch.calibrated)
                 if self.drift is not None:
                     self.drift.add(task, batch, batch.calibrated.hidden, batch.expert.hidden)
+
+
+def _refuse_unknown_readers(block: str, recorded: Recorded, batch: Batch) -> None:
+    """Refuse modules of a decoder that receive the encoder's output, but not by a known name.
+
+    Where texts on both sides are equally long, their padding would pass for the decoder's.
+    """
+    if len(batch.positions.by_end) == 1:
+        return
+    given = list[Tensor]()
+    mapped(replace(batch.calibrated, hidden=None), Tensor, given.append)
+    encoded = {(x.data_ptr(), x.shape) for x in given}
+    for name, x in recorded.inputs.items():
+        if (x.data_ptr(), x.shape) in encoded and not batch.positions.has_own(name):
+            raise CalibrationError(
+                f"block {block}: {name} receives the encoder's output, but by its name it is not "
+                f"known which positions count there. Exclude it: {exclusion([name], block)}"
+            )

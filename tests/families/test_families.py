@@ -14,7 +14,13 @@ from torch import nn
 from tricky_models import Between, biased
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.families import LLAMA, STACK, STAGES, resolve_family
+from fusion_bench_featcal.families import (
+    LLAMA,
+    STACK,
+    STAGES,
+    encoder_decoder,
+    resolve_family,
+)
 from fusion_bench_featcal.families.base import captured
 from fusion_bench_featcal.streams.streams import Streams
 
@@ -123,6 +129,12 @@ def test_images_get_the_dtype_of_the_model():
     model = tower_suite("resnet").merged.half()
     hidden = captured(model, {"pixel_values": images}, "resnet.embedder").hidden
     assert torch.equal(hidden, images.half())
+
+
+def test_a_reader_of_the_encoder_with_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(encoder_decoder, "ENCODED", ("other_attn.k_proj",))
+    with pytest.raises(CalibrationError, match=r"encoder_attn.k_proj receives .*modules=\['!enc"):
+        run_fast(suite_named("bart"))
 
 
 class InATuple(nn.Linear):
