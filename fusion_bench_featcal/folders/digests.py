@@ -13,6 +13,7 @@ from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.options import INPUTS_FILE
 from fusion_bench_featcal.folders.request import labelled
 from fusion_bench_featcal.models.hub import fetch, needed_files
+from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 
 
 def digests_of(models: InputModels) -> dict[str, str]:
@@ -54,8 +55,8 @@ def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
     return [option for option in digests if former.get(option) != digests[option]]
 
 
-def repeats(models: InputModels, digests: Mapping[str, str]) -> list[str]:
-    """Describe models, and data, that are given twice, as one folder or as copies."""
+def repeats(models: InputModels, digests: Mapping[str, str]) -> list[Note]:
+    """Warn of models, and data, that are given twice, as one folder or as copies."""
     request, texts = models.request, list[str]()
     groups = {
         "are the same model": request.model_options,
@@ -64,10 +65,10 @@ def repeats(models: InputModels, digests: Mapping[str, str]) -> list[str]:
     for text, options in groups.items():
         by_digest = dict[str, list[str]]()
         for option in options:
-            shown = "the merged model" if option == "MERGED" else option
-            by_digest.setdefault(digests[option], []).append(shown)
+            name = "the merged model" if option == "MERGED" else option
+            by_digest.setdefault(digests[option], []).append(name)
         texts += [f"{' and '.join(names)} {text}" for names in by_digest.values() if names[1:]]
-    return texts
+    return notes_of(texts, WARNING)
 
 
 def _digest_model(model: ModelFolder) -> str:

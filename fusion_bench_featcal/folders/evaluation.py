@@ -13,7 +13,7 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.verdict import Verdict, compare, experts_below_merged
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
-from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note
+from fusion_bench_featcal.results.notes import VERDICT, WARNING, Note, notes_of
 from fusion_bench_featcal.results.run import INPUTS, MERGED, Facts, row_of_rule
 from fusion_bench_featcal.results.sentences import RARELY
 
@@ -45,14 +45,9 @@ class Evaluation:
     """
 
     def __init__(
-        self,
-        request: Request,
-        opened: Opened,
-        notes: Sequence[str],
-        digests: Mapping[str, str],
-        doubts: Sequence[str],
+        self, request: Request, opened: Opened, notes: Sequence[Note], digests: Mapping[str, str]
     ) -> None:
-        """Create a report with its first notes, reasons for doubt, and no scores."""
+        """Create a report with its first notes, and no scores."""
         self.digests = digests
         self.report = Run(
             suite=request.folder.name,
@@ -60,12 +55,12 @@ class Evaluation:
             versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),
         )
-        self.report.note(*(Note(NOTE, text) for text in notes))
+        self.report.note(*notes)
         self.heads: dict[str, nn.Module] = {}
         self.request, self.opened = request, opened
         self._tests = {name: task.tests for name, task in opened.tasks.items() if task.tests}
         self._scores: dict[str, Mapping[str, Score]] = {}
-        self._doubts = [*doubts]
+        self._warnings = [note for note in notes if note.kind == WARNING]
 
     def add_references(self) -> None:
         """Add each expert on its task, and the merged model."""
@@ -82,19 +77,7 @@ class Evaluation:
         if scores:
             self._add_row(EXPERTS, scores, Facts())
         self.add(self.report.merger, opened.models.load_merged)
-        self._doubt_experts(scores)
-
-    def _doubt_experts(self, scores: Mapping[str, Score]) -> None:
-        """Add reasons for doubt that the scores of the experts give."""
-        unended = {t: s for t, s in scores.items() if 2 * s.unended > len(s.losses)}
-        for task, score in unended.items():
-            answers = counted(len(score.losses), "answer")
-            self._doubts.append(_UNENDED.format(score.unended, answers, task))
-        scores = {task: score for task, score in scores.items() if task not in unended}
-        if weak := experts_below_merged(scores, self._scores[self.report.merger]):
-            self._doubts.append(_NOT_EXPERTS.format(", ".join(weak)))
-        if failing := [task for task, score in scores.items() if score.accuracy < RARELY]:
-            self._doubts.append(_HARDLY.format(", ".join(failing)))
+        self._warnings += _warnings_on_experts(scores, self._scores[self.report.merger])
 
     def add(
         self,
@@ -141,7 +124,7 @@ class Evaluation:
         report, settings = self.report, self.opened.settings
         name = row_of_rule(settings.rule)
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
-        warnings = [n.text for n in report.notes if n.kind == WARNING and n.row == name]
+        of_row = [note for note in report.notes if note.kind == WARNING and note.row == name]
         verdict = compare(
             self._scores[report.merger],
             self._scores[name],
@@ -149,10 +132,25 @@ class Evaluation:
             held_back=self._tests.keys() - self.request.eval.keys(),
             repeating=[name for name, task in self.opened.tasks.items() if task.has_repeats],
             unscored=[task for task in self.opened.tasks if task not in self._tests],
-            doubts=[*self._doubts, *warnings],
+            warnings=[*self._warnings, *of_row],
         )
         report.note(
             Note(VERDICT, verdict.sentence),
             *(Note(VERDICT, text, task=task) for task, text in verdict.gains.items()),
         )
         return verdict
+
+
+def _warnings_on_experts(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[Note]:
+    """Return warnings on experts whose scores on their own tasks are low."""
+    unended = {t: s for t, s in experts.items() if 2 * s.unended > len(s.losses)}
+    texts = [
+        _UNENDED.format(score.unended, counted(len(score.losses), "answer"), task)
+        for task, score in unended.items()
+    ]
+    ended = {task: score for task, score in experts.items() if task not in unended}
+    if weak := experts_below_merged(ended, merged):
+        texts.append(_NOT_EXPERTS.format(", ".join(weak)))
+    if failing := [task for task, score in ended.items() if score.accuracy < RARELY]:
+        texts.append(_HARDLY.format(", ".join(failing)))
+    return notes_of(texts, WARNING)

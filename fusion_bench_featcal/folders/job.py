@@ -21,7 +21,7 @@ from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scor
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
-from fusion_bench_featcal.results.notes import NOTE, Note
+from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.run.devices import check_device
@@ -58,13 +58,13 @@ def _run(request: Request) -> Path:
         fetch_all(request.models)
         inputs = InputModels(request)
         opened, digests = open_request(inputs), digests_of(inputs)
-        doubts = [*repeats(inputs, digests), *opened.doubts]
-        _refuse(request, opened, digests, doubts)
-        notes = [note for task in opened.tasks.values() for note in task.notes]
-        notes += [*request.notes, *opened.notes, *opened.settings.extremes]
-        show_start(request, opened, [*notes, *doubts])
+        texts = [text for task in opened.tasks.values() for text in task.notes]
+        notes = [*notes_of([*texts, *request.notes]), *repeats(inputs, digests), *opened.notes]
+        notes.sort(key=lambda note: note.kind == WARNING)  # warnings last
+        _refuse(request, opened, digests, notes)
+        show_start(request, opened, notes)
         if not request.plan:
-            _calibrate(Evaluation(request, opened, [*notes, *doubts], digests, doubts))
+            _calibrate(Evaluation(request, opened, notes, digests))
         return out
     finally:
         if not (request.plan or request.has_blocks):
@@ -91,13 +91,13 @@ def open_request(inputs: InputModels) -> Opened:
 
 
 def _refuse(
-    request: Request, opened: Opened, digests: Mapping[str, str], doubts: Sequence[str]
+    request: Request, opened: Opened, digests: Mapping[str, str], notes: Sequence[Note]
 ) -> None:
     """Refuse what --strict does not accept, and blocks of other models and data."""
-    if request.strict and doubts:
-        raise ValueError(f"--strict: {'; '.join(doubts)}. Correct it, or leave --strict out")
+    if request.strict and (warnings := [note.text for note in notes if note.kind == WARNING]):
+        raise ValueError(f"--strict: {'; '.join(warnings)}. Correct it, or leave --strict out")
     if request.strict and not any(task.tests for task in opened.tasks.values()):
-        reasons = "; ".join(note for task in opened.tasks.values() for note in task.notes[1:])
+        reasons = "; ".join(text for task in opened.tasks.values() for text in task.notes[1:])
         raise ValueError(
             f"--strict compares scores, and no task has any ({reasons}). Give rows that can be "
             "scored, by --eval NAME=PATH"
@@ -133,7 +133,7 @@ def _calibrate(evaluation: Evaluation) -> None:
     facts = calibration_facts(row, settings, result.log.records, samples)
     evaluation.add_references()
     evaluation.add(row, calibrated.load, facts, cost.as_dict())
-    report.note(*(Note(NOTE, text) for text in calibrated.notes))
+    report.note(*notes_of(calibrated.notes))
     verdict = evaluation.conclude()
     if is_saved := verdict.is_good or not request.strict:
         origin = {"merged model": request.merged or request.merge}

@@ -12,6 +12,7 @@ from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.other_files import note_on_weights
+from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -69,8 +70,8 @@ class Opened:
         settings: Settings of the calibration, all of them set.
         calibrated: Calibrates the merged model with these settings and each task's batches.
         tasks: Task -> its rows.
-        notes: Sentences on the models.
-        doubts: Reasons why experts may not read the data as they did when they were tuned.
+        notes: Notes on models and settings. Warnings are on experts that may not read the data as
+            they did when they were tuned.
     """
 
     models: Models
@@ -78,8 +79,7 @@ class Opened:
     settings: FeatCalSettings
     calibrated: Callable[[Mapping[str, Any]], Calibrated]
     tasks: Mapping[str, Task]
-    notes: Sequence[str]
-    doubts: Sequence[str]
+    notes: Sequence[Note]
 
 
 def notes_on_inputs(inputs: InputModels) -> list[str]:

@@ -30,10 +30,11 @@ from fusion_bench_featcal.folders.opened import (
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.sentence_rows import open_sentences
 from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows
-from fusion_bench_featcal.folders.tokenizers import doubts_on_tokens
+from fusion_bench_featcal.folders.tokenizers import warnings_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import CARD, card_tags
+from fusion_bench_featcal.results.notes import Note, notes_of
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -74,8 +75,7 @@ def open_encoders(inputs: InputModels) -> Opened:
         settings,
         partial(calibrate_encoders, models, settings),
         {task: _open_task(task, request, models) for task in request.expert},
-        _notes(models),
-        _doubts(models),
+        notes_of([*_notes(models), *settings.extremes]) + _warnings(models),
     )
 
 
@@ -112,14 +112,14 @@ def _write(model: nn.Module, merged: ModelFolder | None, folder: Path, heads: An
     return CardHead(library, [*tags, *written.get("tags", ())])
 
 
-def _doubts(models: EncoderModels) -> list[str]:
-    """Describe experts whose tokenizers read texts otherwise."""
+def _warnings(models: EncoderModels) -> list[Note]:
+    """Warn of experts whose tokenizers read texts otherwise."""
     tokenizer, folders = models.merged.tokenizer, models.inputs.experts
     experts = {folders[task].label: one.tokenizer for task, one in models.experts.items()}
     tokenizers = tokenizer, *experts.values()
     if not all(isinstance(one, PreTrainedTokenizerBase) for one in tokenizers):
         return []
-    return doubts_on_tokens(tokenizer, "the merged model", experts)
+    return warnings_on_tokens(tokenizer, "the merged model", experts)
 
 
 def _notes(models: EncoderModels) -> list[str]:

@@ -1,6 +1,6 @@
 """Models of transformers for `featcal calibrate`: language models, classifiers, CLIP, images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from fusion_bench_featcal.folders.opened import Models, Opened
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
-from fusion_bench_featcal.folders.tokenizers import doubts_on_chats, doubts_on_tokens
+from fusion_bench_featcal.folders.tokenizers import warnings_on_chats, warnings_on_tokens
 from fusion_bench_featcal.folders.transformers_models import TransformersModels
+from fusion_bench_featcal.results.notes import Note, notes_of
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -46,6 +47,7 @@ def open_transformers(inputs: InputModels) -> Opened:
     else:
         heads = {} if request.no_eval else _image_heads(models, inputs)
         tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
+    notes = notes_of([*models.notes, *note, *settings.extremes])
     title = f"{kind}: {models.like.calibrated_class.__name__}"
     return Opened(
         Models(title, models.like.size, models.read, models.load_merged, models.load_expert),
@@ -53,8 +55,7 @@ def open_transformers(inputs: InputModels) -> Opened:
         settings,
         partial(calibrate_transformers, models, settings),
         tasks,
-        [*models.notes, *note],
-        _doubts_on_texts(models, request, tasks) if kind in TEXT_MODELS else [],
+        notes + (_warnings_on_texts(models, request, tasks) if kind in TEXT_MODELS else []),
     )
 
 
@@ -93,18 +94,18 @@ def _class_tasks(
     }
 
 
-def _doubts_on_texts(
+def _warnings_on_texts(
     models: TransformersModels, request: Request, tasks: Mapping[str, Any]
-) -> Sequence[str]:
-    """Describe experts whose tokenizers, or templates of chats, read texts otherwise."""
+) -> list[Note]:
+    """Warn of experts whose tokenizers, or templates of chats, read texts otherwise."""
     processor = models.processor
     named = processor.loaded, processor.option, processor.expert_tokenizers
     rows = {models.experts[name].label: task.batches.texts for name, task in tasks.items()}
-    doubts = doubts_on_tokens(*named, rows)
+    warnings = warnings_on_tokens(*named, rows)
     has_chats = any(text.form == "chat" for texts in rows.values() for text in texts)
     if request.chat_template is None and has_chats:
-        doubts += doubts_on_chats(*named)
-    return doubts
+        warnings += warnings_on_chats(*named)
+    return warnings
 
 
 def _image_heads(models: TransformersModels, inputs: InputModels) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.run import row_of_rule, with_average
 
 
-def show_start(request: Request, opened: Opened, notes: Sequence[str]) -> None:
+def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
     """Print the inputs of the run, its reads and its files.
 
     Raises:
@@ -28,7 +28,7 @@ def show_start(request: Request, opened: Opened, notes: Sequence[str]) -> None:
     models, settings = opened.models, opened.settings
     print(f"{models.title}, {counted(len(opened.tasks), 'task')}")
     for note in notes:
-        print(f"  {masked(note)}")
+        print(f"  {masked(note.text)}")
     read, size = read_within(models.read, settings.expert_read_budget), models.size
     row = row_of_rule(settings.rule)
     rows, strengths = {row: 1}, {row: settings.strengths}

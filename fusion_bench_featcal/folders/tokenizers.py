@@ -1,4 +1,4 @@
-"""Doubts about experts whose tokenizers or chat templates read the data in another way."""
+"""Warnings of experts whose tokenizers or chat templates read the data in another way."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, zip_longest
@@ -7,19 +7,20 @@ from transformers import PreTrainedTokenizerBase
 
 from fusion_bench_featcal.data.templates import shortest_chat
 from fusion_bench_featcal.data.text_formats import Text
+from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 
 _PROBES = ("Der Café in São Paulo: 3,50 €!", " two  blanks\n\tand 2026", "iPhone or IPHONE?")
 _PROBED = 64
 """Largest number of tokens whose texts are split by all tokenizers."""
 
 
-def doubts_on_tokens(
+def warnings_on_tokens(
     tokenizer: PreTrainedTokenizerBase,
     option: str,
     experts: Mapping[str, PreTrainedTokenizerBase],
     samples: Mapping[str, Iterable[Text]] | None = None,
-) -> list[str]:
-    """Describe experts whose tokenizers split a text into other tokens of the same numbers.
+) -> list[Note]:
+    """Warn of experts whose tokenizers split a text into other tokens of the same numbers.
 
     The texts are an expert's samples, tokens that only its tokenizer has, and tokens of all.
 
@@ -33,37 +34,38 @@ def doubts_on_tokens(
     ordinary = sorted(vocabulary - {*tokenizer.all_special_tokens})
     tokens = ordinary[:: max(1, len(ordinary) // _PROBED)]
     words = [tokenizer.convert_tokens_to_string([token]) for token in tokens]
-    doubts = list[str]()
+    texts = list[str]()
     for label, other in experts.items():
         added = {*other.get_vocab()} - vocabulary - {*other.all_special_tokens}
         rows = (samples or {}).get(label, ())
         read = (text for row in rows for text in _texts([row.prompt, row.target, row.pair]))
-        texts = chain(_PROBES, sorted(added)[:_PROBED], words, map(str.upper, words), read)
-        pairs = ((text, _tokens(tokenizer, text), _tokens(other, text)) for text in texts)
+        probes = chain(_PROBES, sorted(added)[:_PROBED], words, map(str.upper, words), read)
+        pairs = ((text, _tokens(tokenizer, text), _tokens(other, text)) for text in probes)
         if differing := next((pair for pair in pairs if pair[1] != pair[2]), None):
             text, *both = differing
             here, there = next(
                 pair for pair in zip_longest(*both, fillvalue="") if pair[0] != pair[1]
             )
-            doubts.append(
+            texts.append(
                 f"{label} has a tokenizer that splits texts otherwise than {option}: of {text!r} "
                 f"it makes {there!r} where {here!r} is here"
             )
-    return doubts
+    return notes_of(texts, WARNING)
 
 
-def doubts_on_chats(
+def warnings_on_chats(
     tokenizer: PreTrainedTokenizerBase, option: str, experts: Mapping[str, PreTrainedTokenizerBase]
-) -> list[str]:
-    """Describe experts with another chat template. Arguments are those of `doubts_on_tokens`."""
+) -> list[Note]:
+    """Warn of experts with another chat template. Arguments are those of `warnings_on_tokens`."""
     here = shortest_chat(tokenizer)
     rendered = {label: shortest_chat(other) for label, other in experts.items()}
-    return [
+    texts = [
         f"{label} has another chat template than {option}, which writes {here!r:.60} where it has "
         f"{there!r:.60}. Choose one by --chat-template FILE"
         for label, there in rendered.items()
         if here and there and there != here
     ]
+    return notes_of(texts, WARNING)
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.tasks import FEW_ROWS
+from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.statistics import student
 
 _WORSE = 0.1
@@ -103,7 +104,7 @@ def compare(
     held_back: Collection[str] = (),
     repeating: Sequence[str] = (),
     unscored: Collection[str] = (),
-    doubts: Sequence[str] = (),
+    warnings: Sequence[Note] = (),
 ) -> Verdict:
     """Compare two models.
 
@@ -119,7 +120,7 @@ def compare(
             that the samples are unlike the data in use.
         repeating: Tasks whose rows repeat their samples.
         unscored: Tasks without scores.
-        doubts: Reasons why models or data may be other ones than meant.
+        warnings: Reasons why models or data may be other ones than meant.
     """
     changes = {task: TaskChange.of(before, calibrated[task]) for task, before in merged.items()}
     by_kind = defaultdict[str, dict[str, TaskChange]](dict)
@@ -139,10 +140,10 @@ def compare(
     parts += [f"too few rows to compare (below {FEW_ROWS}): {counts}"] if few else []
     figures = ", ".join(f"{task} ({change.text})" for task, change in worse.items())
     parts += [f"worse: {figures}. {advice}".rstrip()] if worse else []
-    doubted = f"in doubt: {'; '.join(doubts)}. Scores: " if doubts else ""
+    doubted = f"in doubt: {'; '.join(note.text for note in warnings)}. Scores: " if warnings else ""
     conclusion = f"verdict: {doubted}{'; '.join(parts)}"
     gains = {t: f"gain of {t} on {rows[t]}: {change.text}" for t, change in changes.items()}
-    return Verdict(gains, conclusion, bool(merged) and not worse and not doubts)
+    return Verdict(gains, conclusion, bool(merged) and not worse and not warnings)
 
 
 def _source(held_back: Sequence[str], tasks: int) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 VERDICT = "verdict"  # the conclusion, and the gain of each task on held-out rows
 FAILED = "failed"  # a cell of a comparison gave no result
-WARNING = "warning"  # samples, values or updates to look at, and tasks below the merged model
+WARNING = "warning"  # inputs, values or updates to look at, and tasks below the merged model
 NOTE = "note"  # anything else
 KINDS = (VERDICT, FAILED, WARNING, NOTE)
 """All kinds, in display order. Another kind in a file counts as a note."""
@@ -49,6 +49,11 @@ class Note:
         if self.kind == FAILED:
             return f"{', '.join(texts)} failed: {self.text}"
         return ": ".join([*texts, self.text])
+
+
+def notes_of(texts: Iterable[str], kind: str = NOTE) -> list[Note]:
+    """Return texts as notes of one kind."""
+    return [Note(kind, text) for text in texts]
 
 
 def sentences_of(notes: Iterable[Note]) -> list[str]:

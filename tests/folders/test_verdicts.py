@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal.data import scoring
 from fusion_bench_featcal.folders.verdict import compare, experts_below_merged
+from fusion_bench_featcal.results.notes import WARNING, notes_of
 
 NOISE = torch.linspace(-0.02, 0.02, 20).double()
 
@@ -89,12 +90,12 @@ def test_worse_needs_the_evidence_of_better(seed, shift):
 def test_doubts_and_tasks_without_scores_stand_in_the_verdict():
     merged, calibrated = {"a": noisy(1.0)}, {"a": noisy(0.75)}
     doubts = ["--data a and --data b are the same data", "b: exchanged?"]
-    verdict = compare(merged, calibrated, "", unscored=["b"], doubts=doubts)
+    verdict = compare(merged, calibrated, "", unscored=["b"], warnings=notes_of(doubts, WARNING))
     assert verdict.sentence.startswith(f"verdict: in doubt: {'; '.join(doubts)}. Scores: better")
     assert verdict.sentence.endswith("; not scored: b")
     assert not verdict.is_good and compare(merged, calibrated, "", unscored=["b"]).is_good
     assert not compare({}, {}, "", unscored=["b"]).is_good
-    nothing = compare({}, {}, "", unscored=["b"], doubts=doubts[:1])
+    nothing = compare({}, {}, "", unscored=["b"], warnings=notes_of(doubts[:1], WARNING))
     ending = "Scores: none, as nothing was scored"
     assert nothing.sentence == f"verdict: in doubt: {doubts[0]}. {ending}"
 
