@@ -27,8 +27,8 @@ def digests_of(models: InputModels) -> dict[str, str]:
     """
     request, opened = models.request, filter(None, (*models.by_name.values(), models.text_tower))
     digests = {model.option: _digest_model(model) for model in opened}
-    if (named := request.tokenizer) is not None:
-        folder = fetch(named, labelled("--tokenizer", named), weights=False)
+    if (location := request.tokenizer) is not None:
+        folder = fetch(location, labelled("--tokenizer", location), weights=False)
         digests["--tokenizer"] = _digest_files(_used_files(folder, weights=False))
     data = dict(request.data_options)
     if request.chat_template is not None:

@@ -26,16 +26,16 @@ class InputModels:
             ValueError: If one is not a folder.
         """
         self.request = request
-        models = (ModelFolder(*named) for named in request.model_options.items())
-        self.by_name = named = {model.name: model for model in models}
-        self.merged, self.base = named.get("merged"), named.get("base")
-        self.experts = {task: named[task] for task in request.expert}
+        models = (ModelFolder(*pair) for pair in request.model_options.items())
+        self.by_name = by_name = {model.name: model for model in models}
+        self.merged, self.base = by_name.get("merged"), by_name.get("base")
+        self.experts = {task: by_name[task] for task in request.expert}
 
     @cached_property
     def text_tower(self) -> ModelFolder | None:
         """The whole CLIP for zero-shot heads that an option names, or None."""
-        named = self.request.text_tower
-        return None if named is None else ModelFolder("--text-tower", named)
+        location = self.request.text_tower
+        return None if location is None else ModelFolder("--text-tower", location)
 
     @property
     def whole(self) -> list[ModelFolder]:

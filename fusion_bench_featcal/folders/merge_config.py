@@ -100,8 +100,8 @@ def _merge(content: Any, merged: Path) -> Merge:
             f"its modules are merged from different models ({', '.join(models[0])} and "
             f"{', '.join(other)}). {ADVICE}"
         )
-    named = dict.fromkeys(p.get("base_model") or content.get("base_model") for p in pieces)
-    bases = list(dict.fromkeys(_entry(name, merged) for name in named if name))
+    base_names = dict.fromkeys(p.get("base_model") or content.get("base_model") for p in pieces)
+    bases = list(dict.fromkeys(_entry(name, merged) for name in base_names if name))
     common, inner = _parameters(content), [p for p in (*pieces, *modules) if p is not content]
     weights = _weights(method, own, common, any("weight" in _parameters(p) for p in inner))
     if method in _BASE_IS_MERGED and bases:

@@ -118,9 +118,9 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
     values = {name: weight for name, weight in weights.items() if weight}
     mean = sum(values.values()) / len(values)
     factors = {name: float(f"{value / mean:.4g}") for name, value in values.items()}
-    shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
+    weights_text = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
     notes.append(
-        f"--set task_weights by {FILE}: {shown}, because FeatCal+ replaces the merge (other "
+        f"--set task_weights by {FILE}: {weights_text}, because FeatCal+ replaces the merge (other "
         f"weights: {instead})"
     )
     return factors

@@ -137,10 +137,10 @@ def _notes(models: EncoderModels) -> list[str]:
             notes.append(f"expert {task} has other {', '.join(differing)} than the merged model")
     if models.base is None:
         return [*notes, without_base([*inputs.request.expert.values()], "--base {}")]
-    named = {f"expert {task}": _lazy(task, expert) for task, expert in models.experts.items()}
+    labelled = {f"expert {task}": _lazy(task, expert) for task, expert in models.experts.items()}
     if inputs.merged is not None:
-        named["the merged model"] = _lazy("merged", merged)
-    return notes + notes_on_experts(named, _lazy("base", models.base))
+        labelled["the merged model"] = _lazy("merged", merged)
+    return notes + notes_on_experts(labelled, _lazy("base", models.base))
 
 
 def _open_task(task: str, request: Request, models: EncoderModels) -> Task:

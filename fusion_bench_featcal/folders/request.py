@@ -156,8 +156,8 @@ class Request:
     def model_options(self) -> dict[str, str]:
         """Option (`MERGED`, `--base`, `--expert TASK`) -> folder or hub id, of models that run."""
         experts = {f"--expert {task}": location for task, location in self.expert.items()}
-        named = {"MERGED": self.merged, **experts, "--base": self.base}
-        return {option: location for option, location in named.items() if location is not None}
+        by_option = {"MERGED": self.merged, **experts, "--base": self.base}
+        return {option: location for option, location in by_option.items() if location is not None}
 
     @property
     def data_options(self) -> dict[str, str]:
@@ -173,12 +173,12 @@ class Request:
             f"--{name}": f" (named by {self.merged}/{FILE}, which {instead[name]} overrides)"
             for name in self.by_config
         }
-        named = {
+        locations = {
             f"{labelled(option, location)}{origins.get(option.split()[0], '')}": location
             for option, location in self.model_options.items()
         }
         tower = self.text_tower
-        return named if tower is None else named | {labelled("--text-tower", tower): tower}
+        return locations if tower is None else locations | {labelled("--text-tower", tower): tower}
 
     @property
     def recipe(self) -> str:
@@ -277,8 +277,8 @@ class Request:
                 f"no data of {', '.join(missing)}: every expert needs samples of its task, "
                 f"--data {missing[0]}=FILE"
             )
-        others = self.data_options | ({"--tokenizer": self.tokenizer} if self.tokenizer else {})
-        locations = self.models | {labelled(o, path): path for o, path in others.items()}
+        paths = self.data_options | ({"--tokenizer": self.tokenizer} if self.tokenizer else {})
+        locations = self.models | {labelled(option, path): path for option, path in paths.items()}
         if (file := self.chat_template) is not None and not Path(file).expanduser().is_file():
             raise ValueError(f"--chat-template {file}: there is no such file here")
         for option, path in locations.items():  # before torch is imported: that takes seconds
@@ -301,12 +301,12 @@ def labelled(option: str, location: str) -> str:
 
 def _checked(values: Mapping[str, object], prefix: str) -> dict[str, Any]:
     """Return options that are not None, with paths as texts. Refuse unknown names and values."""
-    options = {name: _plain(value) for name, value in values.items() if value is not None}
+    options = {name: _path_as_text(value) for name, value in values.items() if value is not None}
     check_values(Request, options, prefix)
     return options
 
 
-def _plain(value: object) -> Any:
+def _path_as_text(value: object) -> Any:
     if isinstance(value, Mapping):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: _path_as_text(entry) for name, entry in value.items()}
     return os.fspath(value) if isinstance(value, os.PathLike) else value

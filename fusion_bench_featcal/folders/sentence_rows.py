@@ -34,16 +34,16 @@ class SentenceRows:
             columns: Name -> column, of which `label` is a target.
         """
         self._rows = rows
-        named = text_names(columns)
-        self.columns = {name: columns[name] for name in named}
+        chosen_names = text_names(columns)
+        self.columns = {name: columns[name] for name in chosen_names}
         self.columns = self.columns or {name: name for name in text_names(available)}
         targets = {name: columns.get(name, name) for name in TARGET_COLUMNS}
         self._targets = {n: c for n, c in targets.items() if n in columns or c in available}
         read = {*self.columns.values(), *self._targets.values()}
         self.unread = [column for column in available if column not in read]
         numbers = (int, float, bool)
-        others = [c for c in self.unread if not isinstance(_number(rows[0].get(c)), numbers)]
-        self._is_chosen = bool(named) or not others
+        texts = [c for c in self.unread if not isinstance(_number(rows[0].get(c)), numbers)]
+        self._is_chosen = bool(chosen_names) or not texts
 
     @property
     def doubt(self) -> str:

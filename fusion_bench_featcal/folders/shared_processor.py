@@ -55,8 +55,8 @@ class SharedProcessor:
 
     def _find(self, inputs: InputModels, like: ModelFolder) -> Path:
         """Return the folder that has it."""
-        if (named := self._request.tokenizer) is not None:
-            return fetch(named, f"--tokenizer {named}", weights=False)
+        if (location := self._request.tokenizer) is not None:
+            return fetch(location, f"--tokenizer {location}", weights=False)
         models = filter(None, (like, inputs.base, *inputs.experts.values()))
         folders = (model.folder for model in models)
         is_image = not self._is_text

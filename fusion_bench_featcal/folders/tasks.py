@@ -180,9 +180,9 @@ class TaskRows:
             measure: What is scored.
             title: What the scores are.
         """
-        more = [f"not scored, as {self.reason}"] if self.reason else []
-        named = [f"{self.task}: {note}" for note in (*notes, *more)]
-        texts = [self._sentence(columns, measure), *self.notes, *named]
+        unscored = [f"not scored, as {self.reason}"] if self.reason else []
+        task_notes = [f"{self.task}: {note}" for note in (*notes, *unscored)]
+        texts = [self._sentence(columns, measure), *self.notes, *task_notes]
         return Task(batches, len(self.samples.indices), tests, texts, title, self.has_repeats)
 
     def _sentence(self, columns: Iterable[str], measure: str) -> str:

@@ -59,9 +59,9 @@ def open_texts(
     available = {*table.column_names}
     if not len(table):
         raise ValueError(f"{option} has no rows")
-    named = {name: column for name, column in columns.items() if name != LABEL}
-    absent = [f"{name}={column}" for name, column in named.items() if column not in available]
-    if absent or not (named or available & {*usual} - {LABEL}):
+    chosen = {name: column for name, column in columns.items() if name != LABEL}
+    absent = [f"{name}={column}" for name, column in chosen.items() if column not in available]
+    if absent or not (chosen or available & {*usual} - {LABEL}):
         needed = names[:2] if names != usual else (_TEXT, LABEL)
         reason = f", so {', '.join(absent)} is wrong" if absent else ""
         raise ValueError(

@@ -278,8 +278,8 @@ class TransformersModels:
         notes = [*notes_on_inputs(self._inputs), *filter(None, [self.processor.note])]
         if self._opened_base is None:
             return notes
-        named = {f"expert {task}": expert for task, expert in self._opened_experts.items()}
+        labelled = {f"expert {task}": expert for task, expert in self._opened_experts.items()}
         if self.merged is not None:
             merged = LazyModel(self.merged.label, self.stored, self.empty_body)
-            named["the merged model"] = merged
-        return notes + notes_on_experts(named, self._opened_base)
+            labelled["the merged model"] = merged
+        return notes + notes_on_experts(labelled, self._opened_base)
