@@ -7,7 +7,11 @@ from model_types import ROWS, Row, examined
 from tiny_models import ROUNDING
 
 IN_CI = [pytest.mark.slow, pytest.mark.ci]
-TABLE = [pytest.param(row, id=row.name, marks=IN_CI[: 2 - row.slow]) for row in ROWS]
+TABLE = [
+    pytest.param(row, id=f"{row.name}-{row.kind}", marks=IN_CI[: 2 - row.slow]) for row in ROWS
+]
+    pytest.param(row, id=f"{row.name}-{row.kind}", marks=IN_CI[: 2 - row.slow]) for row in ROWS
+]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules

@@ -224,3 +224,16 @@ def test_other_strategies_are_refused() -> None:
     algorithm.fabric = SimpleNamespace(world_size=2, strategy=object(), _loggers=[])
     with pytest.raises(CalibrationError, match=r"needs fabric\.strategy=ddp"):
         algorithm.run(None)
+
+
+@pytest.mark.parametrize("rule", [PAPER, PLUS])
+def test_a_process_without_images_waits_for_that_with_images(rule: Any):
+    """Texts alone begin with the decoder."""
+    suite = suite_named("llava", "images")
+    settings = {"samples_per_task": samples_in(suite), "rule": rule}
+    expected, results = run_fast(suite, **settings), together(suite, 2, **settings)
+    assert_one_model(results)
+    assert_same(results[0].model, expected.model, 1e-11)
+    of_tasks = {(r["block"].split(".")[1], r["task"]) for r in expected.log.of_kind("task")}
+    assert ("vision_tower", "task_1") not in of_tasks
+    assert {("vision_tower", "task_0"), ("language_model", "task_1")} <= of_tasks

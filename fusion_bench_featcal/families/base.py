@@ -129,6 +129,18 @@ def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
     return stages
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context in which a model is in evaluation mode. Its modules' modes are restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
 class _Stopped(Exception):
     """Ends a forward pass that is only needed up to a block. Caught inside this package."""
 

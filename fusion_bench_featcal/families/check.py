@@ -12,6 +12,7 @@ from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import (
     Family,
     call_model,
+    evaluating,
     hidden_output,
     stop_forward,
     stoppable,
@@ -45,46 +46,34 @@ def compare_with_model(
     Raises:
         CalibrationError: If they differ, with the reason.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         if family.compared and (reason := _difference(family, model, stages, inputs)):
             raise CalibrationError(
                 f"{option('family', family.name)}: the blocks of {type(model).__name__} cannot "
                 f"be run one by one: {reason}. Write or correct a family (docs/models.md)"
             )
         return needs_first and family.reads_first(model, inputs)
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _difference(
     family: Family, model: nn.Module, stages: Sequence[Sequence[str]], inputs: Any
 ) -> str | None:
     """Describe how the blocks' outputs differ from the model's forward pass, or return None."""
-    blocks, outputs = [block for stage in stages for block in stage], list[Tensor]()
+    blocks = [block for stage in stages for block in stage]
     try:
-        call = family.begin(model, inputs, blocks[0])
+        alone = _outputs_alone(family, model, stages, inputs)
     except CalibrationError:
         raise
     except Exception as error:
         if "out of range in self" in str(error):  # tokens that do not fit have a message
             raise
         _block_outputs(model, blocks, inputs)  # raises if the model itself cannot take them
-        return f"it does not run up to {blocks[0]} without its blocks ({error})"
+        return f"it does not run without its blocks, or they fail alone ({error})"
     expected = _block_outputs(model, blocks, inputs)
-    if [name for name, _ in expected] != blocks:
-        return f"it runs {[name for name, _ in expected]}, not each of {blocks} once, in this order"
-    try:
-        for stage in stages:
-            call = family.begin(model, inputs, stage[0], call) if outputs else call
-            for block in stage:
-                call = family.step(model, block, call)
-                outputs.append(call.hidden)
-    except Exception as error:  # the model's forward pass did not fail
-        return f"a step of the family fails ({error})"
-    for (block, right), hidden in zip(expected, outputs, strict=True):
+    if (run := [name for name, _ in expected]) != [*alone]:
+        return f"it runs {run}, not each of {[*alone]} once, in this order"
+    for block, right in expected:
+        hidden = alone[block]
         if right.shape != hidden.shape:
             return f"{block} gives {tuple(hidden.shape)} alone and {tuple(right.shape)} in place"
         if not right.isfinite().all():
@@ -97,6 +86,19 @@ def _difference(
                 "before it, or another module, such as an activation, runs between them"
             )
     return None
+
+
+def _outputs_alone(
+    family: Family, model: nn.Module, stages: Sequence[Sequence[str]], inputs: Any
+) -> dict[str, Tensor]:
+    """Return the outputs of blocks that a family runs one by one, without those of idle stages."""
+    outputs, call = dict[str, Tensor](), None
+    for stage in stages:
+        begun = family.begin(model, inputs, stage[0], *([] if call is None else [call]))
+        for block in stage if begun is not None else ():
+            call = begun = family.step(model, block, begun)
+            outputs[block] = call.hidden
+    return outputs
 
 
 def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tuple[str, Tensor]]:

@@ -39,12 +39,14 @@ class StackCall:
         hidden: Hidden features, `[batch, positions, d]`.
         args: Block -> its positional arguments after the hidden features.
         kwargs: Block -> its keyword arguments.
+        added: Block -> what the model adds to its hidden features (Qwen3-VL: those of images).
         outputs: Last block of each earlier stage -> its output, for the stages that follow.
     """
 
     hidden: Tensor
     args: Mapping[str, tuple[Any, ...]]
     kwargs: Mapping[str, Mapping[str, Any]]
+    added: Mapping[str, Tensor] = field(default_factory=dict)
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -56,9 +58,10 @@ class Stack(Family):
 
     Attributes:
         entries: Number of entries of a block's output, where the model unpacks it.
+        optional: Number of first stages that some inputs do not run.
     """
 
-    name, entries = "stack", 2
+    name, entries, optional = "stack", 2, 0
 
     def __init__(
         self,
@@ -102,23 +105,26 @@ class Stack(Family):
             )
         return [*stages, *([name] for name in self.tail)]
 
-    def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> StackCall:
+    def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Any:
         """Run the model's forward pass without blocks, and record the arguments of a stage's.
 
-        Caches are switched off: a block runs many times on the same positions.
+        Caches are switched off: a block runs many times on the same positions. None is returned if
+        the inputs do not run an optional stage.
 
         Raises:
             CalibrationError: If blocks are not called once each, in order, or without padding.
         """
         stages = self.stages(model)
         index = next(number for number, stage in enumerate(stages) if block in stage)
-        before, blocks = [name for stage in stages[:index] for name in stage], stages[index]
-        outputs = {**ended.outputs, before[-1]: ended.hidden} if before else {}
-        calls = self._calls(model, self.model_inputs(inputs), before, blocks, outputs)
-        if list(calls) != blocks:
+        outputs = {} if ended is None else {**ended.outputs, [*ended.args][-1]: ended.hidden}
+        calls, added = self._calls(model, self.model_inputs(inputs), stages, index, outputs)
+        if not calls and index < self.optional:
+            return None
+        if list(calls) != stages[index]:
             raise CalibrationError(
                 f"{option('family', self.name)}: {type(model).__name__} runs {list(calls)}, not "
-                f"each of {blocks} once, in this order: name blocks that run, or another family"
+                f"each of {stages[index]} once, in this order: name blocks that run, or another "
+                "family"
             )
         hidden, mask = calls[block].hidden, self.masks(model, inputs, index, "all").get("")
         if mask is not None and hidden.shape[:-1] != mask.shape:
@@ -129,31 +135,42 @@ class Stack(Family):
             )
         args = {name: call.args for name, call in calls.items()}
         kwargs = {name: call.kwargs for name, call in calls.items()}
-        return StackCall(hidden, args, kwargs, {} if blocks == stages[-1] else outputs)
+        return StackCall(hidden, args, kwargs, added, {} if stages[index + 1 :] == [] else outputs)
 
     def _calls(
         self,
         model: nn.Module,
         inputs: Any,
-        before: Sequence[str],
-        blocks: Sequence[str],
+        stages: Sequence[Sequence[str]],
+        index: int,
         outputs: Mapping[str, Tensor],
-    ) -> dict[str, Call]:
-        """Return the calls of blocks in a pass that skips them and those before."""
-        calls: dict[str, Call] = {}
+    ) -> tuple[dict[str, Call], dict[str, Tensor]]:
+        """Return the calls of a stage's blocks, and what the model adds to their features.
+
+        No block runs: those of earlier stages return their outputs, or else what they receive.
+        """
+        before, blocks = [name for stage in stages[:index] for name in stage], stages[index]
+        after = [stage[0] for stage in stages[index + 1 :]]
+        calls, added, hidden = dict[str, Call](), dict[str, Tensor](), None
 
         def output(name: str, call: Call) -> Tensor:
+            nonlocal hidden
             if name in before:
                 known = outputs.get(name, call.hidden).clone()
-                return known if name in self.tail else passed(known, self.entries)
-            calls[name] = call
+                is_leaf = not list(model.get_submodule(name).children())
+                return known if is_leaf else passed(known, self.entries)
+            if name in after:  # the inputs do not run the stage
+                raise stop_forward()
+            if hidden is not None and _differ(call.hidden, hidden):
+                added[name] = call.hidden - hidden
+            calls[name], hidden = call, call.hidden
             if name == blocks[-1]:
                 raise stop_forward()
             return passed(call.hidden, self.entries)
 
-        with skipping(model, [*before, *blocks], output), stoppable():
+        with skipping(model, [*before, *blocks, *after], output), stoppable():
             call_model(model, inputs)
-        return calls
+        return calls, added
 
     def model_inputs(self, inputs: Any) -> Any:
         """Return the inputs of such a pass: no caches, and no labels, whose head is not reached."""
@@ -173,7 +190,9 @@ class Stack(Family):
         """
         args = tuple(map(_shallow_copy, call.args[block]))
         kwargs = {key: _shallow_copy(value) for key, value in call.kwargs[block].items()}
-        return model.get_submodule(block)(call.hidden.clone(), *args, **kwargs | more)
+        added = call.added.get(block)
+        hidden = call.hidden.clone() if added is None else call.hidden + added
+        return model.get_submodule(block)(hidden, *args, **kwargs | more)
 
     def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
         """Return a mask of all positions but padding, or of the positions before each label.
@@ -269,6 +288,11 @@ def _classes(purpose: str) -> Collection[str]:
     from transformers.models.auto import modeling_auto
 
     return getattr(modeling_auto, f"MODEL_FOR_{purpose}_MAPPING_NAMES").values()
+
+
+def _differ(new: Tensor, old: Tensor) -> bool:
+    """Return whether features of equal shape have other values. A view has none of its own."""
+    return new.data_ptr() != old.data_ptr() and new.shape == old.shape and not torch.equal(new, old)
 
 
 def _shallow_copy(value: Any) -> Any:

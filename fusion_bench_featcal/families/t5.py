@@ -46,7 +46,7 @@ class T5Family(EncoderDecoder):
             name: dict(zip(names, args, strict=False)) | dict(call.kwargs[name])
             for name, args in call.args.items()
         }
-        return T5Call(call.hidden, dict.fromkeys(kwargs, ()), kwargs, call.outputs)
+        return T5Call(call.hidden, dict.fromkeys(kwargs, ()), kwargs, outputs=call.outputs)
 
     def step(self, model: nn.Module, block: str, call: Any) -> T5Call:
         """Run one block. A stage's first block passes on the position bias, if blocks share it."""

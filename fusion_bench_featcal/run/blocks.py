@@ -1,5 +1,6 @@
 """Algorithm 1: a merged model is calibrated block by block, in forward order."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,13 +26,16 @@ from fusion_bench_featcal.run.trust import with_trust
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
 
+NO_SAMPLE = (math.inf, "", 0)
+"""Priority of a process without samples that run a stage."""
+
 
 def calibrate_blocks(problem: Problem) -> None:
     """Calibrate every block (Algorithm 1)."""
     for index, stage in enumerate(problem.streams.stages):
         problem.progress.at(stage[0])
         problem.streams.begin(index)
-        if index == 0 and problem.rule.weighs_trust and problem.base is not None:
+        if problem.rule.weighs_trust and problem.base is not None and all_run(problem):
             with problem.streams.loaded(stage[0]):
                 problem = with_trust(problem, stage[0], groups_of(problem, stage[0]))
         for block in stage:
@@ -66,6 +70,12 @@ def calibrate_block(problem: Problem, block: str) -> None:
         problem.progress.finished(block, time.perf_counter() - start)
 
 
+def all_run(problem: Problem) -> bool:
+    """Return whether all samples of all processes run the stage."""
+    batches = (batch for batches in problem.streams.tasks.values() for batch in batches)
+    return all(problem.processes.gather(not any(batch.is_idle for batch in batches)))
+
+
 def narrow(problem: Problem, block: str) -> None:
     """In the last block, count only positions that are read behind it, and what feeds these."""
     streams = problem.streams
@@ -82,10 +92,11 @@ def groups_of(problem: Problem, block: str) -> list[Group]:
     sites = problem.modules[block].sites
     if not sites:
         return []
-    names = [site.name for site in sites]
+    decide, names = problem.processes.decided, [site.name for site in sites]
+    if not problem.streams.running:
+        return decide(NO_SAMPLE, [])
     recorded, rows, priority = problem.streams.record_largest(block, names)
-    groups = find_groups(problem.model, block, sites, recorded, rows.kind_of)
-    return problem.processes.decided(priority, groups)
+    return decide(priority, find_groups(problem.model, block, sites, recorded, rows.kind_of))
 
 
 def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
@@ -178,7 +189,7 @@ def sums_by_task(
     follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
     names = streams.tensors_of(block) if follows else needed
-    for task in streams.tasks:
+    for task in streams.running:
         problem.progress.at(f"{block} · {task}")
         with ExitStack() as stack:
             expert = stack.enter_context(problem.experts[task].loaded(names))
@@ -236,9 +247,9 @@ def note(problem: Problem, block: str, figures: Mapping[str, Any], seconds: floa
     for module in (site.name for site in modules.sites if site.name in figures):
         log.add("module", {"block": block, "module": module, **figures[module]})
     drifts = {} if drift is None else drift.records(gather)
-    counts = gather({task: streams.counts(task) for task in streams.tasks})
+    counts = gather({task: streams.counts(task) for task in streams.running})
     samples = {task: count for part in counts for task, count in part.items()}
-    for task in problem.tasks:
+    for task in (task for task in problem.tasks if task in samples):
         of_task = {"block": block, "task": task, "samples": samples[task]}
         log.add("task", of_task | drifts.get(task, {}))
     log.add("block", {"block": block, "seconds": seconds, "left": list(modules.unchanged)})

@@ -26,7 +26,7 @@ from fusion_bench_featcal.experts.likeness import warn_of_strangers
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.pairing import refuse_more_blocks
 from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
-from fusion_bench_featcal.families import Family, resolve_family, stages_of
+from fusion_bench_featcal.families import STACK, Family, resolve_family, stages_of, text_tower
 from fusion_bench_featcal.families.check import compare_with_model
 from fusion_bench_featcal.modules.models import (
     device_of,
@@ -42,6 +42,7 @@ from fusion_bench_featcal.run.inputs import Inputs, Runtime
 from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
+from fusion_bench_featcal.run.towers import towers_of
 from fusion_bench_featcal.settings.options import Options
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import part_of, to_device
@@ -132,10 +133,13 @@ def open_problem(
     inputs, processes, device = inputs.with_split_attention(), runtime.processes, runtime.device
     samples = open_samples(inputs, rule, options, processes)
     kernel = agreed_kernel(processes.gather(choose_kernel(device)))
-    family = resolve_family(options.family, inputs.merged)
     working = WorkingModel(inputs.merged, inputs.merged_weights, device=device)
+    model = working.structure if working.is_in_memory else offloaded(working, device)
+    family = resolve_family(options.family, inputs.merged)
+    if family is STACK and text_tower(model) is not None:
+        family = towers_of(model, samples, runtime)
     stages = stages_of(family, inputs.merged)
-    reads_first = head_reads_first(working, rule, family, stages, runtime, samples)
+    reads_first = head_reads_first(model, rule, family, stages, runtime, samples)
     processes.doing = "the models"
     modules = open_modules(inputs.merged, stages, rule, options, runtime)
     base, experts = open_models(inputs, working, rule, processes, stages)
@@ -193,7 +197,7 @@ def open_samples(
 
 
 def head_reads_first(
-    working: WorkingModel,
+    model: nn.Module,
     rule: Rule,
     family: Family,
     stages: Sequence[Sequence[str]],
@@ -205,8 +209,6 @@ def head_reads_first(
     Returns:
         Whether only the first position of the last block's output is read and counts.
     """
-    device = runtime.device
-    model = working.structure if working.is_in_memory else offloaded(working, device)
     priority = _, task, number, sample = longest_sample(samples, family, model)
     batch = samples[task][number]
     few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))

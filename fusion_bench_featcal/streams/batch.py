@@ -154,6 +154,7 @@ class Batch:
         held_out: Samples held out to choose ridges, bool `[samples]`, or None.
         calibrated: Input of the calibrated model's next block.
         expert: Input of the expert's next block, or None if experts do not run.
+        is_idle: Whether the samples do not run the stage, such as texts that of images.
         positions: Those that count in the stage.
         later: Number of them without the first one of each sample.
         expert_inputs: The expert's inputs of modules that are not solved yet.
@@ -166,6 +167,7 @@ class Batch:
     held_out: Tensor | None = None
     calibrated: Any = None
     expert: Any = None
+    is_idle: bool = False
     positions: StagePositions = field(default_factory=StagePositions)
     later: int = 0
     expert_inputs: dict[str, Tensor] = field(default_factory=dict)

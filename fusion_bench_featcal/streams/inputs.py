@@ -56,13 +56,34 @@ def size_and_rank(label: str, inputs: Any) -> tuple[int, int]:
     Raises:
         CalibrationError: If there is no tensor with samples in it.
     """
-    tensors = list(_named_tensors(inputs).values()) if isinstance(inputs, _BATCHES) else []
+    named = _named_tensors(inputs) if isinstance(inputs, _BATCHES) else {}
+    media = media_in(inputs)
+    # The number of images may differ from the number of texts.
+    tensors = [named["input_ids"]] if media else [*named.values()]
     if not tensors or tensors[0].ndim == 0 or len(tensors[0]) == 0:
         raise CalibrationError(
             f"{label} must be a tensor, or a mapping or tuple with tensors, batch first, of at "
             f"least one sample; got {inputs!r:.80}"
         )
-    return len(tensors[0]), max(tensor.ndim for tensor in tensors)
+    size = len(tensors[0])
+    for name in media:
+        if size > 1 and len(named[name]) != size:
+            raise CalibrationError(
+                f"{label} has {size} samples, and {name} {len(named[name])} entries, so that it "
+                "is not known which of them belong to which sample: give batches of one sample"
+            )
+    return size, max(tensor.ndim for tensor in tensors)
+
+
+def media_in(inputs: Any) -> list[str]:
+    """Return the names of a batch's images and sounds beside its texts."""
+    if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), Tensor):
+        return []
+    return [
+        name
+        for name, value in _named_tensors(inputs).items()
+        if value.is_floating_point() and not name.endswith(("mask", "embeds"))
+    ]
 
 
 def largest_tensor(inputs: Any) -> int:

@@ -239,9 +239,9 @@ def number_of_copies(samples: int, augment: str, inputs: Any) -> int:
 
 
 def images_of(inputs: Any) -> Tensor | None:
-    """Return the images in a batch of model inputs, or None if there are none."""
+    """Return the images in a batch of model inputs, or None if there are none, or texts on them."""
     if isinstance(inputs, Mapping):
-        inputs = inputs.get("pixel_values")
+        inputs = None if "input_ids" in inputs else inputs.get("pixel_values")
     elif isinstance(inputs, tuple):
         inputs = inputs[0]
     is_image = isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.is_floating_point()

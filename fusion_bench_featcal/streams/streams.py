@@ -91,15 +91,19 @@ class Streams:
                         positions = StagePositions.of_masks(masks)
                         if index == 0 and positions.valid is None:  # padding may be arbitrary
                             check_finite_inputs(inputs, batch.start)
-                        batch.calibrated = self._begun(self.model, inputs, index, batch.calibrated)
+                        call = self._begun(self.model, inputs, index, batch.calibrated)
+                        batch.is_idle = call is None
+                        if batch.is_idle:
+                            continue
+                        batch.calibrated = call
                         read = self._read(inputs, index, batch.calibrated.hidden)
                         batch.positions = replace(positions, read=read)
                         valid = positions.valid
                         count = valid.count if valid else batch.calibrated.hidden.shape[:-1].numel()
                         batch.later = count - batch.samples
-        for task, batches in self.tasks.items() if self.runs_experts else ():
+        for task in self.running if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, at(task=task):
-                for batch in self.storage.visits(batches):
+                for batch in self.visits(task):
                     inputs = to_device(batch.inputs, self.working.device)
                     batch.expert = self._begun(expert, inputs, index, batch.expert)
         if index == len(self.stages) - 1:
@@ -146,8 +150,13 @@ class Streams:
         return list(tensors_under(self.model, block))
 
     def visits(self, task: str) -> Iterator[Batch]:
-        """Yield a task's batches, each with its features on the device."""
-        return self.storage.visits(self.tasks[task])
+        """Yield a task's batches that run the stage, each with its features on the device."""
+        return self.storage.visits(batch for batch in self.tasks[task] if not batch.is_idle)
+
+    @property
+    def running(self) -> list[str]:
+        """Return the tasks of this process with samples that run the stage."""
+        return [task for task in self.tasks if not all(b.is_idle for b in self.tasks[task])]
 
     def counts(self, task: str) -> int:
         """Return the number of a task's samples, without copies, for the log."""
@@ -172,6 +181,7 @@ class Streams:
             (-batch.later, task, number): batch
             for task, batches in self.tasks.items()
             for number, batch in enumerate(batches)
+            if not batch.is_idle
         }
         priority, batch = min(batches.items())
         with self.storage.loaded(batch):
@@ -267,7 +277,7 @@ class Streams:
         """Run all batches through a calibrated block."""
         if block == self.stages[-1][-1] and self.drift is None:
             return
-        for task in self.tasks:
+        for task in self.running:
             for batch in self.visits(task):
                 batch.calibrated = self.step(self.model, block, batch.calibrated)
                 if self.drift is not None:

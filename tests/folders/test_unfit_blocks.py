@@ -30,7 +30,7 @@ IMAGES: dict[str, tuple[dict[str, Any], str]] = {
     "Swin": (STAGES | {"window_size": 2, "num_heads": [2, 2], "num_attention_heads": [2, 2]},
              "the blocks of SwinModel cannot be run one by one: "),
     "Swinv2": (STAGES | {"window_size": 2, "num_heads": [2, 2], "num_attention_heads": [2, 2]},
-               "the blocks of Swinv2Model cannot be run one by one: it does not run up to"),
+               "the blocks of Swinv2Model cannot be run one by one: it does not run without"),
     "FocalNet": (STAGES | {"hidden_sizes": [8, 16]},
                  "the blocks of FocalNetModel cannot be run one by one: "),
     "HGNetV2": (STEM, "HGNetV2ForImageClassification has no model in front"),
@@ -38,7 +38,7 @@ IMAGES: dict[str, tuple[dict[str, Any], str]] = {
 TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "Deberta": (CONTENT, "pos_proj: it receives rows ... Exclude it: --set "
                 "modules=['!attention.self.pos_proj']"),
-    "Longformer": ({"attention_window": 4}, "(2, 8, 8), which do not fit its attention_mask (2, "),
+    "Longformer": ({"attention_window": 4}, "(2, 8, 8), which do not fit its mask of padding (2, "),
     "Canine": (CANINE, "so that padding is not known there. Such a model cannot be calibrated"),
     "Luke": ({"entity_vocab_size": 5, "entity_emb_size": 4},
              "does not run its attention.self.w2e_query, attention.self.e2w_query, attention.self."

@@ -102,6 +102,9 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
             plain = masks(lambda batch, name=name: batch[name])
     if plain is None and (not isinstance(first, Mapping) or "labels" not in first):
         return None, None
+    if {"pixel_values", "input_ids"} <= {*first}:  # images have no padding
+        towers = [b for b in suite.blocks if not re.search("language_model|text_model", b)]
+        return plain, dict.fromkeys(towers, everywhere)
     is_pair = "encoder." in suite.blocks[0]
     decoder_blocks = [name for name in suite.blocks if is_pair and "decoder." in name]
     if not decoder_blocks:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,8 @@ class Row:
         """Base, experts and merger in float64."""
         torch.manual_seed(1)
         model, inputs = self.make()
-        blocks = [b for stage in resolve_family("auto", model).stages(model) for b in stage]
-        suite = tiny.suite_of(model.eval(), inputs, blocks, 1)
+        stages = resolve_family("auto", model).stages(model)
+        suite = tiny.suite_of(model.eval(), inputs, [*chain(*stages)], 1)
         has_norms = any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
         return with_statistics(suite, 1) if has_norms else suite
 
@@ -63,6 +64,7 @@ def examined(row: Row, folder: Path) -> Examined:
     """Calibrate a row's suite by `auto` and the oracle, and save and load the model."""
     suite = row.suite()
     result = run_fast(suite)
+    suite.blocks = [record["block"] for record in result.log.of_kind("block")]
     model: Any = result.model
     model.save_pretrained(folder)
     again = type(model).from_pretrained(folder, dtype=torch.float64)
@@ -86,6 +88,36 @@ def _texts(lengths: list, task: int, number: int) -> Any:
 
 def _images(side: int, task: int, number: int) -> Any:
     return {"pixel_values": tiny.normal(10 * task + number, 4 - task, 3, side, side)}
+
+
+def _captioned(task: int, number: int) -> Any:
+    """Images in the first batch of a task. The others are texts alone."""
+    batch = _texts([[[6, 7], [4, 6]], [[5, 8], [6, 3]]], task, number)
+    ids = batch["input_ids"].clamp_(max=MARKS["image_token_id"] - 1)
+    if task or number:
+        return batch
+    ids[:, 1:5] = MARKS["image_token_id"]
+    return batch | {"pixel_values": tiny.normal(5, 2, 3, 8, 8)}
+
+
+def _sized(task: int, number: int) -> Any:
+    batch = _captioned(task, number)
+    return batch | ({"image_sizes": torch.tensor([[8, 8]] * 2)} if "pixel_values" in batch else {})
+
+
+def _framed(task: int, number: int) -> Any:
+    batch = _captioned(task, number)
+    pixels = batch.pop("pixel_values", None)
+    return batch | ({} if pixels is None else {"pixel_values": pixels[:, None]})
+
+
+def _tiled(task: int, number: int) -> Any:
+    """One text with one image, cut into 16 patches of which four are a token."""
+    batch = {name: value[:1] for name, value in _captioned(task, number).items()}
+    if batch.pop("pixel_values", None) is None:
+        return batch
+    patches = {"pixel_values": tiny.normal(5, 16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return batch | patches | {"mm_token_type_ids": (batch["input_ids"] == 26).int()}
 
 
 def _pairs(task: int, number: int) -> Any:
@@ -171,6 +203,11 @@ IMAGE_TEXT: dict[str, dict[str, Any]] = {
         "vision_config": TILED | {"window_size": 16, "fullatt_block_indexes": [1]},
         "text_config": DECODER | {"head_dim": 8, "num_attention_heads": 1, "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}},
+    "qwen3_vl": MARKS | {
+        "vision_config": TILED | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "text_config": DECODER | {"head_dim": 8, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2],
+            "mrope_interleaved": True}}},
     "qwen3_5": MARKS | {
         "vision_config": TILED | {"num_position_embeddings": 16},
         "text_config": DECODER | {
@@ -198,6 +235,7 @@ KINDS: dict[str, tuple[Any, Callable[[int, int], Any], dict[str, Any]]] = {
         "vocab_size": VOCABULARY}),
     "text recognition": (_reader, _read_images, {}),
     "image-text model": (hf.AutoModelForImageTextToText.from_config, texts, {}),
+    "image-text model, images": (hf.AutoModelForImageTextToText.from_config, _captioned, {}),
     "packed images": (hf.AutoModel.from_config, _patches, SIZES | {
         "patch_size": 4, "num_patches": 9}),
     "decoder": (hf.AutoModelForCausalLM.from_config, texts, TEXT),
@@ -209,6 +247,9 @@ KINDS: dict[str, tuple[Any, Callable[[int, int], Any], dict[str, Any]]] = {
     "convolutional network": (hf.AutoModelForImageClassification.from_config, partial(_images, 16),
                               {"num_labels": 3}),
 }  # fmt: skip
+IMAGES = {"mistral3": _sized, "smolvlm": _framed} | dict.fromkeys(
+    ("qwen2_5_vl", "qwen3_vl", "qwen3_5"), _tiled
+)
 QUICK = {
     "clip_vision_model", "dinov3_vit", "whisper", "gemma2", "phi3", "phi", "nemotron",
     "gpt_neox", "gpt2", "bloom", "opt", "falcon", "qwen2_moe", "bert", "distilbert",
@@ -218,9 +259,11 @@ QUICK = {
 
 def _rows(kind: str, types: Mapping[str, dict[str, Any]], family: str = "stack") -> list[Row]:
     """Rows of one kind. `types` has what each config has more than its kind's."""
-    maker, batch, shape = KINDS[kind]
+    maker, usual, shape = KINDS[kind]
 
     def row(model_type: str, config: dict[str, Any]) -> Row:
+        batch = IMAGES.get(model_type, usual) if usual is _captioned else usual
+
         def make() -> tuple[nn.Module, dict[str, list]]:
             return maker(hf.AutoConfig.for_model(model_type, **(shape | config))), by_task(batch)
 
@@ -242,6 +285,7 @@ ROWS: tuple[Row, ...] = (
         for key in ("num_hidden_layers", "num_attention_heads")}}, "encoder_decoder"),
     *_rows("text recognition", {"trocr": {}}, "encoder_decoder"),
     *_rows("image-text model", IMAGE_TEXT),
+    *_rows("image-text model, images", IMAGE_TEXT, "towers"),
     *_rows("packed images", {"siglip2_vision_model": {}}),
     *_rows("decoder", dict.fromkeys(MODEL_TYPES[LLAMA], GROUPED), "llama"),
     *_rows("decoder", {
@@ -267,6 +311,6 @@ ROWS: tuple[Row, ...] = (
 """Every row of the table. Add one for a further type of model here."""
 
 
-def suite_named(name: str) -> Suite:
-    """Suite of a row."""
-    return next(row for row in ROWS if row.name == name).suite()
+def suite_named(name: str, kind: str = "") -> Suite:
+    """Suite of a row. `kind` is the end of its kind, where types have several."""
+    return next(row for row in ROWS if row.name == name and row.kind.endswith(kind)).suite()

@@ -96,13 +96,14 @@ def calibrate_slowly(
             rows = {
                 task: gather(*(shape(s[task][0][name]) for s in sides), masks[task])
                 for task in doubled
+                if name in features_now[task][0]  # texts alone do not run a tower of images
             }
             new |= solve(name, outcome.model, doubled, anchor, rows, knobs)
         for name, value in new.items():
             outcome.model.get_parameter(name).data.copy_(value.to(features))
         normalise_batches(outcome.model, inputs, block)
         features_now = recorded(ours)
-        for task in doubled:
+        for task in (task for task in doubled if block in features_now[task][1]):
             sides = features_now[task][1][block], expert_features[task][1][block]
             outcome.drift[block, task] = drift(gather(*sides, block_masks[task]))
     return outcome
