@@ -22,13 +22,12 @@ from tiny_models import Suite, clip_suite, partly_labelled_suite, t5_suite
 from transformers import CLIPVisionModel
 from variations import backwards, changed, models_of
 
-from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus
+from fusion_bench_featcal import CalibrationError, CalibrationResult, Paper, Plus, TorchProcesses
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.errors import LostProcessError
 from fusion_bench_featcal.fusionbench.program_processes import share_model
 from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.run.checkpoint import CheckpointFolder
-from fusion_bench_featcal.run.processes import Processes
 
 PAPER, PLUS = Paper(), Plus()
 
@@ -130,7 +129,7 @@ def test_short_texts_in_the_first_batch_do_not_decide_what_feeds_the_head(of: An
 def test_each_process_reads_the_experts_of_its_tasks_and_must_have_one():
     suite = clip_suite()
 
-    def work(processes: Processes) -> list[str]:
+    def work(processes: TorchProcesses) -> list[str]:
         experts: Any = {task: Overheard(expert) for task, expert in suite.experts.items()}
         run_fast(replace(suite, experts=experts), processes=processes, rule=PLUS)
         return [task for task, expert in experts.items() if expert.read]
@@ -145,7 +144,7 @@ def test_a_model_with_functions_of_its_loader_is_not_sent_but_named():
     model = clip_suite(tasks=1).base
     model.forward = lambda *args: args  # type: ignore[method-assign]
 
-    def work(processes: Processes) -> None:
+    def work(processes: TorchProcesses) -> None:
         share_model(model if processes.rank == 0 else None, processes, torch.device("cpu"))
 
     first, _ = in_processes(2, work)
@@ -153,7 +152,7 @@ def test_a_model_with_functions_of_its_loader_is_not_sent_but_named():
 
 
 def test_a_process_that_fails_names_the_cause_and_ends_the_other(tmp_path: Path):
-    def work(processes: Processes) -> Any:
+    def work(processes: TorchProcesses) -> Any:
         suite = clip_suite(tasks=2)
         suite.inputs["task_1"][-1]["pixel_values"][0] = float("nan")
         return run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path / "blocks"))
@@ -168,7 +167,7 @@ def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(tmp_
     expected = together(suite, 2)
     write, blocks = CheckpointFolder.write, []
 
-    def die_after_the_first_block(processes: Processes) -> Any:
+    def die_after_the_first_block(processes: TorchProcesses) -> Any:
         def writing(self: CheckpointFolder, block: str, *rest: Any) -> Any:
             if blocks and processes.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
