@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
 import transformers
 from reports import error_of, featcal
-
-from fusion_bench_featcal.models.shapes import shapes_of
 
 
 def llama(folder: Path) -> Path:
@@ -19,27 +18,34 @@ def llama(folder: Path) -> Path:
     return folder
 
 
-def test_shapes_are_those_of_the_model_and_its_pass(tmp_path: Path):
-    tokens, shapes = 10, shapes_of(llama(tmp_path), tokens=10)
-    block = 2 * 32 * 32 + 2 * 32 * 8 + 3 * 32 * 48
+TOKENS, SAMPLES = 10, 4
+# Rows, widths and outputs of the modules of a block that share an input.
+GROUPS = [(TOKENS, 32, 48), (TOKENS, 32, 32), (TOKENS, 32, 96), (TOKENS, 48, 32)]
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_amounts_are_those_of_the_model_and_its_pass(tasks: int, tmp_path: Path):
+    counts = {"--tasks": tasks, "--tokens": TOKENS, "--samples": SAMPLES}
+    options = [str(word) for pair in counts.items() for word in pair]
+    done = featcal("plan", "--shapes", str(llama(tmp_path)), *options, "--json")
+    paper, plus = json.loads(done.out).values()
+    rows, block = tasks * SAMPLES, 2 * 32 * 32 + 2 * 32 * 8 + 3 * 32 * 48
     whole = 3 * (block + 2 * 32) + 2 * 50 * 32 + 32
-    assert (shapes.parameters, shapes.block_bytes) == (whole, 2 * (block + 2 * 32))
-    attention = 2 * 2 * tokens * tokens * 32  # queries with keys, and their shares with values
-    assert {*shapes.passes.values()} == {2 * tokens * block + attention}
-    groups = [(g.rows, g.width, g.outputs) for g in shapes.groups["model.layers.1"]]
-    assert groups == [(tokens, 32, 48), (tokens, 32, 32), (tokens, 32, 96), (tokens, 48, 32)]
-    assert shapes.feature_bytes == 2 * tokens * 32
-
-
-def test_amounts_grow_with_tasks_samples_and_turns(tmp_path: Path):
-    shapes = shapes_of(llama(tmp_path), tokens=10)
-    few, more = (shapes.estimate(tasks=n, samples=4, plus=False) for n in (2, 3))
-    plus = shapes.estimate(tasks=2, samples=4, plus=True)
-    assert few.read == 3 * shapes.bytes < more.read
-    assert (more.passes / few.passes, more.moments / few.moments) == (1.5, 1.5)
-    assert (more.solves, more.sums) == (few.solves, few.sums)
-    assert plus.passes == 2 * few.passes  # 1 + 4 + 1 passes to 1 + 1 + 1
-    assert plus.features == few.features
+    angles = 2 * 4 * 4  # of rotary positions, in float32, twice
+    assert paper["read"] == (tasks + 1) * (2 * whole + angles)
+    assert plus["read"] == (tasks + 2) * (2 * whole + angles)
+    attention = 2 * 2 * TOKENS * TOKENS * 32  # queries with keys, and their shares with values
+    passes = 3 * rows * (2 * TOKENS * block + attention)
+    assert (paper["passes"], plus["passes"]) == (3 * passes, 6 * passes)  # 1 + 4 + 1 in place of 3
+    moments = sum(n * w * w + 2 * n * w * min(w, outputs) for n, w, outputs in GROUPS)
+    solves = sum(w**3 / 3 + 2 * w * w * outputs for _, w, outputs in GROUPS)
+    sums = [2 * 4 * w * (w + outputs) for _, w, outputs in GROUPS]
+    assert (paper["moments"], paper["sums"]) == (3 * rows * moments, sum(sums))
+    assert (plus["moments"], plus["sums"]) == (2 * 3 * rows * moments, 2 * max(sums))
+    features = 2 * rows * (2 * TOKENS * 32 + sum(n * w for n, w, _ in GROUPS))
+    for estimate in (paper, plus):
+        assert (estimate["features"], estimate["weights"]) == (features, 2 * 2 * (block + 2 * 32))
+        assert estimate["solves"] == pytest.approx(3 * solves)
 
 
 def test_the_command_prints_both_rules(tmp_path: Path):

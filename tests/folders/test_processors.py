@@ -13,12 +13,12 @@ from PIL import Image
 from reports import error_of, featcal
 from sample_pools import image_batches
 from tiny_images import SHAPES, write_class_folders
-from tiny_pools import inputs_of, tiny_pool, tiny_processor
+from tiny_pools import TASKS as POOL_TASKS
+from tiny_pools import inputs_of, tiny_pool
 from tiny_pools import write_models as write_pool
 from tiny_texts import TASKS
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.models.processors import check_processors
 
 USUAL: dict[str, Any] = {
     "size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}, "resample": 3,
@@ -31,9 +31,22 @@ CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def experts(folder: Path, **changes: Any) -> dict[str, Path]:
-    hf.CLIPImageProcessor(**USUAL | changes).save_pretrained(folder)
-    return {"--expert one=x": folder}
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Models of a pool, whose experts have no processors."""
+    models = write_pool(tmp_path_factory.mktemp("pool"))
+    for task in POOL_TASKS:
+        for file in Path(models[task]).glob("*processor_config.json"):
+            file.unlink()
+    return models
+
+
+def share(models: dict[str, str], here: dict[str, Any], there: dict[str, Any]) -> None:
+    """Open a pool with one processor and an expert with another."""
+    pool = tiny_pool(models)
+    pool._processor = hf.CLIPImageProcessor(**USUAL | here)
+    hf.CLIPImageProcessor(**USUAL | there).save_pretrained(models["one"])
+    inputs_of(pool).batches(FeatCalSettings())
 
 
 def pixels_of(picture: Image.Image, processor: Any) -> torch.Tensor:
@@ -42,17 +55,15 @@ def pixels_of(picture: Image.Image, processor: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_setting_of_pixels_is_compared(tmp_path, name):
-    usual = hf.CLIPImageProcessor(**USUAL)
-    check_processors(usual, "here", experts(tmp_path))
-    there = experts(tmp_path, **{name: CHANGES[name]})
+def test_every_setting_of_pixels_is_compared(models, name):
+    share(models, {}, {})
+    there = {name: CHANGES[name]}
     picture = Image.effect_noise((31, 23), 90).convert("RGB")
-    other = hf.CLIPImageProcessor.from_pretrained(tmp_path)
-    one, two = (pixels_of(picture, processor) for processor in (usual, other))
+    one, two = (pixels_of(picture, hf.CLIPImageProcessor(**USUAL | of)) for of in ({}, there))
     assert one.shape != two.shape or not torch.equal(one, two)  # the setting changes pixels
-    with pytest.raises(CalibrationError, match="--expert one=x has another image processor") as e:
-        check_processors(usual, "--tokenizer base", there)
-    assert f": {name} is " in str(e.value) and "check --tokenizer base" in str(e.value)
+    message = rf"^expert 'one' .* has another image processor than modelpool.processor: {name} is "
+    with pytest.raises(CalibrationError, match=f"{message}.*: check modelpool.processor, or"):
+        share(models, {}, there)
 
 
 @pytest.mark.parametrize(
@@ -64,17 +75,16 @@ def test_every_setting_of_pixels_is_compared(tmp_path, name):
         {"image_mean": (0.5,) * 3},
     ],
 )
-def test_other_words_for_the_same_pixels_are_accepted(tmp_path, changes):
-    check_processors(hf.CLIPImageProcessor(**USUAL), "here", experts(tmp_path, **changes))
+def test_other_words_for_the_same_pixels_are_accepted(models, changes):
+    share(models, {}, changes)
 
 
-def test_settings_that_are_off_do_not_count(tmp_path):
+def test_settings_that_are_off_do_not_count(models):
     off: Any = {"do_normalize": False, "do_center_crop": False}
-    here = hf.CLIPImageProcessor(**USUAL | off)
-    check_processors(here, "here", experts(tmp_path, **off, image_mean=[0.1] * 3, crop_size=5))
+    share(models, off, off | {"image_mean": [0.1] * 3, "crop_size": 5})
 
 
-def test_both_doors_refuse_another_processor(copied, refusal, tmp_path):
+def test_folders_of_another_processor_are_refused(copied, refusal):
     folder = copied("vit")
     file = next((folder / "two").glob("*processor_config.json"))
     content = json.loads(file.read_text())
@@ -90,15 +100,6 @@ def test_both_doors_refuse_another_processor(copied, refusal, tmp_path):
     done = featcal(*words(folder, "--plan", data="{}-images"))
     note = f"the image processor is that of --expert one={folder / 'one'}, as MERGED and --base"
     assert done.code == 0 and note in done.out
-
-    models = write_pool(tmp_path)
-    pool = tiny_pool(models)
-    pool._processor = tiny_processor(models)
-    name = next(iter(pool.model_names))
-    (Path(models[name]) / "processor_config.json").unlink(missing_ok=True)
-    experts(Path(models[name]), image_mean=[0.2] * 3)
-    with pytest.raises(CalibrationError, match=rf"expert '{name}' \(modelpool.models.{name}\) has"):
-        inputs_of(pool).batches(FeatCalSettings())
 
 
 def gray_models(kind: str) -> Any:

@@ -17,7 +17,6 @@ from torch import nn
 
 from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.experts.budget import grant_of
 from fusion_bench_featcal.fusionbench import upstream
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 
@@ -94,8 +93,10 @@ def test_a_run_with_a_budget_is_the_run_with_merged_weights_in_the_experts(name:
 
 
 def test_a_budget_is_spent_in_forward_order_and_holds_one_module():
-    sizes = {"one": {"a.weight": ("a", 4), "b.weight": ("b", 5), "c.weight": ("c", 1)}}
-    assert grant_of(5, sizes).omitted == {"one": ["b.weight", "c.weight"]}  # although c would fit
+    plan = run_fast(clip_suite(tasks=1, sizes=(2,)), expert_read_budget=12160).reads["plan"]
+    first, *others = (name.split("layers.")[1] for name in plan["not_read"]["task_0"])
+    assert (first, plan["bytes"]) == ("0.mlp.fc1", 10560)  # fc1 has 2080 bytes, norms 192
+    assert len(others) == 10 and {"0.layer_norm2", "1.layer_norm2"} < {*others}
     with pytest.raises(CalibrationError, match="expert_read_budget=1 is less than one module"):
         run_fast(small_clip(), expert_read_budget=1)
     for amount, limit in (("9KB", 9000), ("0.1GiB", 107374182)):
