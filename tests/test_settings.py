@@ -4,20 +4,18 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from configs import composed
+from fusion_bench import BaseAlgorithm
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 from reports import error_of, featcal
 
-from fusion_bench_featcal import FeatCalSettings, Paper, Plus, calibrate
+from fusion_bench_featcal import FeatCalSettings, Paper, Plus, calibrate, calibrate_folder, folders
 from fusion_bench_featcal.families import LLAMA
-from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.fusionbench.run_settings import FUSION_BENCH_KEYS
-from fusion_bench_featcal.lab.settings_page import algorithm_class, method_names, settings_of_method
-from fusion_bench_featcal.settings.options import OptionKeywords, Options
+from fusion_bench_featcal.settings import Options
 
 BY_HAND = {"base_method", "upstream_mergers", "post_merging_methods", "default_rows", "notes",
            "reads_test"}  # fmt: skip
@@ -80,6 +78,11 @@ def read_method(name: str) -> Any:
     return OmegaConf.to_container(composed(f"method={name}").method, resolve=False)
 
 
+def method_names() -> list[str]:
+    """Methods with settings, as `featcal settings` names them."""
+    return featcal("settings").out.rpartition("one of ")[2].replace(",", " ").split()
+
+
 def listed(method: str) -> dict[str, dict[str, Any]]:
     entries = json.loads(featcal("settings", method, "--json").out)
     return {entry["name"]: entry for entry in entries}
@@ -123,15 +126,20 @@ def test_pools_bring_presets_as_they_are():
             assert brought.items() - {("decoder_rows", "targets")} <= preset.items(), (file, name)
 
 
-def test_featcal_plus_is_one_method_by_any_name_and_its_values_stand_in_its_rule():
+def test_featcal_plus_is_one_method_by_any_name_and_its_values_stand_in_its_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     config = read_method("featcal/plus")
     missing = set(FeatCalSettings.names()) - set(config)
     assert missing == {"ridge_lambda", "mix_alpha", "anchor_rho"}  # no part in the rule
     by_method = FeatCalSettings(
         **{n: config[n] for n in FeatCalSettings.names() if n not in missing}
     )
-    folder = {"merged": "m", "base": "b", "expert": {"a": "a"}, "data": {"a": "a"}, "out": "o"}
-    by_command = Request(**folder, preset="plus").settings
+    here, requests = str(tmp_path), list[Any]()
+    monkeypatch.setattr(folders, "run", requests.append)
+    named: Any = {"base": here, "expert": {"a": here}, "data": {"a": here}, "out": f"{here}/out"}
+    calibrate_folder(here, **named, preset="plus")
+    by_command = requests.pop().settings
     expected = FeatCalSettings(rule="plus").completed
     samples = {"augment": "auto", "decoder_rows": "auto", "calibrate_norm": False}
     assert samples.items() <= expected.as_dict().items()
@@ -170,7 +178,8 @@ def test_a_rule_takes_the_settings_that_are_its_fields():
 
 
 def test_keywords_of_calibrate_are_the_options_with_their_types_and_defaults():
-    keywords, options = get_type_hints(OptionKeywords), Options().by_name
+    (declared,) = get_args(get_type_hints(calibrate)["options"])
+    keywords, options = get_type_hints(declared), Options().by_name
     assert keywords | {"family": Any} == {f.name: f.type for f in dataclasses.fields(Options)}
     assert all(f"`{name}`" in str(calibrate.__doc__) for name in keywords)
     flat = FeatCalSettings(samples_per_task=1).by_name | {"samples_per_task": None}
@@ -181,16 +190,14 @@ def test_keywords_of_calibrate_are_the_options_with_their_types_and_defaults():
 def test_list_yaml_and_class_of_a_method_have_the_same_settings(method: str):
     config = read_method(method)
     algorithm: Any = get_class(config["_target_"])
-    assert algorithm is algorithm_class(method)
-    settings = listed(method)
-    assert set(settings) == set(algorithm._config_mapping) - set(FUSION_BENCH_KEYS)
+    settings, rival = listed(method), getattr(algorithm, "kind", None)
+    assert rival is None or rival.option == method
+    assert set(settings) == set(algorithm._config_mapping) - set(BaseAlgorithm._config_mapping)
     assert all(entry["meaning"] and entry["values"] for entry in settings.values())
     assert max(map(len, featcal("settings", method).out.splitlines())) <= 80
-    inherited = {f.name for f in settings_of_method("featcal")} if method == "diagnose" else set()
-    for field in settings_of_method(method):
-        if field.name not in BY_HAND | inherited:
-            default = list(field.default) if isinstance(field.default, tuple) else field.default
-            assert config[field.name] == default, field.name
+    inherited = {*listed("featcal")} if method == "diagnose" else set()
+    for name in settings.keys() - BY_HAND - inherited:
+        assert config[name] == settings[name]["default"], name
 
 
 def test_featcal_is_the_default_and_a_short_name_does():
