@@ -1,7 +1,6 @@
 """A calibration that stops resumes from the shards of its model, or says why not."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -22,7 +21,6 @@ from tiny_open_clip import tower_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, Plus, SafetensorsExpert
-from fusion_bench_featcal.files.locks import locked_target
 
 
 def small_clip() -> Suite:
@@ -209,24 +207,6 @@ def test_two_runs_at_once_in_one_folder_do_not_mix(tmp_path: Path):
         assert re.search(rf"checkpoint_dir {folder} ({refused})", str(outcomes[1 - winner]))
         model = run(small_clip(), folder, resume=True, **settings[winner]).model
         assert_identical(model, expected[winner])
-
-
-def test_a_lock_of_a_killed_process_is_taken_over_and_its_files_are_removed(tmp_path, caplog):
-    target, leftover = tmp_path / "out", tmp_path / ".out.0123abcd.part"
-    other = tmp_path / ".out.more.0123abcd.part"
-
-    def die(_: int) -> None:
-        with locked_target(target, "--out"):
-            leftover.mkdir()
-            other.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_forks(1, die) == [-signal.SIGKILL]
-    with locked_target(target, "--out"):
-        assert "out.0123abcd.part" in caplog.text
-        with pytest.raises(CalibrationError, match="in use by another process"):
-            locked_target(target, "--out").__enter__()
-    assert [*tmp_path.iterdir()] == [other]
 
 
 def test_blocks_go_where_a_link_leads(tmp_path: Path):

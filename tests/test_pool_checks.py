@@ -11,13 +11,13 @@ import torch
 from fusion_bench.modelpool import CLIPVisionModelPool
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from tiny_images import channels_first, picture
 from tiny_models import clip_model, scatter
-from tiny_pools import AVERAGE
+from tiny_pools import AVERAGE, assert_equal
 from tiny_texts import NAMES, write
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 
 WEIGHTS = "model.safetensors"
 Models = dict[str, Any]
@@ -78,12 +78,15 @@ def test_a_mistake_is_named_before_any_model_is_loaded(change, words, models) ->
 
 
 def test_a_bin_file_is_loaded_unless_it_has_code(models: Models):
-    folder = Path(models["two"])
+    folder, pool = Path(models["two"]), clip_pool(models | {"_merged_": models["one"]})
+    pool._processor = channels_first
+    pool.load_train_dataset = lambda _: [{"image": picture(n, (8, 8))} for n in range(4)]
+    settings: Any = {"base_method": None, "samples_per_task": 4, "presets": {}}
+    expected = FeatCalAlgorithm(**settings).run(pool)
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    loaded = load_pool_model(clip_pool(models), "two").state_dict()
-    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    assert_equal(FeatCalAlgorithm(**settings).run(pool), expected)
     torch.save({"a": folder}, folder / "pytorch_model.bin")
     with pytest.raises(CalibrationError, match=r"^modelpool\.models\.two: .*has code, "):
-        load_pool_model(clip_pool(models), "two")
+        FeatCalAlgorithm(**settings).run(pool)

@@ -95,9 +95,13 @@ def test_a_card_keeps_the_tags_of_the_merged_model(card: Any, tags: list[str], t
     assert head["tags"] == ["mergekit", "merge", "featcal"] and "base_model" not in head
 
 
+LOCK = ".saved.lock"
+
+
 @pytest.mark.parametrize("moment", range(3))
-def test_a_crash_leaves_no_model_or_the_whole_model(moment, tmp_path, monkeypatch) -> None:
-    target = tmp_path / "saved"
+def test_a_crash_leaves_no_model_or_the_whole_model(moment, tmp_path, monkeypatch, caplog) -> None:
+    target, other = tmp_path / "saved", tmp_path / ".saved.more.0123abcd.part"
+    other.touch()  # of another target
 
     def crash(_: int) -> None:
         steps = iter(range(moment))
@@ -118,11 +122,12 @@ def test_a_crash_leaves_no_model_or_the_whole_model(moment, tmp_path, monkeypatc
     assert target.exists() == (moment == 2)
     if target.exists():
         assert torch.load(target / "pytorch_model.bin")["weight"][0] == 2
-    others = [entry.name for entry in tmp_path.iterdir() if entry != target]
-    assert all(re.fullmatch(r"\.saved\.(lock|.*\.part)", name) for name in others)
+    left = {entry.name for entry in tmp_path.iterdir()} - {target.name, other.name}
+    assert all(re.fullmatch(r"\.saved\.(lock|[0-9a-f]+\.part)", name) for name in left)
     with contextlib.suppress(ValueError):  # the target exists
         check_save_target(program_saving_to(target))  # as at the start of the next run
-    assert [*tmp_path.iterdir()] == [target] * target.exists()
+    assert {*tmp_path.iterdir()} == {other, *[target] * target.exists()}
+    assert all(f"{name}, left by an interrupted run" in caplog.text for name in left - {LOCK})
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal import calibrate_folder, folders
 
 
 @pytest.fixture(autouse=True)
@@ -13,13 +13,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("base", "one", "two", "runs/a/three", "runs/a/merged", "one-lora", "two-lora"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folders, "run", lambda request: request)
 
 
-def requested(config: str, experts: dict[str, str], **options: Any) -> Request:
-    """Base, experts and notes that a command with data of the experts takes from the config."""
+def requested(config: str, experts: dict[str, str], **options: Any) -> Any:
+    """Request of a call with data of the experts, whose models the config names."""
     Path("runs/a/merged/mergekit_config.yml").write_text(config)
     data = dict.fromkeys(experts, "base")
-    return Request.of({"merged": "runs/a/merged", "out": "out", "data": data, **options})
+    return calibrate_folder("runs/a/merged", out="out", data=data, **options)
 
 
 def models(*entries: str) -> str:
