@@ -5,6 +5,7 @@ import io
 import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisio
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, results
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import report as reports
-from fusion_bench_featcal.fusionbench.run_settings import RunSettings, checked_choices
 from fusion_bench_featcal.suites import image
 
 ROW = "featcal_mini"
@@ -221,16 +221,21 @@ def test_models_that_the_pool_lacks_are_named(name: str, message: str) -> None:
 
 def test_presets_of_the_pool_become_rows_of_the_papers_rule() -> None:
     changes: Any = {"ridge_lambda": 1e-5, "mix_alpha": 0.6}
-    pool: Any = {"presets": {"plus": {"rule": "plus"}, "paper_flan_t5": changes}}
-    paper = FeatCalSettings(seed=3, checkpoint_dir="somewhere")
-    choices = checked_choices(paper, RunSettings(), pool)
-    assert list(choices.rows) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
-    folder = "somewhere/preset-paper_flan_t5"
-    assert choices.rows["featcal_paper_flan_t5"] == paper.replace(checkpoint_dir=folder, **changes)
-    changed = paper.replace(mix_alpha=0.5, calibrate_norm=True, decoder_rows="targets")
+    presets: Any = {"plus": {"rule": "plus"}, "paper_flan_t5": changes}
+
+    def chosen(**keys: Any) -> Any:
+        algorithm: Any = FeatCalAlgorithm(**keys)
+        algorithm._program = SimpleNamespace(_modelpool={"featcal": {"presets": presets}})
+        return algorithm
+
+    of_run: Any = {"seed": 3, "checkpoint_dir": "somewhere"}
+    rows = chosen(**of_run).rows
+    assert list(rows) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
+    of_preset = of_run | changes | {"checkpoint_dir": "somewhere/preset-paper_flan_t5"}
+    assert rows["featcal_paper_flan_t5"].by_name == FeatCalSettings(**of_preset).by_name
+    changed = {"mix_alpha": 0.5, "calibrate_norm": True, "decoder_rows": "targets"}
     of_plus = FeatCalSettings.plus(seed=3, checkpoint_dir="somewhere/preset-plus")
-    for run in (paper, changed):  # what belongs to the paper's rule does not reach another one
-        assert checked_choices(run, RunSettings(), pool).rows["featcal_plus"] == of_plus
-    plus = FeatCalSettings.plus(augment="none")
-    choices = checked_choices(plus, RunSettings(), pool)
-    assert choices.save == "featcal_plus" and choices.rows == {"featcal_plus": plus}
+    for more in ({}, changed):  # what belongs to the paper's rule does not reach another one
+        assert chosen(**of_run, **more).rows["featcal_plus"].by_name == of_plus.by_name
+    plus = chosen(rule="plus", augment="none")
+    assert plus.saved == "featcal_plus" and plus.rows == {"featcal_plus": plus.settings}

@@ -95,9 +95,6 @@ def test_a_card_keeps_the_tags_of_the_merged_model(card: Any, tags: list[str], t
     assert head["tags"] == ["mergekit", "merge", "featcal"] and "base_model" not in head
 
 
-LOCK = ".saved.lock"
-
-
 @pytest.mark.parametrize("moment", range(3))
 def test_a_crash_leaves_no_model_or_the_whole_model(moment, tmp_path, monkeypatch, caplog) -> None:
     target, other = tmp_path / "saved", tmp_path / ".saved.more.0123abcd.part"
@@ -127,7 +124,9 @@ def test_a_crash_leaves_no_model_or_the_whole_model(moment, tmp_path, monkeypatc
     with contextlib.suppress(ValueError):  # the target exists
         check_save_target(program_saving_to(target))  # as at the start of the next run
     assert {*tmp_path.iterdir()} == {other, *[target] * target.exists()}
-    assert all(f"{name}, left by an interrupted run" in caplog.text for name in left - {LOCK})
+    assert all(
+        f"{name}, left by an interrupted run" in caplog.text for name in left - {".saved.lock"}
+    )
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

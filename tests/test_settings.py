@@ -126,9 +126,7 @@ def test_pools_bring_presets_as_they_are():
             assert brought.items() - {("decoder_rows", "targets")} <= preset.items(), (file, name)
 
 
-def test_featcal_plus_is_one_method_by_any_name_and_its_values_stand_in_its_rule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_featcal_plus_is_one_method_by_any_name_and_its_rule_has_its_values(tmp_path, monkeypatch):
     config = read_method("featcal/plus")
     missing = set(FeatCalSettings.names()) - set(config)
     assert missing == {"ridge_lambda", "mix_alpha", "anchor_rho"}  # no part in the rule
