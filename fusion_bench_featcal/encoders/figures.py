@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from fusion_bench_featcal.encoders.library import Encoder
 from fusion_bench_featcal.modules.models import Modes
 
 
-def primary_figure(evaluator: Any, model: Any) -> tuple[str, float]:
+def primary_figure(evaluator: Any, model: Encoder) -> tuple[str, float]:
     """Return the name and value of a library evaluator's main figure, and leave the model as is."""
     with unchanged(model) as twin:
         figures = evaluator(twin)

@@ -2,6 +2,7 @@
 
 try:
     import sentence_transformers as st
+    from sentence_transformers.base.model import BaseModel as Encoder
     from sentence_transformers.base.modules import Router, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
     from sklearn.metrics import average_precision_score
@@ -12,4 +13,5 @@ except (ImportError, AttributeError) as error:
         "needs sentence-transformers 6.2 or newer: pip install 'fusion_bench_featcal[encoders]'"
     ) from error
 
-__all__ = ["KINDS", "MultiVectorMask", "Router", "Transformer", "average_precision_score", "st"]
+__all__ = ["KINDS", "Encoder", "MultiVectorMask", "Router", "Transformer",
+           "average_precision_score", "st"]  # fmt: skip

@@ -1,17 +1,16 @@
 """Encoders in memory: their transformer, and what is behind its blocks."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from fusion_bench_featcal.encoders.library import Router, Transformer, st
+from fusion_bench_featcal.encoders.library import Encoder, Router, Transformer, st
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.run.log import CalibrationLog
 
 
-def transformer_of(label: str, model: Any) -> Transformer:
+def transformer_of(label: str, model: Encoder) -> Transformer:
     """Return the module that holds a model's transformer, if it is the only one."""
     if any(isinstance(module, Router) for module in model.modules()):
         raise ValueError(f"{label} has a Router: only models with one route can be repaired")
@@ -24,12 +23,12 @@ def transformer_of(label: str, model: Any) -> Transformer:
     return modules[0]
 
 
-def last_block_of(transformer: nn.Module, family: Any = "auto") -> str:
+def last_block_of(transformer: nn.Module, family: object = "auto") -> str:
     """Return the name of a transformer's last block."""
     return stages_of(resolve_family(family, transformer), transformer)[-1][-1]
 
 
-def left_as_merged(merged: Any, experts: Sequence[Any], log: CalibrationLog) -> list[str]:
+def left_as_merged(merged: Encoder, experts: Sequence[Encoder], log: CalibrationLog) -> list[str]:
     """Return modules outside the blocks in which experts differ, and that were not calibrated."""
     modules = dict(merged.named_modules())
     calibrated = {record["module"] for record in log.of_kind("module")}

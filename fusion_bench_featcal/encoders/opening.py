@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.encoders.library import KINDS
+from fusion_bench_featcal.encoders.library import KINDS, Encoder
 from fusion_bench_featcal.encoders.models import last_block_of, transformer_of
 from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.errors import CalibrationError
@@ -38,7 +38,7 @@ def open_model(class_name: str, folder: Path, label: str, device: str = "cpu") -
     return model
 
 
-def open_like(reference: Any, label: str, model: Any) -> Any:
+def open_like(reference: Encoder, label: str, model: object) -> Encoder:
     """Return a model, opened if it is a folder or hub id, that has the modules of another one.
 
     Args:
@@ -78,7 +78,7 @@ def open_like(reference: Any, label: str, model: Any) -> Any:
     return model
 
 
-def with_weights(reference: Any, files: ModelFiles) -> Any:
+def with_weights(reference: Encoder, files: ModelFiles) -> Encoder:
     """Return a copy of a model whose transformer has the weights of a folder.
 
     Weights behind the blocks that the folder lacks, such as a pooler, are those of the reference.
@@ -93,7 +93,7 @@ def with_weights(reference: Any, files: ModelFiles) -> Any:
     return _replaced(reference, files.load(type(transformer), spare))
 
 
-def with_adapter(base: Any, label: str, folder: Path) -> Any:
+def with_adapter(base: Encoder, label: str, folder: Path) -> Encoder:
     """Return a copy of a base whose transformer has an adapter merged into its weights.
 
     Raises:
@@ -105,7 +105,9 @@ def with_adapter(base: Any, label: str, folder: Path) -> Any:
     return _replaced(base, transformer)
 
 
-def merged_by_library(models: Sequence[Any], scale: float | None, base: Any = None) -> Any:
+def merged_by_library(
+    models: Sequence[Encoder], scale: float | None, base: Encoder | None = None
+) -> Encoder:
     """Return the average of models, or their task arithmetic, merged by the library.
 
     Args:
@@ -122,7 +124,7 @@ def merged_by_library(models: Sequence[Any], scale: float | None, base: Any = No
     return type(first).merge([*models], **method, **options)
 
 
-def _replaced(model: Any, transformer: nn.Module) -> Any:
+def _replaced(model: Encoder, transformer: nn.Module) -> Encoder:
     """Return a copy of a model with another transformer."""
     former = transformer_of("the model", model).model
     return copy.deepcopy(model, {id(former): transformer.to(model.device).eval()})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.encoders.library import MultiVectorMask, st
+from fusion_bench_featcal.encoders.library import Encoder, MultiVectorMask, st
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts.source import InMemoryExpert
 from fusion_bench_featcal.families import Stack, resolve_family
@@ -32,7 +32,7 @@ class Pipeline(nn.Module):
 
     wrapped: Any
 
-    def __init__(self, encoder: Any) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         """Refer to the encoder's modules."""
         super().__init__()
         self._modules.update(encoder._modules)
@@ -46,7 +46,7 @@ class Pipeline(nn.Module):
         """Return the model of transformers in it."""
         return self.wrapped.transformers_model
 
-    def forward(self, **features: Any) -> Any:
+    def forward(self, **features: Any) -> object:
         """Return the scores or embeddings as `logits`."""
         result = self.wrapped(features, **features.pop(TEXT_OPTIONS))
         names = ("scores", "sentence_embedding", "token_embeddings")
@@ -101,7 +101,7 @@ def encoder_family(
     model: Pipeline,
     experts: Iterable[Pipeline],
     inputs: Mapping[str, Any],
-    family: Any,
+    family: object,
     patterns: Sequence[str] | None,
 ) -> EncoderFamily:
     """Return the modules of an encoder that are calibrated.
@@ -160,7 +160,7 @@ def linear_tail(
     def note(name: str) -> Any:
         return lambda _, __, output: calls.append((name, hidden_output(output).shape[:-1]))
 
-    def output(*hooks: Any) -> Tensor:
+    def output(*hooks: object) -> Tensor:
         with stoppable(*hooks):
             return call_model(model, inputs).logits
 

@@ -9,6 +9,7 @@ import torch
 from fusion_bench_featcal.data.draws import spread
 from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
 from fusion_bench_featcal.data.scoring import Score
+from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.row_scores import (
     ACCURACY,
     RANKS,
@@ -23,7 +24,7 @@ NEGATIVES = 9
 
 
 def reranker_tests(
-    merged: Any, texts: Sequence[tuple[str, ...]], targets: RowTargets, label: Label
+    merged: st.CrossEncoder, texts: Sequence[tuple[str, ...]], targets: RowTargets, label: Label
 ) -> EncoderTests | str:
     """Return test rows of a reranker, or why there are none.
 
@@ -45,7 +46,7 @@ def reranker_tests(
     return jackknifed(lambda model: _outputs(model, texts), targets, "pairs by their score")
 
 
-def _outputs(model: Any, pairs: Iterable[tuple[str, ...]]) -> Any:
+def _outputs(model: st.CrossEncoder, pairs: Iterable[tuple[str, ...]]) -> Any:
     """Return the outputs for pairs of texts, `[pairs]` or `[pairs, classes]`."""
     pairs = [*pairs]
     found = read_once(model.predict, pairs, convert_to_numpy=True)
@@ -61,7 +62,7 @@ def _pair_class_tests(
         return f"its column {targets.name} has words, and the model's classes have no names"
     numbers = class_numbers(targets.values, classes, label, owner=" of the model", advice="")
 
-    def evaluate(model: Any) -> Score:
+    def evaluate(model: st.CrossEncoder) -> Score:
         return mean_of(torch.from_numpy(_outputs(model, texts).argmax(1) == np.array(numbers)))
 
     return EncoderTests("pairs whose class is right", ACCURACY, evaluate)
@@ -76,7 +77,7 @@ def _reranking_tests(texts: Sequence[tuple[str, ...]]) -> EncoderTests | str:
             "(more rows by --eval)"
         )
 
-    def evaluate(model: Any) -> Score:
+    def evaluate(model: st.CrossEncoder) -> Score:
         outputs = iter(_outputs(model, (pair for sample in samples for pair in sample)))
         scores = [[next(outputs) for _ in sample] for sample in samples]
         # As in the library, a passage stands behind those of the same score, and NaN is last.

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import spearmanr
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.figures import unchanged
-from fusion_bench_featcal.encoders.library import average_precision_score
+from fusion_bench_featcal.encoders.library import Encoder, average_precision_score
 from fusion_bench_featcal.encoders.targets import RowTargets, too_few
 
 RANKS = 10
@@ -37,7 +37,7 @@ class EncoderTests:
     columns: str
     evaluate: Callable[[Any], Score]
 
-    def score(self, model: Any) -> Score:
+    def score(self, model: nn.Module) -> Score:
         """Score a model, which stays as it is."""
         with unchanged(model) as twin, warnings.catch_warnings():
             # PyTorch's, about products of sparse embeddings.
@@ -75,7 +75,7 @@ def jackknifed(
         name, title, figure = "Spearman's correlation", "Spearman", _correlation
     values, rows = np.array(targets.values), np.arange(len(targets.values))
 
-    def evaluate(model: Any) -> Score:
+    def evaluate(model: Encoder) -> Score:
         found = outputs(model)
         whole = float(figure(values, found))
         without = [figure(values[rows != row], found[rows != row]) for row in rows]
@@ -86,7 +86,7 @@ def jackknifed(
     return EncoderTests(f"{measure} ({name})", f"{title} % (1 - {title})", evaluate)
 
 
-def _correlation(values: Any, found: Any) -> float:
+def _correlation(values: object, found: Any) -> float:
     """Return Spearman's correlation, 0 where it is undefined."""
     if (found == found[0]).all():
         return 0.0

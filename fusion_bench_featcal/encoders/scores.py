@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fusion_bench_featcal.data.embeddings import class_logits
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.figures import unchanged
-from fusion_bench_featcal.encoders.library import st
+from fusion_bench_featcal.encoders.library import Encoder, st
 from fusion_bench_featcal.encoders.reranker_scores import reranker_tests
 from fusion_bench_featcal.encoders.row_scores import (
     ACCURACY,
@@ -34,7 +34,7 @@ Calls = Sequence[tuple[str, Sequence[str]]]
 
 
 def encoder_tests(
-    merged: Any, rows: Sequence[Mapping[str, Any]], label: Label
+    merged: Encoder, rows: Sequence[Mapping[str, Any]], label: Label
 ) -> EncoderTests | str:
     """Return tests by the figure of the rows' kind, or why there are none.
 
@@ -64,7 +64,7 @@ def encoder_tests(
 
 
 def name_tests(
-    rows: Sequence[Mapping[str, Any]], label: Label, names_by: Any, prompt: str
+    rows: Sequence[Mapping[str, Any]], label: Label, names_by: Encoder, prompt: str
 ) -> EncoderTests | str:
     """Return test rows in which the name of a text's label competes with those of other labels.
 
@@ -88,14 +88,14 @@ def name_tests(
     ((method, _),), texts = calls_of(names_by, label(0), rows[0]), [row[name] for row in rows]
     numbers = torch.tensor([names.index(str(value)) for value in targets.values])
 
-    def embed(model: Any, method: str, texts: Sequence[str]) -> Tensor:
+    def embed(model: Encoder, method: str, texts: Sequence[str]) -> Tensor:
         return _embeddings(model, [(method, texts)])[0].to_dense().cpu().float()
 
     with unchanged(names_by) as twin:
         embeddings = embed(twin, "encode", [prompt.replace("{}", name) for name in names])
     head = F.normalize(embeddings, dim=-1)
 
-    def evaluate(model: Any) -> Score:
+    def evaluate(model: Encoder) -> Score:
         logits = class_logits(embed(model, method, texts), head)
         correct = logits.argmax(dim=-1) == numbers
         losses = F.cross_entropy(logits.double(), numbers, reduction="none")
@@ -104,7 +104,7 @@ def name_tests(
     return EncoderTests("texts nearest to their class name", "accuracy % (loss)", evaluate)
 
 
-def _embeddings(model: Any, calls: Calls) -> list[Any]:
+def _embeddings(model: Encoder, calls: Calls) -> list[Any]:
     """Return the embeddings of columns of texts."""
     # A MultiVectorEncoder returns a list, of a vector for each token.
     options = {} if isinstance(model, st.MultiVectorEncoder) else {"convert_to_tensor": True}
@@ -116,7 +116,7 @@ def _embeddings(model: Any, calls: Calls) -> list[Any]:
     return [column if column[0].ndim > 1 else torch.stack(column) for column in found]
 
 
-def _similarities(model: Any, first: Any, second: Any) -> Tensor:
+def _similarities(model: Any, first: object, second: object) -> Tensor:
     """Return the similarity of embeddings in pairs, in float32 as in the library's evaluators."""
     sides = (side.float() if isinstance(side, Tensor) else side for side in (first, second))
     return model.similarity_pairwise(*sides).float().cpu()
@@ -149,7 +149,7 @@ def _pair_tests(calls: Calls, targets: RowTargets) -> EncoderTests | str:
             "sentence-transformers: name the column `score` if it has degrees of similarity"
         )
 
-    def outputs(model: Any) -> Any:
+    def outputs(model: Encoder) -> Any:
         # The library's evaluators of similarity read all texts by `encode`, which not all have.
         by_encode = [("encode", column) for _, column in calls]
         alike = calls if isinstance(model, st.MultiVectorEncoder) else by_encode
@@ -197,7 +197,7 @@ def _retrieval_tests(
 
 
 def _triplet_tests(calls: Calls) -> EncoderTests:
-    def evaluate(model: Any) -> Score:
+    def evaluate(model: Encoder) -> Score:
         anchor, *others = _embeddings(model, calls)
         positive, *negatives = (_similarities(model, anchor, other) for other in others)
         shares = torch.stack([positive > negative for negative in negatives]).double().mean(0)

@@ -58,7 +58,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def _kind(name: str, values: Sequence[Any]) -> str:
+def _kind(name: str, values: Sequence[object]) -> str:
     if not all(isinstance(value, Hashable) for value in values):
         return "lists"
     if not all(isinstance(value, int | float) for value in values):

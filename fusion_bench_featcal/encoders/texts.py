@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.encoders.library import st
+from fusion_bench_featcal.encoders.library import Encoder, st
 from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.pipeline import TEXT_OPTIONS
 from fusion_bench_featcal.modules.models import Modes
@@ -23,7 +23,7 @@ TEXT_NAMES = {
 
 
 def read_texts(
-    merged: Any, experts: Mapping[str, Any], texts: Mapping[str, Iterable[TextRow]]
+    merged: Encoder, experts: Mapping[str, object], texts: Mapping[str, Iterable[TextRow]]
 ) -> dict[str, dict[str, list[Any]]]:
     """Return task -> name of a method of the merged model -> the inputs that it reads."""
     for name, values in (("experts", experts), ("texts", texts)):
@@ -55,7 +55,7 @@ def text_rows(label: str, rows: Any) -> list[Any]:
     return list(rows)
 
 
-def calls_of(model: Any, label: str, row: TextRow) -> list[tuple[str, Any]]:
+def calls_of(model: object, label: str, row: TextRow) -> list[tuple[str, Any]]:
     """Return the names of the methods that read a row, each with its input."""
     columns = columns_of(label, row)
     (name, first), *others = columns.items()
@@ -95,7 +95,7 @@ def columns_of(label: str, row: Any) -> dict[Any, str]:
     return columns
 
 
-def text_names(columns: Iterable[Any]) -> list[Any]:
+def text_names(columns: Iterable[object]) -> list[Any]:
     """Return the columns that are texts by name, with queries first and negatives last.
 
     A number may follow a name, as in `sentence1` and `negative_2`.
@@ -105,7 +105,7 @@ def text_names(columns: Iterable[Any]) -> list[Any]:
 
 
 def record_batches(
-    model: Any, calls: Mapping[str, list[Any]], batch_size: int = 16
+    model: Encoder, calls: Mapping[str, list[Any]], batch_size: int = 16
 ) -> list[dict[str, Any]]:
     """Return the batches that reach a model when its methods read inputs."""
     module, modes, batches = transformer_of("merged", model), Modes.of(model), list[Any]()
