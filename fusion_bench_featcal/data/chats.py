@@ -49,7 +49,7 @@ def read_turns(chat: object, name: str) -> list[Turn]:
     return [_turn(turn, f"{name}, turn {number}") for number, turn in enumerate(chat)]
 
 
-def parsed(value: object, name: str) -> Any:
+def parsed(value: object, name: str) -> object:
     """Return a list or mapping, which some tables contain as a JSON text, or None.
 
     Raises:

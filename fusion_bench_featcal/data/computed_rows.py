@@ -9,7 +9,7 @@ import torch
 class ComputedRows(torch.utils.data.Dataset[Any]):
     """A map-style dataset of a number of rows and a function of their position."""
 
-    def __init__(self, number: int, make: Callable[[int], Any]) -> None:
+    def __init__(self, number: int, make: Callable[[int], object]) -> None:
         """Store number and function."""
         self.number, self.make = number, make
 

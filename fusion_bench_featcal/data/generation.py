@@ -15,7 +15,7 @@ from fusion_bench_featcal.data.text_samples import (
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.modules.models import device_of
 
-GREEDY: Mapping[str, Any] = {
+GREEDY: Mapping[str, object] = {
     "do_sample": False,
     "num_beams": 1,
     "temperature": None,

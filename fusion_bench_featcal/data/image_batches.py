@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +46,7 @@ class ImageBatches:
         """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as threads:
             # a function of the user's may not be safe in threads
-            apply: Any = threads.map if is_of_transformers(self.processor) else map
+            apply = threads.map if is_of_transformers(self.processor) else map
             for start in range(0, len(self.indices), self.batch_size):
                 numbers = self.indices[start : start + self.batch_size]
                 stored = [self.items.read(index)[0] for index in numbers]

@@ -122,7 +122,7 @@ def _whole(value: object) -> int | None:
     return int(value) if isinstance(value, int | float) and value % 1 == 0 else None
 
 
-def _unique(values: Mapping[int, object]) -> dict[Any, int]:
+def _unique(values: Mapping[int, object]) -> dict[object, int]:
     """Return value -> number, of values that a single number has."""
     counts = Counter(values.values())
     return {value: number for number, value in values.items() if counts[value] == 1}

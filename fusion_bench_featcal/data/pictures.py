@@ -30,7 +30,7 @@ def digest_of(value: Any) -> bytes:
     return hashlib.sha256(value.tobytes() if isinstance(value, Image.Image) else value).digest()
 
 
-def _stored(value: object) -> Any:
+def _stored(value: object) -> object:
     """Return the image of a mapping, as `datasets` stores images, or another value as it is."""
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         return value.get("bytes") or value.get("path")
@@ -56,7 +56,7 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def read_image(value: object, item: str, read: Callable[[Image.Image], Any] = to_rgb) -> Any:
+def read_image(value: object, item: str, read: Callable[[Image.Image], object] = to_rgb) -> Any:
     """Return what a function makes of an image of a dataset, by default an RGB picture.
 
     Args:
@@ -112,7 +112,7 @@ def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
         ) from error
 
 
-def check_channels(processor: Any, channels: Any, option: str) -> None:
+def check_channels(processor: Any, channels: object, option: str) -> None:
     """Refuse models with another number of channels than their images have.
 
     Args:

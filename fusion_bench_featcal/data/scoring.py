@@ -86,7 +86,7 @@ class Tests:
         return Score(correct.double().mean().item(), losses.double(), correct, unended)
 
 
-def own_logits(model: Any, batch: TensorBatch) -> Tensor:
+def own_logits(model: nn.Module, batch: TensorBatch) -> Tensor:
     """Return the class logits of a model with a head."""
     return model(**batch).logits
 

@@ -177,7 +177,7 @@ def _decoded(file: Path) -> str:
         raise ValueError(f"line {line} is not in UTF-8: save it in this encoding") from error
 
 
-def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, object]]]:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     names, begin = next(reader, []), reader.line_num + 1
     if len(set(names)) < len(names):
@@ -195,7 +195,7 @@ def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"line {begin}: {error}") from error
 
 
-def _json_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_rows(text: str) -> Iterator[tuple[str, dict[str, object]]]:
     if text.lstrip().startswith("["):
         numbered = ((f"item {number}", row) for number, row in enumerate(parse_sample(text)))
     else:
@@ -206,7 +206,7 @@ def _json_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, row
 
 
-def _json_lines(text: str) -> Iterator[tuple[str, Any]]:
+def _json_lines(text: str) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             if line.strip():

@@ -107,7 +107,7 @@ class _Reader:
             return self.finished(Text(self.name, "tokens", tokens))
         return self.finished(self.chat() or self.plain())
 
-    def take(self, *names: str) -> Any:
+    def take(self, *names: str) -> object:
         """Return the value of the first of these columns, and note that it is read."""
         name = next((name for name in names if name in self.values), None)
         if name is None:
@@ -170,7 +170,7 @@ class _Reader:
         target = None if target is None else self.as_text(target, of_target)
         return Text(self.name, "prompt", prompt, target, pair)
 
-    def choices(self) -> Any:
+    def choices(self) -> object:
         """Return the choices of a question: one column, or a column for each letter."""
         if any(name in self.values for name in _CHOICES):
             return parsed(self.take(*_CHOICES), f"{self.name}: {self.read[-1]}")

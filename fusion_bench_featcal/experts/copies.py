@@ -7,7 +7,6 @@ FusionBench's loaders of classifiers set `model.forward = lambda ...` on the loa
 import copy
 from collections.abc import Callable, Iterable
 from types import CellType, FunctionType, MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ def copied_module(
         tensors: Parameters and buffers that are not copied. Tied ones stay tied.
         make: Returns what stands in place of one of them.
     """
-    stand_ins = dict[int, Any]()
+    stand_ins = dict[int, object]()
     for tensor in tensors:
         made = make(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -55,7 +54,7 @@ def _rebind(model: nn.Module, swap: Swap) -> nn.Module:
     return model
 
 
-def _rebound(value: object, swap: Swap) -> Any:
+def _rebound(value: object, swap: Swap) -> object:
     """Return a function, method or module with all modules that it refers to swapped."""
     if isinstance(value, nn.Module):
         return swap(value)

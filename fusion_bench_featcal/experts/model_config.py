@@ -82,7 +82,7 @@ def complete_config(config: Any) -> dict[str, Any] | None:
 
 
 @lru_cache
-def _with_defaults(text: str) -> dict[str, Any]:
+def _with_defaults(text: str) -> dict[str, object]:
     """Return the content of a config.json with its class's defaults for missing keys."""
     from transformers import CONFIG_MAPPING
 
@@ -95,7 +95,7 @@ def _with_defaults(text: str) -> dict[str, Any]:
 
 def _differences(
     config: Mapping[str, object], reference: Mapping[str, object], prefix: str = ""
-) -> Iterator[tuple[str, tuple[Any, Any]]]:
+) -> Iterator[tuple[str, tuple[object, object]]]:
     """Yield keys that make two configs different functions, joined with dots, and both values."""
     for key in filter(_counts, sorted(config.keys() & reference.keys())):
         values = config[key], reference[key]
@@ -156,7 +156,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Any] = []
+        self.operations: list[object] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The third argument of an embedding, its padding, has an effect on gradients alone.
@@ -171,7 +171,7 @@ def _kind(values: Mapping[str, Any]) -> str:
     return values.get("model_type", "")
 
 
-def _part(config: Mapping[str, object], model_type: object) -> Mapping[str, Any]:
+def _part(config: Mapping[str, object], model_type: object) -> Mapping[str, object]:
     """Return the part of a config with a model type (CLIP's vision tower), else all of it."""
     if config.get("model_type") == model_type:
         return config

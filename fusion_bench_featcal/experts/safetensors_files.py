@@ -234,7 +234,7 @@ def refuse_code(folder: Path) -> None:
         )
 
 
-def open_config(folder: Path) -> dict[str, Any] | None:
+def open_config(folder: Path) -> dict[str, object] | None:
     """Return the config.json of a model to calibrate, or None if it has none.
 
     Raises:

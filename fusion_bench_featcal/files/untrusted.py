@@ -36,7 +36,7 @@ def parse_sample(text: str) -> Any:
     return value
 
 
-def parse_json(data: bytes, path: Path) -> Any:
+def parse_json(data: bytes, path: Path) -> object:
     """Parse JSON of finite numbers. Errors name the path."""
     try:
         return json.loads(data, parse_constant=_refuse)
@@ -44,7 +44,7 @@ def parse_json(data: bytes, path: Path) -> Any:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> object:
     """Read a YAML file (see `parse_yaml`).
 
     Raises:
@@ -77,7 +77,7 @@ _Loader.add_implicit_resolver(  # 1e-5, which YAML 1.1 reads as a text
 )
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> object:
     """Parse plain YAML: values, lists and mappings.
 
     Raises:
@@ -93,5 +93,5 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"{line}{problem or text}") from error
 
 
-def _refuse(text: str) -> Any:
+def _refuse(text: str) -> object:
     raise ValueError(f"{text} is no number")

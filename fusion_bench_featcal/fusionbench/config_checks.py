@@ -93,7 +93,7 @@ def check_root_keys(names: Iterable[str], config: DictConfig) -> None:
         raise ValueError(f"{name} is unknown, and nothing would read it{nearest_hint(name, known)}")
 
 
-def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, Any]) -> None:
+def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, object]) -> None:
     """Refuse overrides of settings that a method's config leaves out, as its rule has none.
 
     Args:

@@ -61,7 +61,7 @@ class FeatCalJob(Callback):
         stop_explaining()
         speak(WORDS)
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
         """Check the config before FusionBench makes anything of it.
 
         Raises:
@@ -89,7 +89,7 @@ class FeatCalJob(Callback):
             text = masked(f"error: {error}")
             raise SystemExit(1 if is_helper(os.environ) else text) from error
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Switch FusionBench's prints off in every job of a sweep.
 
         Raises:
@@ -114,7 +114,7 @@ class FeatCalJob(Callback):
             *config.hydra.overrides.task,
         ]
 
-    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
         """Hide private texts, and adapt FusionBench before it makes the pools."""
         speak(WORDS)  # a job of a sweep may have a process of its own
         hide_private_texts(config)
@@ -127,7 +127,7 @@ class FeatCalJob(Callback):
         # FusionBench 0.2.33 does not read the switch.
         set_print_function_call_permeanent(bool(config.print_function_call))
 
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
         """Replace a mistake by its line. The traceback is in the log file, that of a bug is shown.
 
         Python prints the text of a `SystemExit` last, and exits with 1. If Hydra runs several jobs,
@@ -142,7 +142,7 @@ class FeatCalJob(Callback):
         elif not text.startswith("error: unexpected"):
             job_return.return_value = SystemExit(f"\n{text}")
 
-    def on_run_end(self, config: DictConfig, *, job_return: JobReturn, **kwargs: Any) -> None:
+    def on_run_end(self, config: DictConfig, *, job_return: JobReturn, **kwargs: object) -> None:
         """End a failed run here, because Hydra would print all overrides first."""
         if isinstance(job_return._return_value, SystemExit):
             raise job_return._return_value
@@ -169,7 +169,7 @@ class MaskingFormatter(logging.Formatter):
         return masked(super().format(record))
 
 
-def hide_private_texts(config: Any) -> None:
+def hide_private_texts(config: DictConfig) -> None:
     """Hide texts of the pools in messages, and in the files that Hydra has written for a job."""
     from fusion_bench_featcal.fusionbench.run_settings import POOLS, plain_config
 
@@ -250,13 +250,13 @@ def explained(error: BaseException) -> ValueError:
         refuse_settings_of_other_rules,
     )
 
-    cause: Any = error.__cause__
+    cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, name = error.missing_cfg_file.partition("/")
         hint = nearest_hint(name, [*(error.options or ()), *_configs_of(group)])
         return ValueError(f"there is no config {error.missing_cfg_file}{hint}")
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        root: Any = cause.parent_node
+        root = cause.parent_node
         try:
             if cause.full_key == cause.key and "method" in (root or ()):
                 check_root_keys([str(cause.key)], root)

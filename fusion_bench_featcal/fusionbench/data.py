@@ -6,6 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from fusion_bench import BaseModelPool
 from omegaconf import OmegaConf
 
@@ -39,10 +40,10 @@ def calibration_batches(
     settings: FeatCalSettings,
     processor: Any,
     *,
-    device: Any = None,
+    device: torch.device | str | None = None,
     positions: int = NO_LIMIT,
     ends: frozenset[int] = frozenset(),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Draw every task's calibration samples from a model pool.
 
     Datasets are opened at once. A task's samples depend only on the seed, its name and its dataset.

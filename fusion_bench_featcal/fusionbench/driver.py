@@ -36,7 +36,7 @@ class RowsMethod(DeclaredMethod):
         shares_processes: Whether several processes of the program share the calibrations.
     """
 
-    base_method: Any = None
+    base_method: object = None
     shares_processes: ClassVar[bool] = False
     _processes = Processes()
 

@@ -37,7 +37,7 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
 
     setting_kinds: ClassVar[Sequence[type[Settings]]] = ()
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         """Name the keys for FusionBench."""
         super().__init_subclass__(**options)
         names = [name for kind in cls.setting_kinds for name in kind.names()]

@@ -1,7 +1,6 @@
 """Checks of a pool's models: names before anything is fetched, then configs and headers."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from lightning import Fabric
 
@@ -84,7 +83,7 @@ def _check_precision(fabric: Fabric) -> None:
     )
 
 
-def check_experts(models: PoolModels, family: Any = None) -> list[str]:
+def check_experts(models: PoolModels, family: object = None) -> list[str]:
     """Load the base, if there is one, and compare experts with it by the headers of their files.
 
     Args:

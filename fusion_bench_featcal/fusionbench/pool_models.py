@@ -230,7 +230,7 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     """
     entry = modelpool._models.get(name)
     with at(f"modelpool.models.{name}", cause=partial(_cause, entry)), checked_adapters():
-        model: Any = local_pool(modelpool, name).load_model(name)
+        model = local_pool(modelpool, name).load_model(name)
         if not isinstance(model, nn.Module):
             raise CalibrationError(
                 f"it gives a {type(model).__name__}, not an nn.Module. Sources of weights work "
@@ -239,7 +239,7 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         return bind_own_functions(model)
 
 
-def _cause(entry: Any, error: Exception) -> str | None:
+def _cause(entry: object, error: Exception) -> str | None:
     """Return why an entry of a pool cannot be loaded. A loader may raise anything."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return None

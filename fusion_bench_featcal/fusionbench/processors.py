@@ -68,7 +68,7 @@ def load_input_processor(models: PoolModels) -> Any:
     return processor
 
 
-def _loaded(models: PoolModels, name: str, kind: Any) -> Any:
+def _loaded(models: PoolModels, name: str, kind: object) -> Any:
     """Load the entry of a pool's config, which some pools do not keep, or the base's processor."""
     pool, setting = models.pool, f"modelpool.{name}"
     config = getattr(getattr(pool, "_program", None), "_modelpool", None) or {}
@@ -113,7 +113,7 @@ def load_part(setting: str, entry: Any, kind: Any, **options: Any) -> Any:
     return build_part(setting, entry)
 
 
-def build_part(setting: str, entry: Any) -> Any:
+def build_part(setting: str, entry: object) -> object:
     """Instantiate a configuration with `_target_`. Return anything else unchanged.
 
     Raises:

@@ -13,6 +13,7 @@ import lightning
 import torch
 from hydra.utils import instantiate
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -58,7 +59,7 @@ def join_processes(algorithm: Any) -> Processes:
     return processes
 
 
-def open_fabric(config: Any) -> lightning.Fabric:
+def open_fabric(config: DictConfig) -> lightning.Fabric:
     """Return the Lightning Fabric of a config, without loggers. No process is started.
 
     Raises:

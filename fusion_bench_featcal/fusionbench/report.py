@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -209,7 +210,7 @@ class Report:
             write_run(folder, run)
 
 
-def config_of(pool: Any) -> Any:
+def config_of(pool: object) -> Any:
     """Return a pool's config, without the keys of this package."""
     config = plain_config(getattr(pool, "config", None))
     if not isinstance(config, Mapping):
@@ -232,7 +233,7 @@ def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
     return {INPUTS: digest_text(text)[:8]}
 
 
-def suite_name(modelpool: Any) -> str:
+def suite_name(modelpool: BaseModelPool) -> str:
     """Return the model pool's name on the command line, else its class."""
     from hydra.core.hydra_config import HydraConfig
 

@@ -31,7 +31,7 @@ Chosen = TypeVar("Chosen", bound=FeatCalSettings)
 _OF_SUITES = ("presets", "compare_with", "compare")
 
 
-def is_merger(value: Any) -> bool:
+def is_merger(value: object) -> bool:
     """Return True for a method's config, which has `_target_` or, for older methods, `name`."""
     return isinstance(value, Mapping) and bool({"_target_", "name"} & set(value))
 
@@ -163,7 +163,7 @@ def _checked_presets(settings: Chosen, presets: Any, key: str) -> dict[str, Chos
     return checked
 
 
-def with_preset(values: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+def with_preset(values: Mapping[str, Any], preset: Mapping[str, object]) -> dict[str, Any]:
     """Return values of settings with the changes of a preset.
 
     A preset with another rule has none of the values that belong to a rule, which may have no part
@@ -176,7 +176,7 @@ def with_preset(values: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[st
     return {name: values[name] for name in values if name not in dropped} | dict(preset)
 
 
-def refuse_other_rule(row: str, rule: Any, key: str) -> None:
+def refuse_other_rule(row: str, rule: object, key: str) -> None:
     """Refuse a row that is named like FeatCal+ and has another rule.
 
     Raises:
@@ -186,7 +186,7 @@ def refuse_other_rule(row: str, rule: Any, key: str) -> None:
         raise ValueError(f"{key}: the row {row} is FeatCal+: set {key}.rule=plus, or rename it")
 
 
-def plain_config(value: Any) -> Any:
+def plain_config(value: object) -> Any:
     """Return an OmegaConf value as plain Python objects, and anything else unchanged."""
     if isinstance(value, DictConfig | ListConfig):
         return OmegaConf.to_container(value, resolve=True)

@@ -47,7 +47,7 @@ def _copy_references(config: DictConfig, key: str) -> None:
 
     OmegaConf would replace them by empty mappings, and a task would lose its data.
     """
-    node: Any = config
+    node = config
     for part in key.split(".")[:-1] if key.startswith(_POOLS) else ():
         if not isinstance(node, DictConfig) or part not in node:
             return
@@ -88,13 +88,13 @@ def expand_task_lists(config: DictConfig) -> bool:
     return "modelpool" in with_lists
 
 
-def filled(node: Any, tasks: Iterable[str]) -> Any:
+def filled(node: object, tasks: Iterable[str]) -> Any:
     """Return a part of a config with an entry per task in place of each entry `*`."""
     if isinstance(node, list):
         return [filled(item, tasks) for item in node]
     if not isinstance(node, Mapping):
         return node
-    entries: dict[Any, Any] = {}
+    entries: dict[object, object] = {}
     for key, value in node.items():
         if key == EACH:
             entries |= {task: _of_task(value, task) for task in tasks if task not in node}
@@ -103,7 +103,7 @@ def filled(node: Any, tasks: Iterable[str]) -> Any:
     return entries
 
 
-def _of_task(node: Any, task: str) -> Any:
+def _of_task(node: object, task: str) -> object:
     """Return a part of a config with the task's name in place of each `*`."""
     if isinstance(node, Mapping):
         return {key: _of_task(value, task) for key, value in node.items()}
@@ -112,7 +112,7 @@ def _of_task(node: Any, task: str) -> Any:
     return node.replace(EACH, task) if isinstance(node, str) else node
 
 
-def _has_lists(node: Any) -> bool:
+def _has_lists(node: object) -> bool:
     if isinstance(node, list):
         return any(map(_has_lists, node))
     return isinstance(node, Mapping) and (EACH in node or any(map(_has_lists, node.values())))

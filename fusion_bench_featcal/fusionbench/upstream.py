@@ -125,7 +125,7 @@ class Upstream:
         }
 
 
-def merged_from_files(base_method: Any, models: PoolModels) -> nn.Module | None:
+def merged_from_files(base_method: object, models: PoolModels) -> nn.Module | None:
     """Merge models with one tensor of each in memory. The result equals the merger's bit by bit.
 
     Models are read in the dtype that the pool would use. It is only known if the pool loads all

@@ -39,7 +39,7 @@ _WITHOUT_BASE = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "VERA")
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
 
 
-def adapter_config(folder: Path) -> dict[str, Any]:
+def adapter_config(folder: Path) -> dict[str, object]:
     """Return the content of an adapter's config, of a method that changes weights.
 
     Raises:
@@ -210,7 +210,7 @@ def _unloaded(layer: Any) -> nn.Module:
     return layer
 
 
-def _reads_matrices(config: dict[str, Any]) -> bool:
+def _reads_matrices(config: dict[str, object]) -> bool:
     """Return whether PEFT may need the values of the base's matrices to load an adapter."""
     is_plain = config["peft_type"] in _WITHOUT_BASE
     is_plain = is_plain and config.get("init_lora_weights") in _PLAIN_STARTS
@@ -241,9 +241,9 @@ def checked_adapters() -> Iterator[None]:
     """
     from peft import PeftModel  # slow to import
 
-    load: Any = vars(PeftModel)["from_pretrained"]
+    load = vars(PeftModel)["from_pretrained"]
 
-    def checked(kind: Any, model: Any, adapter: Any, *args: Any, **options: Any) -> Any:
+    def checked(kind: object, model: Any, adapter: Any, *args: object, **options: object) -> Any:
         wrapped = load.__func__(kind, model, adapter, *args, **options)
         if (Path(adapter) / WEIGHTS).is_file():
             refuse_unpaired(wrapped, Path(adapter))

@@ -78,7 +78,7 @@ class ModelFiles:
             return None if self.folder.is_file() else open_config(self.folder)
 
     @cached_property
-    def generation_config(self) -> dict[str, Any] | None:
+    def generation_config(self) -> dict[str, object] | None:
         """Content of its generation_config.json, or None without one."""
         file = self.folder / "generation_config.json"
         return read_json(file) if file.is_file() else None
@@ -207,7 +207,7 @@ class ModelFiles:
         except Exception as error:  # any error of the class about its config's values
             raise self._error(f"config.json: {first_line(error)}") from error
 
-    def _config_of(self, kind: object) -> Any:
+    def _config_of(self, kind: object) -> object:
         """Return a config of transformers for the model's class, or for a part of it."""
         whole: Any = self.architecture
         declared, usual = (self.config or {}).get("model_type"), whole.config_class.model_type

@@ -125,7 +125,7 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
                 )
 
 
-def _pixel_settings(processor: Any) -> dict[str, Any]:
+def _pixel_settings(processor: Any) -> dict[str, object]:
     """Return the settings of an image processor that change pixels, without those switched off."""
     values = getattr(processor, "image_processor", processor).to_dict()
     settings = {

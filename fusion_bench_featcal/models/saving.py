@@ -131,7 +131,7 @@ def write_shards(
     write_index(folder, dict(sorted(weights.items())), size)
 
 
-def corrected_config(config: Mapping[str, Any], model: Any) -> dict[str, Any]:
+def corrected_config(config: Mapping[str, object], model: Any) -> dict[str, object]:
     """Return the content of a model's config.json that any release of transformers reads.
 
     `auto_map` goes, because it names code of the original folder. `tie_word_embeddings` becomes
@@ -186,7 +186,7 @@ def card_text(
         library: Keys of the card's head that name the library to load the model with.
         tags: Tags of the merged model's card, which this one has, too.
     """
-    head: dict[str, Any] = {**library, "tags": list(dict.fromkeys([*tags, "merge", "featcal"]))}
+    head: dict[str, object] = {**library, "tags": list(dict.fromkeys([*tags, "merge", "featcal"]))}
     notes = [] if report is None else report.notes
     named = (location for location in (base, *experts.values()) if location)
     ids = (at.partition("@")[0] for at in named if can_be_hub_id(at) and not Path(at).exists())
@@ -230,7 +230,7 @@ def _about(facts: CardFacts) -> str:
     return f"{title}\n\nMade by fusion_bench_featcal with {method}, {row}."
 
 
-def _changed(settings: Mapping[str, object]) -> Mapping[str, Any]:
+def _changed(settings: Mapping[str, object]) -> Mapping[str, object]:
     """Return the settings that differ from the defaults of their rule."""
     if "rule" not in settings:
         return settings

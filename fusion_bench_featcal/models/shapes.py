@@ -190,6 +190,6 @@ def show_shapes(shapes: Shapes, estimates: dict[str, Estimate]) -> None:
     counts = {"passes", "moments", "solves"}
     for key, label in rows.items():
         values = [getattr(estimate, key) for estimate in estimates.values()]
-        show: Any = (lambda v: f"{v / 1e12:.3g} TFLOP") if key in counts else bytes_text
+        show = (lambda v: f"{v / 1e12:.3g} TFLOP") if key in counts else bytes_text
         table.add_row(label, *map(show, values))
     Console().print(table)

@@ -1,7 +1,5 @@
 """Structures of models, and their filling."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -15,7 +13,7 @@ def untie(model: nn.Module, stored: ExpertSource) -> None:
         model: A model without weights.
         stored: Its weights.
     """
-    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    find = getattr(model, "get_output_embeddings", lambda: None)
     if (head := find()) is None:
         return
     head_name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)

@@ -161,7 +161,7 @@ def describe_device(device: object = "cpu") -> dict[str, Any]:
         `device`, `accelerator` (its marketing name, on a GPU), `cpu`, `cpu_cores` usable by this
         process, `torch_threads`, `platform`, as far as they are known.
     """
-    torch: Any = sys.modules.get("torch")
+    torch = sys.modules.get("torch")
     name, affinity = str(device), getattr(os, "sched_getaffinity", None)
     facts = {
         "device": name,

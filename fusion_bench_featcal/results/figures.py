@@ -209,7 +209,7 @@ def _scale(axes: "Axes", positions: Sequence[Any]) -> None:
 def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the look of each row, as keywords of `Axes.plot`."""
     others = zip(cycle(_OTHER_COLOURS), cycle(_OTHER_MARKS), cycle([5]), strict=False)
-    styles: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, object]] = {}
     for name in names:
         colour, mark, size = _LOOKS[name] if name in _LOOKS else next(others)
         styles[name] = {"color": colour, "marker": mark, "markersize": size,

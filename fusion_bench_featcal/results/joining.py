@@ -113,7 +113,7 @@ def _several(runs: Iterable[Run]) -> dict[str, list[str]]:
     return {name: sorted(several) for name, several in numbers.items() if len(several) > 1}
 
 
-def _point(row: Row, of_run: dict[str, Any]) -> dict[str, Any]:
+def _point(row: Row, of_run: dict[str, Any]) -> dict[str, object]:
     """Return the values that make a row another one: settings, conditions, samples, commits."""
     conditions = {f"run.{k}" if k in row.settings else k: v for k, v in row.conditions.items()}
     settings = {k: v for k, v in row.settings.items() if k not in SETTINGS_OF_THE_RUN}
@@ -121,7 +121,7 @@ def _point(row: Row, of_run: dict[str, Any]) -> dict[str, Any]:
     return dict(_flat(conditions | settings | of_run | ({SAMPLES: used} if used else {})))
 
 
-def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the entries of nested mappings by dotted names, with 1.0 as 1."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

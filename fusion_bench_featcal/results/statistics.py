@@ -102,7 +102,7 @@ def halves(row: BySeed) -> dict[str, float]:
     return {name: half for name, half in intervals.items() if half is not None}
 
 
-def common_seeds(row: BySeed, other: BySeed) -> list[Any]:
+def common_seeds(row: BySeed, other: BySeed) -> list[object]:
     """Return common seeds of two rows. A row without randomness fits every seed of the other."""
     seeds = {*row} & {*other} or {*(other if None in row else row if None in other else ())}
     return sorted(seeds, key=str)

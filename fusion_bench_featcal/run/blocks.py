@@ -50,7 +50,7 @@ def calibrate_block(problem: Problem, block: str) -> None:
     Its new parameters are stored, and all samples are advanced past it.
     """
     start, finished = time.perf_counter(), problem.output.read(block, problem.working)
-    merged, figures = tensors_under(problem.model, block), dict[str, Any]()
+    merged, figures = tensors_under(problem.model, block), dict[str, object]()
     narrow(problem, block)
     groups = [] if finished else groups_of(problem, block)
     for number, turn in enumerate(turns_of(problem.rule, groups)):
@@ -216,7 +216,7 @@ def sums_by_task(
 @exact_products()
 def solve(
     problem: Problem, block: str, sums: dict[Group, GroupSums]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return new parameters of a turn's groups, and figures of each linear module.
 
     Each group's sums are freed as soon as it is solved.
@@ -225,7 +225,7 @@ def solve(
         CalibrationError: If the solution cannot be trusted, naming block and module.
     """
     problem.progress.at(f"{block} · solve")
-    updates, figures = dict[str, Tensor](), dict[str, Any]()
+    updates, figures = dict[str, Tensor](), dict[str, object]()
     like = problem.model.state_dict(keep_vars=True)
     remedy, unsolved = problem.rule.remedy, message_of(UnsolvedError)
     for group in list(sums):

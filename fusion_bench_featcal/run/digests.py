@@ -34,7 +34,7 @@ def digest_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()[:_SHORT]
 
 
-def digest_inputs(batches: Iterable[Any]) -> str:
+def digest_inputs(batches: Iterable[object]) -> str:
     """Return the digest of batches: tensors, or mappings or tuples of tensors and plain values."""
     digest = hashlib.sha256()
     for inputs in batches:

@@ -38,7 +38,7 @@ class CalibrationLog:
     family: str = ""
     records: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, kind: str, record: dict[str, Any]) -> None:
+    def add(self, kind: str, record: dict[str, object]) -> None:
         """Append one record."""
         self.records.append({"kind": kind, **record})
 

@@ -257,7 +257,7 @@ def open_models(
     def opened(label: str, model: Any) -> LazyModel:
         with at(label):
             source = source_of(model)
-        options: Any = {"device": working.device, "optional": optional, "module": shared}
+        options = {"device": working.device, "optional": optional, "module": shared}
         lazy = LazyModel(label, source, like, **options)
         check_same_function(label, source.config, config)
         refuse_more_blocks(label, source, lazy.keys, stages)

@@ -84,7 +84,7 @@ class TorchProcesses(Processes):
             patience: Longest wait for another process that is alive.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._gloo: Any = dist.new_group(backend="gloo", timeout=patience)
+        self._gloo: object = dist.new_group(backend="gloo", timeout=patience)
 
     def gather(self, value: Value) -> list[Value]:
         """Exchange values over gloo."""

@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def progress_bar(
-    items: Iterable[Any] | None = None,
+    items: Iterable[object] | None = None,
     *,
     total: int | None = None,
     what: str = "",

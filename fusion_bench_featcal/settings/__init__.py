@@ -63,10 +63,10 @@ class FeatCalSettings(PoolDraw, Texts, Options, RuleSettings):
         return completed
 
     @classmethod
-    def plus(cls, **changes: Any) -> Self:
+    def plus(cls, **changes: object) -> Self:
         """Return the settings of FeatCal+ (docs/method.md), with changes by name."""
         return cls(**{"rule": "plus", **changes})
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Return a checked copy with changes by name."""
         return replace(self, **changes)

@@ -110,7 +110,7 @@ class Options(Draw, Blocks):
         """Return the names of the settings whose null stands for the rule's value."""
         return tuple(field.name for field in settings_of(cls) if field.metadata.get("by_rule"))
 
-    def of_the_model(self) -> dict[str, Any]:
+    def of_the_model(self) -> dict[str, object]:
         """Return the options that change the calibrated model, but for the family, by name."""
         others = (*SETTINGS_OF_THE_RUN, "family")
         return {name: value for name, value in self.by_name.items() if name not in others}

@@ -144,7 +144,7 @@ def register_class_names() -> None:
         if error.name != "fusion_bench":
             raise
         return
-    table: dict[str, Any] = CLIPTemplateFactory._dataset_mapping
+    table: dict[str, object] = CLIPTemplateFactory._dataset_mapping
     for name in TASKS:
         if name not in table:
             arrays = load_arrays(name)

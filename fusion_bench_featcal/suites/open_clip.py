@@ -58,7 +58,7 @@ class OpenClipPool(BaseModelPool):
         return instantiate(self._processor) if is_config else self._processor
 
     def save_model(  # type: ignore[override]
-        self, model: nn.Module, path: str | os.PathLike[str], **unused: Any
+        self, model: nn.Module, path: str | os.PathLike[str], **unused: object
     ) -> None:
         """Save a model's weights in a folder, under open_clip's file name."""
         folder = Path(path)

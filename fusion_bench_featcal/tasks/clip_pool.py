@@ -58,9 +58,9 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         base_model: str | None = None,
         processor: Any = None,
         clip_model: Any = None,
-        data_processor: Any = None,
-        dataloader_kwargs: Mapping[str, Any] | None = None,
-        **fusion_bench: Any,
+        data_processor: object = None,
+        dataloader_kwargs: Mapping[str, object] | None = None,
+        **fusion_bench: object,
     ) -> None:
         """Check the settings. `opened` opens the data, `setup` loads the CLIP model.
 
@@ -112,7 +112,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         return self._definitions.get(task, TaskDefinition()).data is not None
 
     @property
-    def _named_data(self) -> Mapping[str, Any]:
+    def _named_data(self) -> Mapping[str, object]:
         defined = {name: task.data for name, task in self._definitions.items()}
         return self._test_datasets | defined | self._test_datasets  # in this order
 
@@ -132,7 +132,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         self.data_processor = load_part("taskpool.data_processor", images, CLIPProcessor)
         return super().opened
 
-    def _open(self, task: str, rows: Any, setting: str) -> Any:
+    def _open(self, task: str, rows: object, setting: str) -> Any:
         definition = self._definitions.get(task, TaskDefinition())
         self._open_tasks[task] = opened = open_task(task, definition, rows, setting)
         items = PixelItems(opened.items, self.data_processor)

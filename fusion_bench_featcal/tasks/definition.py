@@ -18,7 +18,7 @@ Templates = Sequence[Callable[[str], str]]
 DEFAULT_TEMPLATE = "a photo of a {}."
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, Mapping) and "_target_" in value)
 
 
@@ -28,7 +28,7 @@ def _are_names(value: Any) -> bool:
     return are_names and len(set(map(str, value))) == len(value) > 0
 
 
-def _are_templates(value: Any) -> bool:
+def _are_templates(value: object) -> bool:
     texts = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(text, str) and "{}" in text for text in texts)
 
@@ -60,7 +60,7 @@ class TaskDefinition:
     )
 
 
-def parse_tasks(tasks: Any, name: str = "taskpool.tasks") -> dict[str, TaskDefinition]:
+def parse_tasks(tasks: object, name: str = "taskpool.tasks") -> dict[str, TaskDefinition]:
     """Parse the mapping `tasks` of a task pool.
 
     Raises:
@@ -87,7 +87,7 @@ class OpenTask:
     templates: Templates
 
 
-def open_task(name: str, task: TaskDefinition, rows: Any, setting: str) -> OpenTask:
+def open_task(name: str, task: TaskDefinition, rows: object, setting: str) -> OpenTask:
     """Open a task's items, with FusionBench's class names and prompts if it knows the task.
 
     Other tasks are registered there, for all of its CLIP classes.
@@ -128,7 +128,7 @@ def open_task(name: str, task: TaskDefinition, rows: Any, setting: str) -> OpenT
 
 
 def _items(
-    task: TaskDefinition, classnames: Sequence[str] | None, rows: Any, setting: str
+    task: TaskDefinition, classnames: Sequence[str] | None, rows: object, setting: str
 ) -> ImageItems:
     """Return a task's items. Only data of the definition may have several splits to choose from."""
     columns: Any = {"image_column": task.image_column, "label_column": task.label_column}
@@ -149,7 +149,7 @@ class _OwnTask(dict):
 
 def _entry(task: str) -> tuple[list[str], Templates] | None:
     """Return class names and prompts that FusionBench or another plugin has for a task, if any."""
-    table: Mapping[str, Any] = CLIPTemplateFactory._dataset_mapping
+    table: Mapping[str, object] = CLIPTemplateFactory._dataset_mapping
     if task not in table or isinstance(table[task], _OwnTask):
         return None
     classnames, templates = CLIPTemplateFactory.get_classnames_and_templates(task)

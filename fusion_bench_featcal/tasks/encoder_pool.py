@@ -110,7 +110,7 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
         heads: Mapping[str, Mapping[str, Any]] | None = None,
         pooling: str | None = None,
         batch_size: int = 64,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         """Check the settings. `opened` opens the data, `setup` loads the base.
 
@@ -180,7 +180,7 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
         self._is_text = hasattr(self.processor, "model_max_length")
         return super().opened
 
-    def _open(self, task: str, rows: Any, setting: str) -> EncoderTask:
+    def _open(self, task: str, rows: object, setting: str) -> EncoderTask:
         head, size = self.heads.setdefault(task, Head()), self.batch_size
         opened, reader = (
             (_open_texts, self._tokenized) if self._is_text else (_open_images, self.processor)
@@ -238,7 +238,7 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
             return tests.score(model)
 
 
-def _open_texts(source: Any, name: str, head: Head, tokenized: Any, size: int) -> EncoderTask:
+def _open_texts(source: object, name: str, head: Head, tokenized: Any, size: int) -> EncoderTask:
     """Read all texts of a task. Batches are sorted by their length, which pads them little."""
     rows = TextRows(load_texts(source, "test") if isinstance(source, str) else source, name)
     values = [rows[number].get(LABEL) for number in range(len(rows))]
@@ -266,7 +266,7 @@ def _text_of(rows: TextRows, number: int) -> str:
     return text
 
 
-def _open_images(source: Any, name: str, head: Head, processor: Any, size: int) -> EncoderTask:
+def _open_images(source: object, name: str, head: Head, processor: Any, size: int) -> EncoderTask:
     rows = load_images(source, usual_split="test") if isinstance(source, str) else source
     items = ImageItems(rows, name=name, classnames=head.class_names)
     labels = items.labels or [items.read(number)[1] for number in range(len(items))]
@@ -277,7 +277,7 @@ def _open_images(source: Any, name: str, head: Head, processor: Any, size: int) 
     return EncoderTask(name, classes, labels, lambda _: batches)  # type: ignore[arg-type]
 
 
-def _require_labels(labels: Sequence[Any], name: str) -> None:
+def _require_labels(labels: Sequence[object], name: str) -> None:
     if not labels:
         raise CalibrationError(f"{name} has no test rows")
     if None in labels:

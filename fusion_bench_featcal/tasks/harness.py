@@ -11,6 +11,7 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseTaskPool
 from fusion_bench.mixins import LightningFabricMixin
+from torch import nn
 from transformers import AutoTokenizer
 
 from fusion_bench_featcal.data.loading import unloadable
@@ -46,7 +47,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         apply_chat_template: bool = False,
         limit: int | None = None,
         confirm_run_unsafe_code: bool = False,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         """Check the settings.
 
@@ -81,7 +82,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         self.apply_chat_template = apply_chat_template
         self.confirm_run_unsafe_code = confirm_run_unsafe_code
 
-    def evaluate(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def evaluate(self, model: nn.Module, *args: object, **kwargs: object) -> dict[str, Any]:
         """Evaluate a model on all tasks.
 
         Returns:
@@ -95,7 +96,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
 
         tokenizer, index = self.opened
         model = model.to(self.fabric.device).eval()
-        done: Any = lm_eval.simple_evaluate(
+        done = lm_eval.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),
             tasks=list(self.tasks),
             task_manager=index,

@@ -32,7 +32,7 @@ class ItemPool(LightningFabricMixin):
     _setting_of_data = "taskpool.test_datasets.{}"
     _keys_by_task: Sequence[str] = ()  # attributes that are mappings of tasks
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Pass all arguments to the task pool."""
         super().__init__(*args, **kwargs)
         self.item_correct: dict[str, Tensor] = {}
@@ -52,7 +52,7 @@ class ItemPool(LightningFabricMixin):
             opened[task] = self._open(task, build_part(setting, data), setting)
         return opened
 
-    def _open(self, task: str, rows: Any, setting: str) -> Any:
+    def _open(self, task: str, rows: object, setting: str) -> Any:
         """Open a task's rows, and read the first one."""
         raise NotImplementedError
 
@@ -89,14 +89,14 @@ class ItemPool(LightningFabricMixin):
             if score.correct is not None:
                 self.item_correct[task] = score.correct
         trainable, total = count_parameters(model)
-        info: dict[str, Any] = {"trainable_params": trainable, "all_params": total}
+        info: dict[str, object] = {"trainable_params": trainable, "all_params": total}
         info |= {"trainable_percentage": trainable / total} | ({"name": name} if name else {})
         measured = {t: {"accuracy": s.accuracy, "loss": s.loss} for t, s in scores.items()}
         average = {k: fmean(m[k] for m in measured.values()) for k in ("accuracy", "loss")}
         return {"model_info": info, **measured, "average": average}
 
     @property
-    def test_data(self) -> dict[str, Any]:
+    def test_data(self) -> dict[str, object]:
         """Data of tasks by name: this pool's, else the model pool's. Nothing is opened.
 
         Raises:
@@ -122,7 +122,7 @@ class ItemPool(LightningFabricMixin):
         return data
 
     @property
-    def _named_data(self) -> Mapping[str, Any]:
+    def _named_data(self) -> Mapping[str, object]:
         """Task -> its data in this pool's config, or None for the model pool's."""
         return self._test_datasets or {}
 

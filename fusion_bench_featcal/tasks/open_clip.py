@@ -37,7 +37,7 @@ class _ImageEncoder(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return features `[batch, d]` in the model's dtype."""
-        encode: Any = getattr(self.model, "encode_image", self.model)
+        encode = getattr(self.model, "encode_image", self.model)
         return encode(pixels.to(next(self.model.parameters()).dtype))
 
 

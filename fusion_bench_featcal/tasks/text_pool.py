@@ -62,12 +62,12 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         self,
         test_datasets: Mapping[str, Any] | None = None,
         *,
-        tokenizer: Any,
+        tokenizer: object,
         metrics: Mapping[str, Metric] | None = None,
         batch_size: int = 128,
         max_new_tokens: int | None = None,
         max_length: int | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         """Check the settings. `opened` loads data and tokenizer.
 
@@ -108,7 +108,7 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         self.tokenizer = load_part("taskpool.tokenizer", self._tokenizer, AutoTokenizer)
         return super().opened
 
-    def _open(self, task: str, rows: Any, setting: str) -> TextRows:
+    def _open(self, task: str, rows: object, setting: str) -> TextRows:
         if isinstance(rows, str):
             with at(setting, cause=unloadable):
                 rows = load_texts(rows, "test")
@@ -147,7 +147,7 @@ class TextTaskPool(ItemPool, BaseTaskPool):
             _require_target(text)
         return batches.by_length()
 
-    def _correlation(self, model: Any, batches: TextBatches) -> float:
+    def _correlation(self, model: nn.Module, batches: TextBatches) -> float:
         """Return Spearman's correlation of generated answers and targets."""
         encoder, decode = batches.encoder, partial(self.tokenizer.decode, skip_special_tokens=True)
         ids = [[i for i in sample.labels or () if i != NO_TARGET] for sample in batches.encoded]

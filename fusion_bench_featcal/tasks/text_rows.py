@@ -37,7 +37,7 @@ def load_glue(name: str, split: str, path: str = GLUE) -> ComputedRows:
     rows = load_hub_split(path, name, split)
 
     def make(index: int) -> dict[str, Any]:
-        row: Mapping[str, Any] = rows[index]
+        row: Mapping[str, object] = rows[index]
         prompt, target = processor.preprocess(**{k: row[k] for k in row if k != "idx"})
         return {"prompt": prompt, "target": target if row["label"] >= 0 else ""}  # -1: withheld
 
@@ -76,7 +76,7 @@ def load_chats(
     rows = load_hub_split(path, name, split).select_columns(columns)
 
     def make(index: int) -> dict[str, Any]:
-        row: Mapping[str, Any] = rows[index]
+        row: Mapping[str, object] = rows[index]
         if prompt is None or answer is None:
             return {"messages": row[messages]}
         question = {"role": "user", "content": row[prompt]}

@@ -107,7 +107,7 @@ class CellRunner:
                 log.warning("%s. It runs again", error)
         lightning.seed_everything(self.settings.seed, verbose=False)
         merger, config = (cell.merger.name, cell.merger.config) if cell.merger else ("", None)
-        names: Any = {"suite": self.suite, "merger": merger, "base_method": config}
+        names = {"suite": self.suite, "merger": merger, "base_method": config}
         report = Report(self.inputs, tasks=self.tasks, tasks_label=self.tasks_label, **names)
         try:
             files = self._add(cell, report)

@@ -177,7 +177,7 @@ def _row(name: str, config: object, settings: ComparisonSettings) -> Cell:
     return Cell(row=name, method=method, config=config)
 
 
-def _drawing_alike(config: object, settings: ComparisonSettings, setting: str) -> dict[str, Any]:
+def _drawing_alike(config: object, settings: ComparisonSettings, setting: str) -> dict[str, object]:
     """Return a method's config, with the comparison's seed and samples where it names none."""
     if not isinstance(config, Mapping) or "_target_" not in config:
         raise ValueError(f"{setting} must have a _target_, got {config!r}")

@@ -40,7 +40,7 @@ def _point_lines(row: str, task: str, features: Tensor, measures: Measures) -> I
         yield _line(row, task, "pca_2", two, block=f"item {number}")
 
 
-def _line(row: str, task: str, metric: str, value: float, **dimensions: Any) -> Line:
+def _line(row: str, task: str, metric: str, value: float, **dimensions: object) -> Line:
     value = float(f"{value:.{_DIGITS}g}")
     return {"row": row, "task": task, **dimensions, "metric": metric, "value": value}
 

@@ -122,7 +122,7 @@ def running(model: nn.Module, device: torch.device) -> Iterator[None]:
 def _compare(
     model: nn.Module,
     expert: nn.Module,
-    inputs: Any,
+    inputs: object,
     items: int,
     settings: FeatCalSettings,
     family: Family,
@@ -143,7 +143,7 @@ def _compare(
     def keep(block: str, _: nn.Module, __: object, output: object) -> None:
         outputs[block] = hidden_output(output).to("cpu", copy=True)
 
-    def cross(block: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def cross(block: str, _: nn.Module, args: Any, kwargs: dict[str, object]) -> None:
         """Run the model's block on the inputs of the expert's block."""
         copies = {name: _copy(value) for name, value in kwargs.items()}
         crossed[block] = hidden_output(model.get_submodule(block)(*map(_copy, args), **copies))
@@ -194,7 +194,7 @@ def _final(model: nn.Module, inputs: object, pooling: Pooling | None) -> Tensor:
     return final_features(getattr(model, "base_model", model), inputs, pooling).flatten(1)
 
 
-def _copy(value: object) -> Any:
+def _copy(value: object) -> object:
     """Copy a block's argument for another run. A cache becomes None, because it stores a run."""
     return value.clone() if isinstance(value, Tensor) else without_cache(value)
 

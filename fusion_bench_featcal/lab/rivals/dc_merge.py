@@ -1,7 +1,6 @@
 """DC-Merge (arXiv 2603.06242): task matrices merged in one orthogonal basis for all tasks."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -63,7 +62,7 @@ class DCMerge(
         base: nn.Module,
         experts: Mapping[str, nn.Module | ExpertSource],
         *,
-        device: Any = None,
+        device: torch.device | str | None = None,
     ) -> nn.Module:
         """Merge experts, with one matrix of each in memory at a time.
 

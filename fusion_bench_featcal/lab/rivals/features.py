@@ -51,11 +51,11 @@ def final_states(model: nn.Module, final_norm: str, inputs: object) -> Tensor:
     return _capture(model, model.get_submodule(final_norm).register_forward_hook, inputs)
 
 
-def _capture(model: nn.Module, register: Callable[..., Any], inputs: object) -> Tensor:
+def _capture(model: nn.Module, register: Callable[..., object], inputs: object) -> Tensor:
     """Run a model up to a hook. Return the last argument of the hook, or its first entry."""
     captured: list[Any] = []
 
-    def stop(*args: Any) -> None:
+    def stop(*args: object) -> None:
         captured.append(args[-1])
         raise stop_forward()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -28,7 +28,7 @@ class MethodAlgorithm(RowsMethod):
 
     kind: ClassVar[type[Method]]
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         """Take the settings from the kind."""
         cls.setting_kinds = [cls.kind] if hasattr(cls.kind, "merge") else [cls.kind, MergedBy]
         super().__init_subclass__(**options)
