@@ -1,7 +1,5 @@
 """Sizes of calibration batches: the user's, or by the device."""
 
-from typing import Any
-
 import torch
 
 _ON_CPU = 16
@@ -11,7 +9,9 @@ _ON_GPU = 64
 _TOKENS_ON_GPU = 8_192
 
 
-def batch_size_of(chosen: Any, device: Any = None, longest: int | None = None) -> int:
+def batch_size_of(
+    chosen: int | str, device: torch.device | str | None = None, longest: int | None = None
+) -> int:
     """Return the number of samples that run through a block together.
 
     Args:

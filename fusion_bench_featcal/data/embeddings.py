@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 TEMPERATURE = 0.05
@@ -25,7 +25,7 @@ class Pooling:
     mode: Mode = "mean"
     max_length: int | None = None
 
-    def features(self, model: Any, inputs: Any) -> Tensor:
+    def features(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the embeddings `[batch, d]` of a model's inputs, not normalised, in float32."""
         states = model(**inputs).last_hidden_state.float()
         mask = inputs.get("attention_mask")

@@ -151,7 +151,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         """Return a digest of a stored image, which tells repeated ones."""
         return digest_of(self.read(index)[0])
 
-    def picture(self, stored: Any, index: int) -> Image.Image:
+    def picture(self, stored: object, index: int) -> Image.Image:
         """Return the RGB picture of a stored image.
 
         Raises:

@@ -38,7 +38,7 @@ class Chat(NamedTuple):
     unread: tuple[str, ...]
 
 
-def render(tokenizer: Any, turns: list[Turn], name: str, **values: Any) -> str:
+def render(tokenizer: Any, turns: list[Turn], name: str, **values: object) -> str:
     """Return a chat as the template writes it, on one day whatever the date is.
 
     Args:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from logging import getLogger
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
@@ -30,7 +30,7 @@ class TextBatches:
     settings: FeatCalSettings
     encoder: TextEncoder
     load_expert: Callable[[], nn.Module]  # called if the expert writes the targets
-    device: Any = None  # of the calibration and of an expert that writes targets
+    device: torch.device | str | None = None  # of the calibration and of experts that write targets
 
     @property
     def samples(self) -> int:

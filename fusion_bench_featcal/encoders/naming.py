@@ -13,7 +13,7 @@ DEFAULT = "SentenceTransformer"
 _CLASS = "config_sentence_transformers.json"
 
 
-def class_of(folder: Path, config: Mapping[str, Any] | None = None) -> str:
+def class_of(folder: Path, config: Mapping[str, object] | None = None) -> str:
     """Return the name of the class that opens a folder, or an empty text for other models.
 
     Folders of embedding models list their modules. Rerankers of earlier releases have no list, but

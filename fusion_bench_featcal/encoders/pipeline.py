@@ -1,7 +1,7 @@
 """A whole encoder as the model that is calibrated: the transformer's blocks, and the tail."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,7 +157,7 @@ def linear_tail(
         same = (s[n].shape == own[n].shape for s in states for n in own.keys() & s.keys())
         return all(same) and all(owners[id(parameter)] == 1 for parameter in own.values())
 
-    def note(name: str) -> Any:
+    def note(name: str) -> Callable[..., None]:
         return lambda _, __, output: calls.append((name, hidden_output(output).shape[:-1]))
 
     def output(*hooks: object) -> Tensor:

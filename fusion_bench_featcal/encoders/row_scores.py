@@ -45,7 +45,7 @@ class EncoderTests:
             return self.evaluate(twin)
 
 
-def read_once(method: Any, inputs: Iterable[Any], **options: Any) -> dict[Any, Any]:
+def read_once(method: Any, inputs: Iterable[Any], **options: object) -> dict[Any, Any]:
     """Return input -> what a model's method returns, which reads each input once."""
     different = sorted({*inputs})  # in an order that no process changes
     results = method(different, show_progress_bar=False, **options)

@@ -34,7 +34,7 @@ class Grant:
     bytes: int
     omitted: Mapping[str, list[str]]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON, with the modules that are not read."""
         not_read = {t: list(dict.fromkeys(map(_module, n))) for t, n in self.omitted.items() if n}
         return {"limit": self.limit, "full": self.full, "bytes": self.bytes, "not_read": not_read}

@@ -124,7 +124,7 @@ def _is_same_function(config: Mapping[str, object], reference: Mapping[str, obje
 
 @lru_cache
 @torch.no_grad()
-def _operations(text: str) -> tuple[list[Any], dict[str, bytes]]:
+def _operations(text: str) -> tuple[list[object], dict[str, bytes]]:
     """Return the operations of a model on a sample with all their numbers, and its buffers.
 
     Args:

@@ -1,10 +1,9 @@
 """Classes of users, which settings name."""
 
 from pkgutil import resolve_name
-from typing import Any
 
 
-def named_class(target: object, setting: str, example: str) -> Any:
+def named_class(target: object, setting: str, example: str) -> type:
     """Return the class that a setting names by `_target_`.
 
     Args:

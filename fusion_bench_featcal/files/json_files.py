@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
-from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
 
@@ -25,7 +24,7 @@ def json_lines(records: Iterable[Mapping[str, object]]) -> str:
     return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
 
 
-def plain(value: object, label: str) -> Any:
+def plain(value: object, label: str) -> object:
     """Convert dataclasses, mappings, sequences, paths and scalars to JSON values.
 
     Args:

@@ -35,7 +35,7 @@ _warn_once = cache(warn_of_few_samples)  # a run opens its datasets several time
 
 
 def calibration_batches(
-    modelpool: Any,
+    modelpool: BaseModelPool,
     task_names: Sequence[str],
     settings: FeatCalSettings,
     processor: Any,
@@ -89,7 +89,7 @@ def calibration_batches(
     return batches
 
 
-def with_own_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> Any:
+def with_own_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> BaseModelPool:
     """Return a copy of the pool with `calibration_data` in its datasets of `calibration_split`.
 
     Raises:

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_featcal.errors.words import speaking
@@ -76,7 +76,7 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     return Plan(tuple(downloads), read, first, writes, rows, strengths, jobs)
 
 
-def _checked(config: Any) -> tuple[Any, Any]:
+def _checked(config: DictConfig) -> tuple[Any, Any]:
     """Make the parts of a run as FusionBench's program does, with the run's checks of names.
 
     Args:
@@ -132,7 +132,7 @@ def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:
 
 
 @contextlib.contextmanager
-def _composed(words: list[str]) -> Iterator[Any]:
+def _composed(words: list[str]) -> Iterator[DictConfig]:
     """Yield the config of a run, which is that of Hydra's job."""
     try:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):

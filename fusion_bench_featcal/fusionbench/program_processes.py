@@ -73,7 +73,7 @@ def open_fabric(config: DictConfig) -> lightning.Fabric:
         raise ValueError(f"fabric cannot be made: {first_line(error)}") from error
 
 
-def fabric_alone(fabric: Any, *, first: bool) -> Any:
+def fabric_alone(fabric: Any, *, first: bool) -> lightning.Fabric:
     """Return a Fabric for this process alone. The `first` process keeps the loggers."""
     strategy = SingleDeviceStrategy(
         device=fabric.device, accelerator=fabric.accelerator, precision=fabric._precision

@@ -56,7 +56,7 @@ class Report:
         *,
         suite: str,
         merger: str,
-        base_method: Any = None,
+        base_method: object = None,
         tasks: Sequence[str] | None = None,
         tasks_label: int | str | None = None,
     ) -> None:

@@ -89,7 +89,7 @@ class Choices(Generic[Chosen]):
     save: str  # the row that is saved and returned
 
 
-def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) -> list[Any]:
+def read_settings(values: Mapping[str, object], kinds: Sequence[type[Settings]]) -> list[Any]:
     """Build the dataclasses of a method's settings from its keys.
 
     Args:
@@ -110,7 +110,7 @@ def read_settings(values: Mapping[str, Any], kinds: Sequence[type[Settings]]) ->
     return [kind(**of_kind) for kind, of_kind in zip(kinds, of_kinds, strict=True)]
 
 
-def suite_of(program: Any) -> dict[str, Any]:
+def suite_of(program: object) -> dict[str, object]:
     """Return the key `featcal` of the running program's model pool, or nothing."""
     return plain_config(getattr(program, "_modelpool", {}).get("featcal")) or {}
 

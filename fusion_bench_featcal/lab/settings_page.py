@@ -34,7 +34,7 @@ def algorithm_class(method: str) -> Any:
     return ALGORITHMS[method]
 
 
-def settings_of_method(method: str) -> list[Field[Any]]:
+def settings_of_method(method: str) -> list[Field[object]]:
     """Return the declared settings of a method."""
     return [field for kind in algorithm_class(method).setting_kinds for field in settings_of(kind)]
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -59,7 +58,7 @@ class Plan:
         folders = ([constants.HF_HUB_CACHE] if self.downloads else []) + [*self.writes]
         return {folder: free_space(Path(folder)) for folder in folders}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON."""
         return {**asdict(self), "free": self.free}
 

@@ -241,7 +241,7 @@ def _lines(results: Results, metric: str) -> list[FrameLine]:
     mergers = list(dict.fromkeys((row.suite, row.merger) for row in results.rows))
     names = list(dict.fromkeys(row.name for row in results.rows))
 
-    def order(line: FrameLine) -> tuple[Any, ...]:
+    def order(line: FrameLine) -> tuple[object, ...]:
         row = line.first
         references = (suites.index(row.suite), bool(row.merger), row.name != BASE)
         labels = [(isinstance(value, str), value) for value in row.labels.values()]

@@ -295,7 +295,7 @@ def calibration_log(row: str) -> str:
 
 def conditions_of(
     merger: str, of_merger: Mapping[str, object], settings: Mapping[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the upstream merger's settings as conditions of a row made from its model.
 
     Keys that the row's settings have too get the merger's name.

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +37,7 @@ def digest_inputs(batches: Iterable[object]) -> str:
     """Return the digest of batches: tensors, or mappings or tuples of tensors and plain values."""
     digest = hashlib.sha256()
     for inputs in batches:
-        entries: Iterable[tuple[Any, Any]]
+        entries: Iterable[tuple[object, object]]
         if isinstance(inputs, Mapping):
             entries = sorted(inputs.items())
         else:

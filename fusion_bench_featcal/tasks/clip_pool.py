@@ -57,7 +57,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         tasks: Mapping[str, Any] | None = None,
         base_model: str | None = None,
         processor: Any = None,
-        clip_model: Any = None,
+        clip_model: object = None,
         data_processor: object = None,
         dataloader_kwargs: Mapping[str, object] | None = None,
         **fusion_bench: object,

@@ -107,7 +107,7 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
         *,
         base_model: str,
         processor: Any = None,
-        heads: Mapping[str, Mapping[str, Any]] | None = None,
+        heads: Mapping[str, Mapping[str, object]] | None = None,
         pooling: str | None = None,
         batch_size: int = 64,
         **unknown: object,

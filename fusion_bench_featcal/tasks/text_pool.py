@@ -136,7 +136,7 @@ class TextTaskPool(ItemPool, BaseTaskPool):
                 return Score(self._correlation(model, batches), score.losses, None)
         return score
 
-    def _opened(self, task: str, kind: TextKind, model: Any) -> tuple[TextBatches, list[int]]:
+    def _opened(self, task: str, kind: TextKind, model: nn.Module) -> tuple[TextBatches, list[int]]:
         """Tokenise a task's rows for a kind of model. Return also their order."""
         rows = self.test_dataloaders[task]
         limits = positions_of(model), end_tokens(model)

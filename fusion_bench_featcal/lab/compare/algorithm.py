@@ -48,7 +48,7 @@ class ComparisonAlgorithm(DeclaredMethod):
     name = "compare"
     setting_kinds = (ComparisonSettings,)
 
-    def __init__(self, **keys: Any) -> None:
+    def __init__(self, **keys: object) -> None:
         """Store the settings. `run` checks the names, together with those of the model pool.
 
         Raises:

@@ -158,10 +158,10 @@ def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[
     return points
 
 
-def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[Any, ErrorBar]]:
+def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[object, ErrorBar]]:
     """Return row -> gain in cosine -> gain in accuracy over the merged model, for each task."""
     cosines, accuracies = by_task(run, "final_cosine"), by_task(run, "accuracy")
-    gains: dict[str, dict[Any, ErrorBar]] = {}
+    gains: dict[str, dict[object, ErrorBar]] = {}
     for row in (row for row in rows if row not in (BASE, run.merger)):
         if {row, run.merger} <= {*cosines} & {*accuracies}:
             of_cosine = (cosines[row] - cosines[run.merger]).sort_values()

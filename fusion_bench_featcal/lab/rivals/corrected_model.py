@@ -127,7 +127,7 @@ class CorrectedModel(nn.Module):
         finally:
             self.task = before
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the merged model, corrected for the set task if it is a language model."""
         if self.final_norm is not None:
             with self._correcting():
@@ -136,7 +136,7 @@ class CorrectedModel(nn.Module):
         self._last = args, kwargs, output
         return output
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """Generate with a language model, corrected for the set task at every position."""
         with self._correcting():
             return self.model.generate(*args, **kwargs)
@@ -144,7 +144,7 @@ class CorrectedModel(nn.Module):
     def _correcting(self) -> Any:
         return corrected_outputs(self.model, [self.final_norm], self.correction(self.task))
 
-    def features(self, task: str, pixel_values: Tensor | None = None, **inputs: Any) -> Tensor:
+    def features(self, task: str, pixel_values: Tensor | None = None, **inputs: object) -> Tensor:
         """Return corrected features `[batch, d]` of images or texts, not normalised."""
         if pixel_values is not None:
             inputs["pixel_values"] = pixel_values
@@ -178,7 +178,7 @@ class CorrectedModel(nn.Module):
         corrected = raw / raw.norm(dim=-1, keepdim=True)
         return corrected, features, features - corrected
 
-    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
+    def save_pretrained(self, folder: str | Path, **kwargs: object) -> None:
         """Save the merged model by its `save_pretrained`, and the corrections in that folder."""
         self.model.save_pretrained(folder, variant=VARIANT, **kwargs)
         correct_configs(self.model, Path(folder))
@@ -190,7 +190,7 @@ class CorrectedModel(nn.Module):
         )
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Self:
+    def from_pretrained(cls, folder: str | Path, **kwargs: object) -> Self:
         """Load a model that `save_pretrained` saved. `kwargs` are of the merged model's class.
 
         Raises:
