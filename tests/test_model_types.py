@@ -10,8 +10,6 @@ IN_CI = [pytest.mark.slow, pytest.mark.ci]
 TABLE = [
     pytest.param(row, id=f"{row.name}-{row.kind}", marks=IN_CI[: 2 - row.slow]) for row in ROWS
 ]
-    pytest.param(row, id=f"{row.name}-{row.kind}", marks=IN_CI[: 2 - row.slow]) for row in ROWS
-]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules

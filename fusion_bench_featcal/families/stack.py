@@ -150,7 +150,7 @@ class Stack(Family):
         No block runs: those of earlier stages return their outputs, or else what they receive.
         """
         before, blocks = [name for stage in stages[:index] for name in stage], stages[index]
-        after = [stage[0] for stage in stages[index + 1 :]]
+        after = [stage[0] for stage in stages[index + 1 :]] if index < self.optional else []
         calls, added, hidden = dict[str, Call](), dict[str, Tensor](), None
 
         def output(name: str, call: Call) -> Tensor:
