@@ -80,11 +80,11 @@ def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
     """
     if model.config.is_encoder_decoder:
         return model(**batch).logits, batch["labels"]
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    labels = batch.get("labels")
+    inputs = dict(batch)
+    labels = inputs.pop("labels", None)
     if labels is None:
-        labels = ids.masked_fill(mask == 0, NO_TARGET)
-    logits = model(input_ids=ids, attention_mask=mask).logits
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, NO_TARGET)
+    logits = model(**inputs).logits
     return logits[:, :-1], labels[:, 1:]
 
 

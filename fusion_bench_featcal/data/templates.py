@@ -43,7 +43,7 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: object) -> st
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        turns: The turns.
+        turns: The turns. If the template does not show their texts, they are given as parts.
         name: The row's name in messages.
         values: Other values of the template, such as `tools`.
 
@@ -51,15 +51,30 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: object) -> st
         CalibrationError: If the template raises an error.
     """
     try:
-        # transformers gives templates a function `strftime_now`, and takes no other for it.
-        with patch.object(chat_template_utils, "datetime", _OneDay):
-            date = f"{_OneDay.now():%d %b %Y}"
-            return tokenizer.apply_chat_template(turns, tokenize=False, date_string=date, **values)
+        text = _written(tokenizer, turns, values)
+        if not _shows(text, turns):  # such as templates of models that read images
+            parts = [t | {"content": [{"type": "text", "text": t["content"]}]} for t in turns]
+            of_parts = _written(tokenizer, parts, values)
+            return of_parts if _shows(of_parts, turns) else text
+        return text
     except Exception as error:  # a template may raise any error
         raise CalibrationError(
             f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
             "Correct the row, or give a tokenizer with another template"
         ) from error
+
+
+def _written(tokenizer: Any, turns: list[Turn], values: Mapping[str, object]) -> str:
+    # transformers gives templates a function `strftime_now`, and takes no other for it.
+    with patch.object(chat_template_utils, "datetime", _OneDay):
+        date = f"{_OneDay.now():%d %b %Y}"
+        return tokenizer.apply_chat_template(turns, tokenize=False, date_string=date, **values)
+
+
+def _shows(text: str, turns: list[Turn]) -> bool:
+    """Return whether a rendered chat has the texts of the user's turns."""
+    contents = (turn["content"] for turn in turns if turn["role"] == "user")
+    return all(not isinstance(one, str) or one.strip() in text for one in contents)
 
 
 def rendered_chat(tokenizer: object, text: Text) -> Chat:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text, positions_of
 from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.families import text_tower
 from fusion_bench_featcal.folders.calibrated_transformers import calibrate_transformers
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.input_models import InputModels
@@ -40,7 +41,12 @@ def open_transformers(inputs: InputModels) -> Opened:
     if kind in LANGUAGE_MODELS:
         encoder = TextEncoder(processor, kind, length, positions, models.ends)
         loads = {task: partial(models.load_expert, task) for task in request.expert}
-        tasks = {t: open_language_task(t, request, encoder, load) for t, load in loads.items()}
+        reads_images = text_tower(models.empty_body) is not None
+        of_images = models.processor.of_images if reads_images else None
+        tasks = {
+            task: open_language_task(task, request, encoder, load, of_images)
+            for task, load in loads.items()
+        }
     elif kind in TEXT_MODELS:
         encoder = TextEncoder(processor, "classification", length, positions)
         tasks = _class_tasks(models, request, encoder)

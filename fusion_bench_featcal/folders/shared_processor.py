@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from fusion_bench_featcal.data.pictures import check_channels
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import TEXT_MODELS, ModelFolder
 from fusion_bench_featcal.models.hub import fetch
@@ -75,6 +76,22 @@ class SharedProcessor:
         loaded.padding_side = "right"
         if (file := self._request.chat_template) is not None:
             loaded.chat_template = Path(file).expanduser().read_text("utf-8")
+        return loaded
+
+    def of_images(self) -> Any:
+        """Return the processor of texts with images.
+
+        Raises:
+            CalibrationError: If there is none, it has no chat template, or experts have others.
+        """
+        loaded = read_processor(self.folder, AutoProcessor, "--tokenizer")
+        self.loaded.chat_template = self.loaded.chat_template or loaded.chat_template
+        if not self.loaded.chat_template:
+            raise CalibrationError(
+                f"{self.option}: it has no chat template, by which rows with images are written: "
+                "give one by --chat-template FILE"
+            )
+        check_processors(loaded, self.option, self._experts)
         return loaded
 
     def write(self, folder: Path) -> None:

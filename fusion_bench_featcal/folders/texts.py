@@ -3,16 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torch import nn
 
 from fusion_bench_featcal.data.generation import targets_of
+from fusion_bench_featcal.data.image_texts import IMAGES, ImageTextBatches, has_images
 from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Tests, class_tests
-from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.tables import load_texts, split_of
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import FORMATS
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -75,7 +77,11 @@ def open_texts(
 
 
 def open_language_task(
-    task: str, request: Request, encoder: TextEncoder, load_expert: Callable[[], nn.Module]
+    task: str,
+    request: Request,
+    encoder: TextEncoder,
+    load_expert: Callable[[], nn.Module],
+    of_images: Callable[[], Any] | None = None,
 ) -> Task:
     """Open a task's texts, and read the selected rows.
 
@@ -84,11 +90,13 @@ def open_language_task(
         request: The request.
         encoder: Converts texts to token ids.
         load_expert: Loads the task's expert, if it generates the targets.
+        of_images: Returns the processor of texts with images, if the models read images.
     """
-    open_rows = partial(
-        open_texts, columns=request.columns_of(task), names=_OF_MODELS, usual=FORMATS
-    )
+    names = _OF_MODELS if of_images is None else (*_OF_MODELS, *IMAGES)
+    open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=FORMATS)
     rows = TaskRows.open(task, request, open_rows)
+    if of_images is not None and has_images(rows.samples.rows, rows.samples.indices):
+        return _open_image_texts(rows, encoder, of_images())
     calibration, test = (
         _language_batches(part, request, encoder, load_expert)
         for part in (rows.samples, rows.tests)
@@ -112,6 +120,29 @@ def open_language_task(
         advice = f". If {' or '.join(unread)} has them: --columns {names}" if unread else ""
         notes.append(f"no targets in --data, so its expert writes them{advice}")
     return rows.opened(calibration, tests, calibration.columns, notes, measure=measure)
+
+
+def _open_image_texts(rows: TaskRows, encoder: TextEncoder, processor: Any) -> Task:
+    """Open a task of texts with images. Answers are scored as those to texts alone."""
+    request = rows.request
+    chosen = request.settings.max_length if "max_length" in request.set else None
+    limit = chosen or encoder.positions
+
+    def batches(part: Part) -> ImageTextBatches:
+        name, _ = split_of(part.option.partition("=")[2])
+        home = Path(name).expanduser().parent
+        return ImageTextBatches(part.rows, part.indices, home, processor, encoder, limit)
+
+    calibration, test = batches(rows.samples), batches(rows.tests)
+    repeated = ([row.content for row in part.read] for part in (calibration, test))
+    rows, _ = rows.without_repeats(*repeated)
+    tests, measure, test = None, "", batches(rows.tests)
+    if rows.tests.indices:
+        lengths = [int((batch["labels"] != NO_TARGET).sum()) for batch in test]
+        tests = Tests(test.checked, targets_of, median(lengths) > LONG, ends=[*encoder.ends])
+        measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
+    columns = dict.fromkeys(name for text in calibration.texts for name in text.columns)
+    return rows.opened(calibration, tests, [*columns, "images"], measure=measure)
 
 
 def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:

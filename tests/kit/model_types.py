@@ -139,6 +139,11 @@ def _waves(task: int, number: int) -> Any:
     return {"input_values": sounds, "labels": tiny.targets_of(lengths, seed)}
 
 
+def _listened(task: int, number: int) -> Any:
+    """Sounds without texts."""
+    return {"input_values": _waves(task, number)["input_values"]}
+
+
 def _patches(task: int, number: int) -> Any:
     """Images of unequal size as flat patches, filled up, with their mask (SigLIP 2)."""
     shapes, seed = ([(2, 3), (1, 2), (2, 2)], [(3, 2), (1, 4)])[number], 10 * task + number
@@ -175,10 +180,17 @@ SIDES: dict[str, Any] = {"d_model": 8, "decoder_start_token_id": 1} | {
     f"{side}_{key}": number for side in ("encoder", "decoder") for key, number in
     (("layers", 2), ("attention_heads", 2), ("ffn_dim", 12))
 }  # fmt: skip
-LATENT: dict[str, Any] = {
+SHARED: dict[str, Any] = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 10,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LATENT: dict[str, Any] = SHARED | {
     "num_key_value_heads": 2, "kv_lora_rank": 6, "q_lora_rank": 5, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 3, "v_head_dim": 3, "n_routed_experts": 4, "n_shared_experts": 1,
-    "moe_intermediate_size": 10, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "qk_nope_head_dim": 3, "v_head_dim": 3,
+}  # fmt: skip
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
 }  # fmt: skip
 DECODER: dict[str, Any] = TEXT | GROUPED
 TILED: dict[str, Any] = {  # Qwen's towers
@@ -210,9 +222,7 @@ IMAGE_TEXT: dict[str, dict[str, Any]] = {
             "mrope_interleaved": True}}},
     "qwen3_5": MARKS | {
         "vision_config": TILED | {"num_position_embeddings": 16},
-        "text_config": DECODER | {
-            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+        "text_config": DECODER | LINEAR | {
             "rope_parameters": {
                 "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0],
                 "mrope_interleaved": True, "partial_rotary_factor": 1.0}}},
@@ -233,6 +243,10 @@ KINDS: dict[str, tuple[Any, Callable[[int, int], Any], dict[str, Any]]] = {
         "max_target_positions": 16, "suppress_tokens": None, "begin_suppress_tokens": None}),
     "speech model of waves": (hf.AutoModelForSpeechSeq2Seq.from_config, _waves, ENDS | SIDES | {
         "vocab_size": VOCABULARY}),
+    "speech encoder": (hf.AutoModelForCTC.from_config, _listened, SIZES | {
+        "vocab_size": VOCABULARY, "conv_dim": (2, 2), "conv_stride": (5, 2), "conv_kernel": (10, 3),
+        "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+        "apply_spec_augment": False}),
     "text recognition": (_reader, _read_images, {}),
     "image-text model": (hf.AutoModelForImageTextToText.from_config, texts, {}),
     "image-text model, images": (hf.AutoModelForImageTextToText.from_config, _captioned, {}),
@@ -242,6 +256,8 @@ KINDS: dict[str, tuple[Any, Callable[[int, int], Any], dict[str, Any]]] = {
     "mixture": (_mixture, partial(_texts, LONG), TEXT | GROUPED | {"num_experts_per_tok": 2}),
     "text classifier": (hf.AutoModelForSequenceClassification.from_config, texts,
                         TEXT | {"num_labels": 3}),
+    "reward model": (hf.AutoModelForSequenceClassification.from_config, texts,
+                     TEXT | {"num_labels": 1}),
     "image classifier": (hf.AutoModelForImageClassification.from_config, images,
                          IMAGE | {"num_labels": 3}),
     "convolutional network": (hf.AutoModelForImageClassification.from_config, partial(_images, 16),
@@ -284,6 +300,7 @@ ROWS: tuple[Row, ...] = (
         f"{side}_{key}": 2 for side in ("encoder", "decoder")
         for key in ("num_hidden_layers", "num_attention_heads")}}, "encoder_decoder"),
     *_rows("text recognition", {"trocr": {}}, "encoder_decoder"),
+    *_rows("speech encoder", {"wav2vec2": {}, "hubert": {}}),
     *_rows("image-text model", IMAGE_TEXT),
     *_rows("image-text model, images", IMAGE_TEXT, "towers"),
     *_rows("packed images", {"siglip2_vision_model": {}}),
@@ -293,12 +310,27 @@ ROWS: tuple[Row, ...] = (
                          "gemma3_text", "exaone4"), GROUPED),
         "gpt2": GPT, "gptj": GPT | {"rotary_dim": 2}, "bloom": {"n_layer": 2, "n_head": 2},
         "opt": {"ffn_dim": 12, "word_embed_proj_dim": 8},
-        "falcon": {"new_decoder_architecture": False}}),
+        "falcon": {"new_decoder_architecture": False},
+        "glm": GROUPED, "qwen3_5_text": IMAGE_TEXT["qwen3_5"]["text_config"],
+        "lfm2": GROUPED | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
+                           "block_multiple_of": 4},
+        "gemma4_text": GROUPED | {
+            "global_head_dim": 4, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY}}),
     *_rows("mixture", {
         "mixtral": {"num_local_experts": 4},
         "qwen2_moe": {"num_experts": 4, "num_key_value_heads": 2, "moe_intermediate_size": 10,
                       "shared_expert_intermediate_size": 6},
-        "deepseek_v2": LATENT, "deepseek_v3": LATENT}),
+        "deepseek_v2": LATENT, "deepseek_v3": LATENT,
+        "gpt_oss": {"num_local_experts": 4}, "granitemoe": {"num_local_experts": 4},
+        "olmoe": {"num_experts": 4},
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 10},
+        "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 12,
+                        "interleave_moe_layer_step": 1, "num_experts_per_tok": 1},
+        "glm4_moe": SHARED,
+        "qwen3_next": LINEAR | {"num_experts": 4, "moe_intermediate_size": 10,
+                                "shared_expert_intermediate_size": 6}}),
+    *_rows("reward model", {"llama": GROUPED}, "llama"),
     *_rows("text classifier", {
         "bert": {}, "roberta": {}, "electra": {"embedding_size": 8},
         "distilbert": {"dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2},

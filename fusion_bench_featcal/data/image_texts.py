@@ -1,0 +1,211 @@
+"""Samples of texts with images, by a model's own processor, one in a batch."""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_featcal.data.chats import Turn, parsed
+from fusion_bench_featcal.data.pictures import digest_of, read_image
+from fusion_bench_featcal.data.templates import render
+from fusion_bench_featcal.data.text_formats import CHATS, Text, read_row
+from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
+from fusion_bench_featcal.families.base import NO_TARGET
+from fusion_bench_featcal.streams.inputs import check_token_ids
+
+IMAGES = ("image", "images")
+"""Columns of a row's images."""
+_MARK = "<image>"
+"""Place of an image in a text, as in LLaVA's chats."""
+
+
+@dataclass(frozen=True)
+class ImageText:
+    """A row with its images.
+
+    Attributes:
+        text: The row without its images, which are marked in its texts.
+        images: They, as the dataset stores them.
+    """
+
+    text: Text
+    images: Sequence[Any]
+
+    @property
+    def content(self) -> Hashable:
+        """What the row says and shows, which tells repeated ones."""
+        return repr((self.text.prompt, self.text.target)), *map(digest_of, self.images)
+
+    def turns(self) -> list[Turn]:
+        """Return prompt and answer as turns of parts. Images are parts without a value.
+
+        Raises:
+            CalibrationError: If the row has no answer, or other images than its texts.
+        """
+        name, prompt, target = self.text.name, self.text.prompt, self.text.target
+        if self.text.form not in ("prompt", "chat") or target is None:
+            raise CalibrationError(
+                f"{name}: a row with images needs prompt and target, or messages that end in an "
+                "answer. Write the answer, or leave the row out"
+            )
+        if self.text.form == "prompt":
+            prompt = [{"role": "user", "content": prompt}]
+            target = {"role": "assistant", "content": target}
+        turns = [dict(turn) for turn in (*prompt, target)]
+        marks = sum(turn["content"].count(_MARK) for turn in turns)
+        if not marks:  # they come first
+            asked = next(turn for turn in turns if turn["role"] == "user")
+            asked["content"] = _MARK * len(self.images) + asked["content"]
+        elif marks != len(self.images):
+            raise CalibrationError(
+                f"{name}: its texts have {marks} {_MARK}, and it has {len(self.images)} images. "
+                f"Write {_MARK} once for each, or nowhere"
+            )
+        return [turn | {"content": _parts(turn["content"])} for turn in turns]
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Return a text as parts, with an image in place of each mark."""
+    first, *others = content.split(_MARK)
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image"}, {"type": "text", "text": text.removeprefix("\n")}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def read_image_row(row: Any, name: str, columns: Mapping[str, str]) -> ImageText:
+    """Read a row of any format of `read_row`, whose turns may have parts that are images.
+
+    Args:
+        row: The row.
+        name: Its name in messages.
+        columns: Standard name of a column -> its name in the row, to read only these.
+    """
+    values, images = dict(row), list[Any]()
+    for column in CHATS:
+        stored = columns.get(column, column)
+        if isinstance(chat := parsed(values.get(stored), f"{name}: {stored}"), list):
+            values[stored] = [_marked(turn, images) for turn in chat]
+    given = [values.pop(columns.get(column, column), None) for column in IMAGES]
+    for value in given:
+        images += value if isinstance(value, list | tuple) else [] if value is None else [value]
+    read = {standard: stored for standard, stored in columns.items() if standard not in IMAGES}
+    return ImageText(read_row(values, name, read or None), images)
+
+
+def has_images(rows: TextRows, indices: Iterable[int]) -> bool:
+    """Return whether any of a dataset's rows has an image."""
+    read = (read_image_row(rows[index], rows.at(index), rows.columns) for index in indices)
+    return any(row.images for row in read)
+
+
+def _marked(turn: Any, images: list[Any]) -> Any:
+    """Return a turn with a mark for each image part. Those that have one are added to the list."""
+    content = turn.get("content") if isinstance(turn, Mapping) else None
+    if not isinstance(content, list | tuple):
+        return turn
+    texts = []
+    for part in content:
+        is_image = isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+        texts.append({"type": "text", "text": _MARK} if is_image else part)
+        stored = part.get("image") or part.get("url") or part.get("path") if is_image else None
+        images += [] if stored is None else [stored]
+    return {**turn, "content": texts}
+
+
+@dataclass(eq=False)
+class ImageTextBatches:
+    """One task's samples with images. Pictures are read when they are used.
+
+    Attributes:
+        rows: The dataset.
+        indices: Positions of the samples in it.
+        home: Folder that relative paths of images start from.
+        processor: A processor of transformers for texts and images.
+        encoder: Its tokenizer, with a chat template and end tokens.
+        limit: Longest row in tokens, with those of images.
+    """
+
+    rows: TextRows
+    indices: Sequence[int]
+    home: Path
+    processor: Any
+    encoder: TextEncoder
+    limit: int
+
+    @cached_property
+    def read(self) -> list[ImageText]:
+        """The samples' rows."""
+        rows, columns = self.rows, self.rows.columns
+        read = [read_image_row(rows[index], rows.at(index), columns) for index in self.indices]
+        return [replace(row, images=[*map(self._located, row.images)]) for row in read]
+
+    def _located(self, image: object) -> object:
+        return self.home / Path(image).expanduser() if isinstance(image, str) else image
+
+    @property
+    def texts(self) -> list[Text]:
+        """The samples' texts, in which images are marked."""
+        return [row.text for row in self.read]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return map(self.inputs_of, self.read)
+
+    def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
+        """List the batches for a model.
+
+        Raises:
+            CalibrationError: If a token id is not in its vocabulary.
+        """
+        batches = list(self)
+        for row, batch in zip(self.read, batches, strict=True):
+            check_token_ids(batch, model, lambda _, name=row.text.name: name)
+        return batches
+
+    def inputs_of(self, row: ImageText) -> dict[str, Tensor]:
+        """Return a row as a batch of the model's inputs, with labels of its answer.
+
+        Raises:
+            CalibrationError: If the template renders the prompt differently once there is an
+                answer, the row is too long, or an image cannot be read.
+        """
+        turns, name = row.turns(), row.text.name
+        pictures = [read_image(image, name) for image in row.images]
+        prompt = self._encoded(turns[:-1], pictures, name, asks=True)
+        whole = self._encoded(turns, pictures, name, asks=False)
+        start, ids = prompt["input_ids"].shape[1], whole["input_ids"]
+        if prompt["input_ids"].tolist() != ids[:, :start].tolist():
+            raise CalibrationError(
+                f"{name}: the chat template renders the prompt differently once there "
+                "is an answer. Give a processor with another template"
+            )
+        end = start + len(self.encoder.until_end(ids[0, start:].tolist()))
+        if end > self.limit:
+            raise CalibrationError(
+                f"{name}: {end} tokens with those of its images, more than {self.limit}, the "
+                f"model's positions or {option('max_length')}: rows with images are not cut. Leave "
+                "the row out"
+            )
+        inputs = {
+            key: value[:, :end] if value.shape == ids.shape else value
+            for key, value in whole.items()
+        }
+        labels = inputs["input_ids"].clone()
+        labels[:, :start] = NO_TARGET
+        return inputs | {"labels": labels}
+
+    def _encoded(
+        self, turns: list[Turn], pictures: list[Any], name: str, *, asks: bool
+    ) -> dict[str, Tensor]:
+        text = render(self.encoder.tokenizer, turns, name, add_generation_prompt=asks)
+        options: Any = {"add_special_tokens": False, "return_tensors": "pt"}
+        return dict(self.processor(text=[text], images=pictures or None, **options))
