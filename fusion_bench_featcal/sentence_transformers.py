@@ -18,7 +18,7 @@ from fusion_bench_featcal.calibration import calibrate_inputs, rule_and_options
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
 from fusion_bench_featcal.encoders.figures import primary_figure
 from fusion_bench_featcal.encoders.library import KINDS
-from fusion_bench_featcal.encoders.models import left_as_merged, text_on_merged, transformer_of
+from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.naming import module_folders
 from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, encoder_family
@@ -66,7 +66,8 @@ def repair(
     The transformer's blocks change, and the linear modules behind them: Dense of an embedding
     model, the transform of SPLADE, the projection of ColBERT. All else is the merged model's:
     prompts, pooling, activation, similarity function, maximal length, embeddings, norms and heads
-    of rerankers. A warning names modules outside the blocks that stay although experts differ.
+    of rerankers. A warning names modules other than embeddings and heads that stay although experts
+    differ in them.
 
     Args:
         merged: A `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` or `MultiVectorEncoder`. It
@@ -162,10 +163,6 @@ def calibrate_encoder(
     )
     runtime = runtime or Runtime(merged.device)
     result = calibrate_inputs(inputs, rule, replace(options, family=family), runtime)
-    modules = left_as_merged(merged, [*tuned.values()], result.log)
-    result.log.add("as_merged", {"modules": modules})
-    if modules:
-        logger.warning(text_on_merged(modules))
     repaired = cast(Pipeline, result.model).wrapped
     for task, one in evaluators.items():
         figures = before[task] | _figures(task, one, {"repaired": repaired})

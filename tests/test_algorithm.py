@@ -100,6 +100,7 @@ def test_the_run_leaves_its_files_and_a_card(run: Run) -> None:
     for text in (
         "- mini_korean: `8`", "TaskArithmetic", "- ridge_lambda: `0.0001`", "arxiv.org",
         "fusion_bench method=featcal", "- torch: `", f"| + {ROW} | ",
+        "## As merged\n\nModules that stay as merged although experts differ in them:\n\n- `",
     ):  # fmt: skip
         assert text in card, text
 

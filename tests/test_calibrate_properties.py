@@ -33,6 +33,7 @@ SUITES: dict[str, Callable[[], Suite]] = {
 }
 BOUNDS = {"t5": 20 * ROUNDING, "llama": 20 * ROUNDING}  # every solve passes on float32's rounding
 RULES: dict[str, dict[str, Any]] = {"paper": {}, "plus": PLUS}
+DIFFER = "modules that stay as merged although experts differ in them"
 
 
 @cache
@@ -170,8 +171,13 @@ def test_subclasses_of_linear_that_compute_anything_else_stay_as_merged():
 
 def test_routed_experts_stay_as_merged_and_are_named(caplog: pytest.LogCaptureFixture):
     suite = suite_named("qwen2_moe")
-    model = run_fast(suite, **PLUS).model
-    assert caplog.text.count("modules that stay as merged: routed experts") == 1
+    result = run_fast(suite, **PLUS)
+    model, layer = result.model, "model.layers.*.mlp"
+    (record,) = result.log.of_kind("as_merged")
+    assert record["modules"] == {f"{layer}.gate": 2, f"{layer}.experts": 4}
+    assert record["ends"] == {"model.embed_tokens": 1, "lm_head": 1}
+    named = f"{layer}.gate (2 matrices), {layer}.experts (4 matrices), model.embed_tokens, lm_head"
+    assert caplog.messages == [f"{DIFFER}: {named}"]
     for name, value in model.named_parameters():
         equal = torch.equal(value, suite.merged.get_parameter(name))
         if ".experts." in name or name.endswith((".gate.weight", "embed_tokens.weight")):

@@ -133,11 +133,14 @@ def _calibrate(evaluation: Evaluation) -> None:
     facts = calibration_facts(row, settings, result.log.records, samples)
     evaluation.add_references()
     evaluation.add(row, calibrated.load, facts, cost.as_dict())
-    report.note(*notes_of(calibrated.notes))
     verdict = evaluation.conclude()
     if is_saved := verdict.is_good or not request.strict:
         origin = {"merged model": request.merged or request.merge}
-        save_folder(calibrated, CardFacts(row, origin, facts.settings, counts), evaluation)
+        # A pooler that experts do not share belongs to each task's head.
+        tail = opened.heads.tail(next(iter(opened.tasks))) if opened.heads else ()
+        left = facts.as_merged.without(tail)
+        of_card = CardFacts(row, origin, facts.settings, counts, left)
+        save_folder(calibrated, of_card, evaluation)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     show_scores(report, report.notes[first_notes:], evaluation.title)
     if not is_saved:

@@ -13,6 +13,7 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.other_files import note_on_weights
 from fusion_bench_featcal.results.notes import Note
+from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -33,13 +34,11 @@ class Calibrated:
         load: Returns the model on the device.
         write: Writes the model and all that belongs to it, but no card. Receives an empty folder,
             and task -> its expert's head, if experts have heads of their own.
-        notes: Sentences on the model.
     """
 
     result: CalibrationResult
     load: Callable[[], nn.Module]
     write: Callable[[Path, Mapping[str, nn.Module]], CardHead]
-    notes: Sequence[str] = ()
 
 
 class Models(NamedTuple):
@@ -51,6 +50,7 @@ class Models(NamedTuple):
         read: Bytes of all experts.
         load_merged: Returns the merged model on the device.
         load_expert: Returns a task's expert on the device.
+        as_merged: Returns the modules that a calibration leaves as merged.
     """
 
     title: str
@@ -58,6 +58,7 @@ class Models(NamedTuple):
     read: int
     load_merged: Callable[[], nn.Module]
     load_expert: Callable[[str], nn.Module]
+    as_merged: Callable[[], AsMerged] = AsMerged
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fusion_bench_featcal.encoders.library import st
-from fusion_bench_featcal.encoders.models import text_on_merged, transformer_of
+from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.naming import module_folders
 from fusion_bench_featcal.encoders.row_scores import EncoderTests
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
@@ -94,10 +94,8 @@ def calibrate_encoders(
         options,
         settings.batch_size,
     )
-    (record,) = result.log.of_kind("as_merged")
-    notes = [text_on_merged(record["modules"])] if record["modules"] else []
     write = partial(_write, result.model, models.inputs.merged)
-    return Calibrated(result, lambda: result.model, write, notes)
+    return Calibrated(result, lambda: result.model, write)
 
 
 def _write(model: nn.Module, merged: ModelFolder | None, folder: Path, heads: Any) -> CardHead:

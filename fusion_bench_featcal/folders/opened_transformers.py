@@ -56,7 +56,14 @@ def open_transformers(inputs: InputModels) -> Opened:
     notes = notes_of([*models.notes, *note, *settings.extremes])
     title = f"{kind}: {models.like.calibrated_class.__name__}"
     return Opened(
-        Models(title, models.like.size, models.read, models.load_merged, models.load_expert),
+        Models(
+            title,
+            models.like.size,
+            models.read,
+            models.load_merged,
+            models.load_expert,
+            models.left_as_merged,
+        ),
         models.heads,
         settings,
         partial(calibrate_transformers, models, settings),

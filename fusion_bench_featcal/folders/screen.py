@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
 
 import datasets
@@ -36,7 +37,7 @@ def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
     writes = {} if request.out is None else writes
     plan = Plan(read=read, output=size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:
-        show_plan(plan)
+        show_plan(replace(plan, as_merged=models.as_merged()))
         print("nothing was run: only a run shows whether every block can be calibrated by itself")
         return
     print(f"plan: {bytes_text(read or 0)} read from experts, at most")
@@ -89,13 +90,15 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     package = "fusion_bench_featcal."
-    # The plan lists samples and unrelated experts, and a note the samples that are not trusted.
+    # The plan lists samples and unrelated experts, and notes the samples that are not trusted
+    # and modules that stay as merged.
     levels = {
         "run.progress": INFO,
         "streams.samples": ERROR,
         "data.text_batches": ERROR,
         "experts.likeness": ERROR,
         "run.trust": ERROR,
+        "run.log": ERROR,
         "sentence_transformers": ERROR,
     }
     with ExitStack() as before:

@@ -35,7 +35,9 @@ from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.models import tail_of
 from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.run.as_merged import left_as_merged, left_by_names
 from fusion_bench_featcal.run.devices import free_bytes
+from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -68,7 +70,9 @@ class TransformersModels:
                 model.check()
         patterns = self._request.settings.modules
         norm = rule.calibrate_norm
-        find_all_modules(self.empty_body, self._stages, patterns, calibrate_norm=norm)
+        self._modules = find_all_modules(
+            self.empty_body, self._stages, patterns, calibrate_norm=norm
+        )
         self._compare()
 
     def _compare(self) -> None:
@@ -259,6 +263,15 @@ class TransformersModels:
             device=self._request.device,
             merged_weights=self._merged_source,
         )
+
+    def left_as_merged(self) -> AsMerged:
+        """Return the modules that stay as merged. A read budget forbids to compare experts."""
+        body, blocks = self.empty_body, (self._stages, self._modules)
+        if self._request.settings.expert_read_budget is not None:
+            return left_by_names(body, *blocks)
+        merged = LazyModel("the merged model", self._merged_source, body)
+        left = left_as_merged(merged, self._opened_experts.values(), *blocks)
+        return left if self.heads is None else left.without(self._tail)
 
     # --- what is known of them ---
 

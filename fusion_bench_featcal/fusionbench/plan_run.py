@@ -16,12 +16,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_featcal.errors.words import speaking
+from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.files import is_missing
 from fusion_bench_featcal.fusionbench.config_checks import check_config
 from fusion_bench_featcal.fusionbench.console import WORDS, explained, make_importable
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import LORA_KEYS, NAME
 from fusion_bench_featcal.fusionbench.run_settings import method_name, plain_config
 from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, model_downloads, read_within
+from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.run.as_merged import left_by_names
+from fusion_bench_featcal.run.log import AsMerged
+from fusion_bench_featcal.settings import FeatCalSettings
 
 _GLUE = "nyu-mll/glue"
 _OLD_LOADERS = {  # of configs without `_target_`
@@ -55,11 +61,12 @@ def plan_run(overrides: Sequence[str]) -> Plan:
         entries = pool.get("models") or {}
         models = {name: _locations(name, entry) for name, entry in entries.items()}
         downloads, sizes = model_downloads(dict(chain(*(keys.items() for keys in models.values()))))
-        program, inputs = _checked(config)
+        (program, inputs), as_merged = _checked(config), AsMerged()
         downloads += data_sets_to_fetch(_data_sets(method, pool, program.taskpool))
         if inputs is not None and not downloads:
             with _silence():
                 program.method.open(inputs)
+            as_merged = _left_as_merged(program.method, inputs)
         made = getattr(program.method, "rows", {})  # FusionBench's methods have none
         once = {method_name(config.method): 1}
         rows: dict[str, int] = getattr(program.method, "planned_rows", once)
@@ -73,7 +80,20 @@ def plan_run(overrides: Sequence[str]) -> Plan:
     first = next(iter(sizes.values()), None)
     folders = (method.get("checkpoint_dir"), config.merged_model_save_path)
     writes = {str(folder): first for folder in folders if folder}
-    return Plan(tuple(downloads), read, first, writes, rows, strengths, jobs)
+    return Plan(tuple(downloads), read, first, writes, rows, strengths, jobs, as_merged)
+
+
+def _left_as_merged(method: Any, inputs: MethodInputs) -> AsMerged:
+    """Return the modules that a calibration leaves as merged, by the names of a base in files."""
+    rows = getattr(method, "rows", {}).values()
+    settings = next((row for row in rows if isinstance(row, FeatCalSettings)), None)
+    base = inputs.models.base
+    if settings is None or base is None or len(base.folders) != 1:
+        return AsMerged()
+    model, norm = base.folders[0].empty, settings.made_rule.calibrate_norm
+    stages = stages_of(resolve_family(settings.family, model), model)
+    modules = find_all_modules(model, stages, settings.modules, calibrate_norm=norm)
+    return left_by_names(model, stages, modules)
 
 
 def _checked(config: DictConfig) -> tuple[Any, Any]:

@@ -78,7 +78,8 @@ class SavedReport(Report):
         if name != self.row:
             return
         counts = {task: entry["samples"] for task, entry in facts.samples.items()}
-        self._card = CardFacts(name, self._base_method or None, facts.settings, counts)
+        upstream = self._base_method or None
+        self._card = CardFacts(name, upstream, facts.settings, counts, facts.as_merged)
         self.model, inputs, processor = model, self._inputs, None
         if (target := path_option(inputs.program, SAVE_PATH)) is not None:
             with suppress(CalibrationError):  # some methods need none

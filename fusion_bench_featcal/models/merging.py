@@ -56,6 +56,16 @@ class MergedOnRead(SourceView):
                 model.stored(of_model)  # raises if this model has the NaN or infinity
         return merged
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of one merged tensor, and read only these."""
+        of_model, shape = self._names.get(name), self.shape(name)
+        if of_model is None or not shape or not self._like.dtype(of_model).is_floating_point:
+            return super().rows(name, start, stop)
+        rows = range(shape[0])[start:stop]
+        merged = torch.empty((len(rows), *shape[1:]), dtype=self._like.dtype(of_model))
+        self._merge(of_model, start, merged)
+        return merged
+
     def _merge(self, name: str, start: int, out: Tensor) -> None:
         """Merge some rows of a tensor into `out`."""
 

@@ -17,6 +17,7 @@ from fusion_bench_featcal.errors.plurals import bytes_text, counted
 from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.models.hub import hub_error, hub_models, patiently
+from fusion_bench_featcal.run.log import AsMerged
 
 _NO_DATA = (".md", ".py", ".gitattributes")
 
@@ -42,6 +43,7 @@ class Plan:
         rows: Row of the results -> number of times that it is made.
         strengths: Row of the results -> its strengths by name, if it has any.
         jobs: Number of jobs. The amounts are of a sweep's first job, and rows of all jobs.
+        as_merged: Modules that a calibration leaves as merged.
     """
 
     downloads: tuple[Download, ...] = ()
@@ -51,6 +53,7 @@ class Plan:
     rows: Mapping[str, int] = field(default_factory=dict)
     strengths: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     jobs: int = 1
+    as_merged: AsMerged = field(default_factory=AsMerged)
 
     @property
     def free(self) -> dict[str, int]:
@@ -169,5 +172,7 @@ def show_plan(plan: Plan) -> None:
         table.add_row("to fetch", "nothing")
     console = Console()
     console.print(table)
+    if plan.as_merged.names:
+        console.print(plan.as_merged.text, markup=False, highlight=False, soft_wrap=True)
     if any(download.files is None for download in plan.downloads):
         console.print("unknown: nothing of that name is here, and the hub does not describe it")

@@ -30,6 +30,7 @@ from fusion_bench_featcal.results.run import MERGED
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.run.finished import FinishedBlocks
+from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
 
@@ -52,6 +53,7 @@ class CardFacts:
     upstream: Any = None  # config of the upstream merger, or None for the pool's merged model
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
     samples: Mapping[str, Any] = field(default_factory=dict)  # task -> number that was used
+    as_merged: AsMerged = field(default_factory=AsMerged)
 
 
 LARGEST_FILE = 5 * 10**9
@@ -198,6 +200,7 @@ def card_text(
         "Settings": _listed(_changed(facts.settings)),
         "Samples": _listed(facts.samples) if facts.samples else "",
         "Calibration": _figures(report, facts.row),
+        "As merged": _as_merged(facts.as_merged),
         "Accuracy": _accuracies(report),
         "Verdict": page([n.text for n in notes if n.kind == VERDICT]).strip(),
         "How it was made": f"{_command()}\n\n{_listed(versions() | commits())}",
@@ -253,6 +256,12 @@ def _figures(report: Run | None, name: str) -> str:
     rows = [] if report is None else report.rows
     found = next((row.facts for row in rows if row.name == name), {})
     return _listed(found) if found else ""
+
+
+def _as_merged(left: AsMerged) -> str:
+    """Return the list of modules that were not calibrated, if there are any."""
+    lines = [f"- `{name}`" for name in left.names]
+    return "\n".join([f"{left.title.capitalize()}:\n", *lines]) if lines else ""
 
 
 def _accuracies(report: Run | None) -> str:

@@ -39,6 +39,11 @@ class VocabularyRows(SourceView):
         rows = self._rows if self._more is not None else min(shape[0], self._rows)
         return (rows, *shape[1:])
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of one tensor. Vocabulary matrices are read whole."""
+        source = super() if name.endswith(VOCABULARY) else self._source
+        return source.rows(name, start, stop)
+
     def tensor(self, name: str) -> Tensor:
         """Return one tensor with the new number of rows."""
         tensor = super().tensor(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fusion_bench_featcal.run.log import exchanged_samples, final_drift
+from fusion_bench_featcal.run.log import AsMerged, exchanged_samples, final_drift
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
 
@@ -48,6 +48,9 @@ def calibration_facts(
     notes = [*doubted_samples(row, records), *largest_update(row, records)]
     if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
         notes.insert(0, Note(NOTE, f"solved by the rule {settings.made_rule!r}", row))
+    as_merged = AsMerged.in_records(records)
+    if as_merged.modules:
+        notes.append(Note(NOTE, as_merged.text, row))
     if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY:
         notes.append(Note(NOTE, _SAMPLES_ALONE, row))
     return Facts(
@@ -58,6 +61,7 @@ def calibration_facts(
         drift=final_drift(records),
         lines=share_lines(row, records),
         notes=notes,
+        as_merged=as_merged,
     )
 
 

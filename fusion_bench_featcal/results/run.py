@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.files.json_files import plain
+from fusion_bench_featcal.run.log import AsMerged
 
 from .columns import AVERAGE, COST, DIMENSIONS, VALUE, of_setting
 from .notes import WARNING, Note
@@ -136,6 +137,7 @@ class Facts:
         lines: Lines of the long table.
         notes: Sentences for the reader.
         files: Name -> text of a file in the run's folder.
+        as_merged: Modules that a calibration left as merged.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -147,6 +149,7 @@ class Facts:
     lines: Sequence[Line] = ()
     notes: Sequence[Note] = ()
     files: Mapping[str, str] = field(default_factory=dict)
+    as_merged: AsMerged = field(default_factory=AsMerged)
 
 
 @dataclass(kw_only=True)

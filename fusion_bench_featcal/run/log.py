@@ -1,14 +1,70 @@
 """Log of a calibration, block by block."""
 
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.files.json_files import json_lines
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AsMerged:
+    """Modules that stay as merged -> number of their matrices in which experts differ.
+
+    Each is the outermost one that nothing calibrated is in. Modules of several blocks are one, with
+    `*` for the block's number.
+
+    Attributes:
+        modules: Modules of blocks, towers and between towers, such as routed experts.
+        ends: Embeddings and heads, which stay in every model.
+        compared: Whether experts were compared. Otherwise all matrices count.
+    """
+
+    modules: Mapping[str, int] = field(default_factory=dict)
+    ends: Mapping[str, int] = field(default_factory=dict)
+    compared: bool = True
+
+    @classmethod
+    def in_records(cls, records: Sequence[Mapping[str, Any]]) -> Self:
+        """Return the one in the records of a log. Without such a record nothing stays."""
+        found = (record for record in records if record["kind"] == "as_merged")
+        values = next(found, {})
+        return cls(**{name: value for name, value in values.items() if name != "kind"})
+
+    def without(self, tensors: Iterable[str]) -> Self:
+        """Return it without the embeddings and heads that some tensors belong to."""
+        names = [*tensors]
+        ends = {
+            module: count
+            for module, count in self.ends.items()
+            if not any(name.startswith(f"{module}.") for name in names)
+        }
+        return replace(self, ends=ends)
+
+    @property
+    def title(self) -> str:
+        """The relation of the modules to the experts."""
+        if self.compared:
+            return "modules that stay as merged although experts differ in them"
+        return "modules that stay as merged even if experts differ in them (names alone were read)"
+
+    @property
+    def names(self) -> list[str]:
+        """All modules, with their numbers of matrices."""
+        counts = {**self.modules, **self.ends}.items()
+        return [name if count == 1 else f"{name} ({count} matrices)" for name, count in counts]
+
+    @property
+    def text(self) -> str:
+        """All modules in one sentence."""
+        return f"{self.title}: {', '.join(self.names)}"
 
 
 @dataclass
@@ -26,8 +82,7 @@ class CalibrationLog:
     - `trust`: task, trust in its samples (`trust.py`), and the task whose samples its expert fits
     better (`fits`), if samples were exchanged.
     - `block`: block, seconds, modules that keep their merged weights.
-    - `as_merged`: modules outside the blocks that were not calibrated although encoders differ in
-    them (models of sentence-transformers only).
+    - `as_merged`: modules that were not calibrated although experts differ in them (`AsMerged`).
     - `resumed`: number of blocks that an earlier run has finished, whose records come from it.
 
     Attributes:
@@ -41,6 +96,12 @@ class CalibrationLog:
     def add(self, kind: str, record: dict[str, object]) -> None:
         """Append one record."""
         self.records.append({"kind": kind, **record})
+
+    def add_as_merged(self, left: AsMerged) -> None:
+        """Append a record of modules that stay as merged, if there are any, and log them."""
+        if left.names:
+            self.add("as_merged", asdict(left))
+            logger.log(logging.WARNING if left.modules else logging.INFO, "%s", left.text)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of one kind."""

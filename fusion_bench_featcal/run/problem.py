@@ -35,8 +35,9 @@ from fusion_bench_featcal.modules.models import (
     names_in_order,
     tail_of,
 )
-from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules, left_out
+from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.rules.rule import Rule
+from fusion_bench_featcal.run.as_merged import left_as_merged, left_by_names
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.inputs import Inputs, Runtime
 from fusion_bench_featcal.run.log import CalibrationLog
@@ -166,6 +167,11 @@ def open_problem(
     )
     log = CalibrationLog(family=family.name)
     log.add("engine", {"linear_kernel": kernel, "processor": processor()})
+    if budget is None:
+        left = left_as_merged(working, experts.values(), stages, modules, processes.gather)
+    else:  # which counts what is read of experts
+        left = left_by_names(working.structure, stages, modules)
+    log.add_as_merged(left)
     return Problem(
         tasks=tasks,
         working=working,
@@ -225,10 +231,8 @@ def open_modules(
     options: Options,
     runtime: Runtime,
 ) -> dict[str, BlockModules]:
-    """Return the modules of each block. Warnings name those that stay as merged."""
+    """Return the modules of each block."""
     modules = find_all_modules(merged, stages, options.modules, calibrate_norm=rule.calibrate_norm)
-    if kinds := left_out(modules):
-        logger.warning("modules that stay as merged: %s", ", ".join(kinds))
     with runtime.autocast():
         doubt = rule.doubt(dtype_of_features(merged, stages[0][0], runtime.device))
     if doubt:

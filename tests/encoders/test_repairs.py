@@ -53,6 +53,13 @@ from fusion_bench_featcal.sentence_transformers import (  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.ci]  # see conftest.py
 
 LOGGER = "fusion_bench_featcal.sentence_transformers"
+STAYING = "fusion_bench_featcal.run.log"
+DIFFER = "modules that stay as merged although experts differ in them"
+
+
+def staying(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """Level and text of what was logged of modules that stay as merged."""
+    return [(r.levelname, r.getMessage()) for r in caplog.records if r.name == STAYING]
 
 
 @dataclass
@@ -100,6 +107,10 @@ HEADS = {  # linear modules behind the blocks
     "CrossEncoder": ["0.model.bert.pooler.dense", "0.model.classifier"],
     "SparseEncoder": ["0.model.cls.predictions.transform.dense"],
     "MultiVectorEncoder": ["1.linear"],
+}
+NAMED = {  # outermost modules. A classifier with one class has a single row, which is no matrix
+    "CrossEncoder": "0.model.bert.pooler",
+    "SparseEncoder": "0.model.cls",
 }
 
 
@@ -183,15 +194,16 @@ def test_heads_that_differ_come_nearer_to_the_experts(kind, rule, plain, tmp_pat
     merged = type(base).merge([*experts.values()], "linear")
     texts = {task: rows_of(base, seed) for seed, task in enumerate(TASKS)}
     kept: dict[str, Any] = {"modules": [f"!{head}" for head in heads]}
+    level = "INFO" if kind == "CrossEncoder" else "WARNING"  # heads alone are not warned of
     choices = [{}, {"modules": ["*"]}] if kind == "CrossEncoder" else [kept, {}]
     gaps, models = [], [merged]
     for number, more in enumerate(choices):
         caplog.clear()
-        with caplog.at_level(logging.WARNING, LOGGER):
+        with caplog.at_level(logging.INFO, STAYING):
             options = more | {"rule": rule, "progress": False}
             models.append(repair(merged, experts=experts, texts=texts, **options))
-        differ = f"experts differ in {', '.join(heads)}, which stay as merged"
-        assert [differ][number:] == [r.getMessage() for r in caplog.records][1:]
+        named = NAMED.get(type(base).__name__, heads[0])
+        assert [(level, f"{DIFFER}: {named}")][number:] == staying(caplog)
     for seed, expert in enumerate(experts.values(), 10):
         right = outputs(expert, rows := rows_of(base, seed))
         gaps.append([float((outputs(model, rows) - right).norm()) for model in models])
@@ -210,13 +222,14 @@ def test_norms_and_the_matrix_of_the_vocabulary_stay(tmp_path: Path, caplog: Any
     norm = "0.model.cls.predictions.transform.LayerNorm"
     experts["math"].get_submodule(norm).weight.data += 0.1
     merged = st.SparseEncoder.merge([*experts.values()], "linear")
-    model = repaired_by((base, experts, merged))[0].model
+    with caplog.at_level(logging.INFO, STAYING):
+        repaired = repaired_by((base, experts, merged))
+    model = repaired[0].model
     table = model.get_input_embeddings().weight
     assert model.get_output_embeddings().weight is table
     assert torch.equal(table, merged[0].model.get_input_embeddings().weight)
-    assert [r.getMessage() for r in caplog.records if r.name == LOGGER] == [
-        f"experts differ in {norm}, which stay as merged"
-    ]
+    assert torch.equal(repaired.get_submodule(norm).weight, merged.get_submodule(norm).weight)
+    assert staying(caplog) == []  # of vectors nothing is said
 
 
 @pytest.mark.parametrize("table", ["word_embeddings", "position_embeddings"])
@@ -225,11 +238,10 @@ def test_embeddings_that_differ_stay_and_are_named(encoders: Any, caplog: Any, t
     experts = copy.deepcopy(experts)
     name = f"0.model.embeddings.{table}"
     experts["math"].get_submodule(name).weight.data += 0.1
-    model = repaired_by((base, experts, merged))
+    with caplog.at_level(logging.INFO, STAYING):
+        model = repaired_by((base, experts, merged))
     assert torch.equal(model.get_submodule(name).weight, merged.get_submodule(name).weight)
-    assert [r.getMessage() for r in caplog.records if r.name == LOGGER] == [
-        f"experts differ in {name}, which stay as merged"
-    ]
+    assert staying(caplog) == [("INFO", f"{DIFFER}: 0.model.embeddings")]
 
 
 def test_few_texts_are_noted_as_for_other_models(encoders: Any, caplog: Any) -> None:
@@ -267,21 +279,23 @@ def test_a_save_that_fails_leaves_nothing(encoders: Any, tmp_path: Path) -> None
     assert [file.name for file in tmp_path.iterdir()] == ["merged"]
 
 
-def test_a_head_of_other_classes_stays_and_is_named(plain: str, caplog: Any) -> None:
+def test_a_head_of_other_classes_stays(plain: str, caplog: Any) -> None:
     base, other = (st.CrossEncoder(plain, num_labels=n, device="cpu") for n in (1, 3))
     experts = {"math": tuned(base, 1), "code": tuned(other, 2)}
     merged, pairs = tuned(base, 3), dict.fromkeys(TASKS, rows_of(base, 1))
-    model, excluding = (
-        repaired_by((None, experts, merged), texts=pairs, modules=[pattern])
-        for pattern in ("*", "!query")
-    )
+    with caplog.at_level(logging.INFO, STAYING):
+        model, excluding = (
+            repaired_by((None, experts, merged), texts=pairs, modules=[pattern])
+            for pattern in ("*", "!query")
+        )
     heads = "0.model.bert.pooler.dense", "0.model.classifier"
     same = [torch.equal(*(m.get_submodule(n).weight for m in (model, merged))) for n in heads]
     assert all(
         torch.equal(excluding.state_dict()[n], merged.state_dict()[n])
         for n in (f"{head}.weight" for head in heads)
     )
-    assert same == [False, True] and "experts differ in 0.model.classifier, wh" in caplog.text
+    query = "0.model.bert.encoder.layer.*.attention.self.query (2 matrices)"
+    assert same == [False, True] and staying(caplog) == [("WARNING", f"{DIFFER}: {query}")]
 
 
 def test_a_pooler_that_is_not_read_stays(encoders: Any) -> None:

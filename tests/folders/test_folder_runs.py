@@ -388,3 +388,23 @@ def test_what_casts_doubt_stands_in_the_verdict(copied):
     assert f"verdict: {doubt}. Scores: none, as nothing was scored\n" in done.out
     assert "two: not scored, as its rows have no label" in done.out
     assert "too few rows" not in done.out and "evaluated on" not in done.out
+
+
+def test_plan_note_and_card_name_what_stays_as_merged(folder: Path) -> None:
+    more = words(folder, "--preset", "paper", "--no-eval", "--set", "modules=['!mlp.*']")
+    differ = "odules that stay as merged although experts differ in them"
+    text = f"m{differ}: model.layers.*.mlp (6 matrices), model.embed_tokens, lm_head"
+    assert f"\n{text}\n" in featcal(*more, "--plan").out
+    limited = featcal(*more, "--plan", "--set", "expert_read_budget=50%").out
+    assert "even if experts differ in them (names alone were read): model.layers.*.mlp" in limited
+    done = featcal(*more)
+    assert f"note: featcal: {text}\n" in done.out and text not in done.err
+    lines = [f"- `{name}`" for name in text.partition(": ")[2].split(", ")]
+    section = "\n".join(["## As merged\n", f"M{differ}:\n", *lines, ""])
+    assert section in (folder / "out/README.md").read_text()
+
+
+def test_heads_of_classifiers_have_their_own_poolers(finished: Any) -> None:
+    card = (finished("bert").out / "README.md").read_text()
+    assert "## As merged" in card and "- `embeddings (3 matrices)`" in card
+    assert "pooler" not in card
