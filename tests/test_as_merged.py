@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calibrations import run_fast
-from model_types import suite_named
+from model_types import ROWS, suite_named
 from process_group import in_processes
 from reports import featcal
 from tiny_models import Suite, decoder_suite
@@ -94,6 +94,12 @@ def test_experts_without_a_tower_are_not_compared_and_others_are() -> None:
 def test_modules_are_named_by_the_outermost_without_anything_calibrated(name, modules) -> None:
     left = left_by(suite_named(name))
     assert left.modules == modules and left.ends and left.compared
+
+
+def test_embeddings_of_a_tower_that_samples_run_are_embeddings() -> None:
+    rows = (row for row in ROWS if row.kind == "image-text model, images")
+    left = left_by(next(row for row in rows if row.name == "qwen2_5_vl").suite())
+    assert left == AsMerged(ends={"model.visual.patch_embed": 1} | EMBEDDINGS)
 
 
 def test_modules_that_patterns_exclude_are_named() -> None:
