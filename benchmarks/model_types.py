@@ -23,7 +23,10 @@ from model_types import ROWS, examined
 
 RESULT = Path(__file__).with_name("results") / "model_types.md"
 BOUND = 1e-5
-HEADS = "model type", "kind", "family", "blocks", "distance to the oracle", "saved and loaded"
+HEADS = (
+    "model type", "kind", "family", "blocks", "distance to the oracle", "saved and loaded",
+    "stays as merged",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -32,13 +35,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    lines, all_pass = [f"| {' | '.join(HEADS)} |", "|:--|:--|:--|:--|--:|:--|"], True
+    lines, all_pass = [f"| {' | '.join(HEADS)} |", "|:--|:--|:--|:--|--:|:--|:--|"], True
     for row in ROWS:
         with tempfile.TemporaryDirectory() as folder:
             result = examined(row, Path(folder))
         names = row.name, row.kind, f"`{result.family}`", f"`{result.blocks}`"
         parameters = "same parameters" if result.reloaded else "other parameters"
-        lines.append(f"| {' | '.join(names)} | {result.oracle_gap:.0e} | {parameters} |")
+        figures = f"{result.oracle_gap:.0e}", parameters, ", ".join(f"`{n}`" for n in result.stays)
+        lines.append(f"| {' | '.join((*names, *figures))} |")
         all_pass &= result.family == row.family and result.oracle_gap <= BOUND and result.reloaded
     lines += [
         "",

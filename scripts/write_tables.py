@@ -108,13 +108,18 @@ def settings_table() -> str:
 def model_types() -> str:
     """Return the tested model types by kind and family, and the largest distance."""
     text = (ROOT / "benchmarks" / "results" / "model_types.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "| same" in line]
-    types: dict[tuple[str, str], list[str]] = {}
-    for name, kind, family, *_ in rows:
-        types.setdefault((kind, family), []).append(f"`{name.partition(',')[0]}`")
-    lines = [[*key, ", ".join(dict.fromkeys(names))] for key, names in types.items()]
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if "| same" in line]
+    types: dict[tuple[str, str, str], list[str]] = {}
+    for name, kind, family, _, _, _, stays in rows:
+        parts = dict.fromkeys(re.findall(r"(\w+(?:\.\*)?)`", stays))
+        key = kind, family, ", ".join(f"`{part}`" for part in parts)
+        types.setdefault(key, []).append(f"`{name}`")
+    lines = [
+        [kind, family, ", ".join(names), stays] for (kind, family, stays), names in types.items()
+    ]
     largest = max((row[4] for row in rows), key=float)
-    grouped = table(["Kind", "Family", "Model types"], lines).replace("--:", ":--")
+    heads = ["Kind", "Family", "Model types", "Stays as merged, beside embeddings and heads"]
+    grouped = table(heads, lines).replace("--:", ":--")
     versions = text.strip().rpartition("\n\n")[2].partition(". ")[0]
     distance = f"Largest distance of a parameter, relative to its norm: {largest}."
     return f"{grouped}\n\n{distance} {versions}."

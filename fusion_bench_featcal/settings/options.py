@@ -38,9 +38,9 @@ class Blocks(Settings):
     )
     family: Any = setting(
         "auto",
-        "How the model is divided into blocks: auto, clip, llama, open_clip, stack, stages, t5, "
-        "whisper, a list of the blocks' names, or a family of your own, {_target_: "
-        "my_module.MyFamily}.",
+        "How the model is divided into blocks: auto, clip, encoder_decoder, llama, open_clip, "
+        "stack, stages, t5, whisper, a list of the blocks' names, or a family of your own, "
+        "{_target_: my_module.MyFamily}.",
         accepts="a family's name, a list of blocks, a mapping with its `name` or `_target_`, or a "
         "Family",
         check=lambda value: value is not None and value != "",

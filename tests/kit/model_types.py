@@ -16,6 +16,7 @@ from tiny_models import VOCABULARY, Suite, by_task, sentences, without_labels
 from torch import nn
 
 from fusion_bench_featcal.families import LLAMA, MODEL_TYPES, T5, resolve_family
+from fusion_bench_featcal.run.log import AsMerged
 
 SIZES: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2
@@ -58,6 +59,7 @@ class Examined(NamedTuple):
     oracle_gap: float  # relative
     moved: float  # relative, to the merged model
     reloaded: bool  # the saved model, loaded by its class, has the same parameters
+    stays: tuple[str, ...]  # modules that are not calibrated, other than embeddings and heads
 
 
 def examined(row: Row, folder: Path) -> Examined:
@@ -77,6 +79,7 @@ def examined(row: Row, folder: Path) -> Examined:
         oracle_gap=distance(model, run_slow(suite).model),
         moved=distance(model, suite.merged),
         reloaded=all(torch.equal(p.to(q.dtype), q) for p, q in pairs),  # routers are float32
+        stays=tuple(AsMerged.in_records(result.log.records).modules),
     )
 
 
