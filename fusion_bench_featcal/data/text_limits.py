@@ -45,7 +45,7 @@ def positions_of(model: Any) -> int:
     Args:
         model: The model, with or without weights.
     """
-    config = model.config
+    config = model.config.get_text_config(decoder=True)  # beside that of images
     is_biased = getattr(config, "position_biased_input", True)  # DeBERTa
     if getattr(config, "alibi", False) or not is_biased:
         return NO_LIMIT

@@ -81,6 +81,12 @@ def complete_config(config: Any) -> dict[str, Any] | None:
     return _with_defaults(json.dumps(dict(config)))
 
 
+def text_config(config: object) -> Mapping[str, Any]:
+    """Return the complete config of a model's text part, such as that beside a vision tower."""
+    complete = complete_config(config) or {}
+    return complete.get("text_config") or complete
+
+
 @lru_cache
 def _with_defaults(text: str) -> dict[str, object]:
     """Return the content of a config.json with its class's defaults for missing keys."""

@@ -9,6 +9,7 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.experts.source import ExpertSource
+from fusion_bench_featcal.families import head_of, is_encoder_decoder
 
 
 def pair_names(
@@ -83,10 +84,11 @@ def refuse_more_blocks(
 
 
 def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callable[[str], str]:
-    """Find how the source spells the model's names: unchanged, or with one prefix more or less.
+    """Find how the source spells the model's names: unchanged, or with another prefix.
 
-    The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory.
-    Other names that it changes on loading, such as DINOv2's, are as in files.
+    The same weights are `vision_model.x` in files and, from transformers 5.6 on, `x` in memory. A
+    text model's `model.x` is `model.language_model.x` beside towers for images. Other names that
+    transformers changes on loading, such as DINOv2's, are as in files.
     """
     stored_names, added, removed = {name: name for name in available}, "", ""
     if not names <= available:
@@ -97,7 +99,7 @@ def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callabl
         added, removed = prefix
 
     def stored(name: str) -> str:
-        spelled = added + name.removeprefix(removed)
+        spelled = _spelled(name, added, removed)
         return stored_names.get(spelled, spelled)
 
     return stored
@@ -105,15 +107,26 @@ def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callabl
 
 def _prefix(available: set[str], names: set[str]) -> tuple[tuple[str, str], int]:
     """Return the prefixes to add and to remove so that most names are available, and how many."""
-    prefixes = sorted({name.split(".")[0] + "." for name in available | names})
-    choices = [("", "")] + [(p, "") for p in prefixes] + [("", p) for p in prefixes]
+    outer, inner = (sorted(_prefixes(available | names, length)) for length in (1, 2))
+    choices = [("", "")] + [(p, "") for p in outer] + [("", p) for p in outer]
+    choices += [pair for p in outer for tower in inner for pair in ((p, tower), (tower, p))]
 
     def covered(choice: tuple[str, str]) -> int:
-        added, removed = choice
-        return sum(added + name.removeprefix(removed) in available for name in names)
+        return sum(_spelled(name, *choice) in available for name in names)
 
     best = max(choices, key=covered)  # on a tie the first one: unchanged names
     return best, covered(best)
+
+
+def _prefixes(names: set[str], length: int) -> set[str]:
+    """Return the beginnings of names with so many parts."""
+    parts = (name.split(".", length) for name in names)
+    return {".".join(part[:length]) + "." for part in parts if len(part) > length}
+
+
+def _spelled(name: str, added: str, removed: str) -> str:
+    """Return a name with one prefix in place of another, unchanged if it has not that one."""
+    return added + name.removeprefix(removed) if name.startswith(removed) else name
 
 
 def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
@@ -139,6 +152,12 @@ def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
     return names
 
 
+def embedding_of_head(model: Any) -> Any:
+    """Return the embedding that a language model's head may be tied to: that of its decoder."""
+    decoder = model.get_decoder() if is_encoder_decoder(model) else model
+    return decoder.get_input_embeddings()
+
+
 def tied_head(source: ExpertSource, model: Any) -> dict[str, list[str]]:
     """Return {head: [embedding]} if only a source's head is its embedding, not the model's.
 
@@ -146,10 +165,10 @@ def tied_head(source: ExpertSource, model: Any) -> dict[str, list[str]]:
         source: An expert's weights.
         model: The model whose structure runs them.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or head.weight is model.get_input_embeddings().weight:
+    head = head_of(model)
+    if head is None or head.weight is embedding_of_head(model).weight:
         return {}
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
-    embedding, name = names[id(model.get_input_embeddings())], names[id(head)]
+    embedding, name = names[id(embedding_of_head(model))], names[id(head)]
     config = {} if name in source.names() else complete_config(source.config) or {}
     return {name: [embedding]} if config.get("tie_word_embeddings") else {}

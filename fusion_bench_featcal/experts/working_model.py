@@ -133,9 +133,11 @@ def offloaded(model: LazyModel, device: torch.device) -> nn.Module:
     )
     for name, part in module.named_modules():
         # DeBERTa reads its table of relative positions without calling it.
-        if isinstance(part, nn.Embedding) and part.weight.nbytes <= _SMALL_TABLE:
+        table = f"{name}.weight"
+        is_small = isinstance(part, nn.Embedding) and part.weight.nbytes <= _SMALL_TABLE
+        if is_small and table in model.keys:
             remove_hook_from_module(part)
-            put_tensor(module, f"{name}.weight", model.tensor(f"{name}.weight"))
+            put_tensor(module, table, model.tensor(table))
     # transformers moves inputs to the model's device, which empty tensors do not show.
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"device": device})

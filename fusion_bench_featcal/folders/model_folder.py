@@ -7,6 +7,7 @@ from torch import nn
 
 from fusion_bench_featcal.data.labels import are_unnamed
 from fusion_bench_featcal.encoders.naming import class_of
+from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.families import EveryPosition, Family, Stack, find_stack, resolve_family
 from fusion_bench_featcal.folders.request import labelled
 from fusion_bench_featcal.models.hub import fetch
@@ -59,6 +60,12 @@ class ModelFolder(ModelFiles):
         return self.architecture.__name__.endswith("ForSequenceClassification")
 
     @property
+    def is_language_model(self) -> bool:
+        """True for a class that writes texts, and reads texts with or without images."""
+        architecture: Any = self.architecture
+        return architecture.can_generate() and architecture.main_input_name == "input_ids"
+
+    @property
     def has_one_score(self) -> bool:
         """True for a classifier with one output, unless it was trained as a regression."""
         config = self.config or {}
@@ -69,11 +76,11 @@ class ModelFolder(ModelFiles):
     def kind(self) -> Kind:
         """The kind of the model."""
         architecture: Any = self.architecture
-        name = architecture.__name__
-        has_decoder = (self.config or {}).get("is_encoder_decoder")
+        name, inputs = architecture.__name__, architecture.main_input_name
+        has_decoder = (complete_config(self.config) or {}).get("is_encoder_decoder")
         if name in CLIP_CLASSES:
             return "clip"
-        for kind, names in _classes().items():
+        for kind, names in _classifiers().items():
             if any(name == other or name in _several(other) for other in names.values()):
                 if kind == TEXT_CLASSIFIER and has_decoder:
                     raise ValueError(
@@ -81,7 +88,8 @@ class ModelFolder(ModelFiles):
                         "decoder. Encoder-decoders are calibrated as language models alone"
                     )
                 return kind
-        inputs = architecture.main_input_name
+        if self.is_language_model:
+            return "seq2seq" if has_decoder else "causal"
         if name in base_models().values() and inputs in _INPUTS and not has_decoder:
             return _INPUTS[inputs]
         raise ValueError(
@@ -162,14 +170,12 @@ def class_names(model: ModelFolder) -> list[str]:
     return names
 
 
-def _classes() -> dict[Kind, Any]:
+def _classifiers() -> dict[Kind, Any]:
     from transformers.models.auto import modeling_auto as auto
 
     return {
         TEXT_CLASSIFIER: auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         IMAGE_CLASSIFIER: auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     }
 
 

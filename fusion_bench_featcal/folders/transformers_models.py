@@ -12,9 +12,10 @@ from fusion_bench_featcal.data.text_limits import end_tokens
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.likeness import notes_on_experts
-from fusion_bench_featcal.experts.source import total_bytes
+from fusion_bench_featcal.experts.model_config import text_config
+from fusion_bench_featcal.experts.source import Tensors, total_bytes
 from fusion_bench_featcal.experts.working_model import offloaded
-from fusion_bench_featcal.families import Family, stages_of
+from fusion_bench_featcal.families import Family, head_of, stages_of, text_tower
 from fusion_bench_featcal.folders.heads import ClassifierHeads
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import (
@@ -93,7 +94,7 @@ class TransformersModels:
             self.heads is not None or not self._request.no_eval
         ):  # they are loaded after the calibration
             for model in (like, *whole.values()):
-                model.check_loading()
+                model.check_loading(() if model is like else self._idle)
 
     # --- structure ---
 
@@ -103,14 +104,17 @@ class TransformersModels:
 
         This is the merged model, else the base, or an expert if the base has another head than all
         experts (a masked language model that classifiers were tuned from). For vision towers merged
-        into a whole CLIP it is that CLIP.
+        into a whole CLIP it is that CLIP, and for text models of one with other towers that one.
         """
         if self.merged is not None:
             return self.merged
         assert self.base is not None
         whole = [expert for expert in self.experts.values() if not expert.is_adapter]
         named = {expert.architecture for expert in whole if expert.kind != "clip"}
-        return whole[0] if len(named) == 1 and self.base.architecture not in named else self.base
+        if len(named) != 1 or self.base.architecture in named:
+            return self.base
+        are_language_models = all(model.is_language_model for model in (self.base, whole[0]))
+        return self.base if are_language_models else whole[0]
 
     @cached_property
     def empty_body(self) -> nn.Module:
@@ -165,11 +169,12 @@ class TransformersModels:
         sources = {self.like.name: self.stored}
         for name, model in self._inputs.by_name.items():
             whole = self.base if model.is_adapter and self.base is not None else model
-            before, after = ((m.config or {}).get("vocab_size") for m in (whole, self.like))
+            configs = (text_config(m.config) for m in (whole, self.like))
+            before, after = (config.get("vocab_size") for config in configs)
             if model is self.like:
                 continue
             if before is None or after is None or before == after:
-                sources[name] = model.source(self.base, self.empty_body)
+                sources[name] = model.source(self.base, self.empty_body, self._idle)
             else:
                 sources[name] = VocabularyRows(model.source(self.base), after, self.stored)
         return sources
@@ -179,9 +184,25 @@ class TransformersModels:
         """Task -> expert, with all names and shapes checked."""
         owner = "the merged model" if self.merged is not None else self.like.label
         return {
-            task: LazyModel(f"expert {task!r}", self._sources[task], self.empty_body, owner=owner)
+            task: LazyModel(
+                f"expert {task!r}",
+                self._sources[task],
+                self.empty_body,
+                optional=self._idle,
+                owner=owner,
+            )
             for task in self.experts
         }
+
+    @cached_property
+    def _idle(self) -> Tensors:
+        """The merged model's tensors of towers that texts do not run, which others may lack."""
+        body, head = self.empty_body, head_of(self.empty_body)
+        names = tail_of(body, self._stages) if text_tower(body) else []
+        tensors = body.state_dict(keep_vars=True)
+        idle = [n for n in names if head is None or tensors[n] is not head.weight]
+        merged = LazyModel(self.like.label, self.stored, body)
+        return Tensors(merged.stored, {name: name for name in idle})
 
     @cached_property
     def _opened_base(self) -> LazyModel | None:
@@ -190,7 +211,7 @@ class TransformersModels:
             return None
         body, source = self.empty_body, self._sources["base"]
         try:
-            return LazyModel(self.base.label, source, body)
+            return LazyModel(self.base.label, source, body, optional=self._idle)
         except CalibrationError:
             if self.like.kind not in (*CLASSIFIERS, IMAGE_ENCODER):
                 raise
@@ -239,7 +260,9 @@ class TransformersModels:
     def load_expert(self, task: str) -> nn.Module:
         """Return an expert on the device."""
         expert = self.experts[task]
-        return self._on_device(self._sources[task], lambda: expert.loaded_with(self.base))
+        return self._on_device(
+            self._sources[task], lambda: expert.loaded_with(self.base, self._idle)
+        )
 
     def _on_device(self, body: ExpertSource, load: Callable[[], nn.Module]) -> nn.Module:
         """Return a model in memory, or offloaded if it is a language model too large for that."""
@@ -247,7 +270,8 @@ class TransformersModels:
         free = free_bytes(device)
         is_large = free is not None and 2 * self.like.size >= free
         if is_large and self.like.kind in LANGUAGE_MODELS:
-            return offloaded(LazyModel("the model", body, self.empty_body, device=device), device)
+            parts: Any = {"device": device, "optional": self._idle}
+            return offloaded(LazyModel("the model", body, self.empty_body, **parts), device)
         return load().to(device)
 
     def calibrate(self, settings: FeatCalSettings, batches: Mapping[str, Any]) -> CalibrationResult:

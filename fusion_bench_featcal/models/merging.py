@@ -32,14 +32,16 @@ class MergedOnRead(SourceView):
 
         Args:
             like: The model with the names, shapes and dtypes of the merged one. Tensors without
-                real numbers are taken from it.
+                real numbers are taken from it, and those that another model lacks.
             base: The base.
             experts: The experts.
             scale: Scale of the sum of task vectors, or None for the experts' average.
         """
         super().__init__(like.source)
         self._like, self._base, self._experts, self._scale = like, base, experts, scale
-        self._names = {key: name for name, key in reversed(like.keys.items())}
+        models = base, *experts
+        keys = reversed(like.keys.items())
+        self._names = {key: name for name, key in keys if all(name in m.keys for m in models)}
 
     def tensor(self, name: str) -> Tensor:
         """Return one merged tensor."""

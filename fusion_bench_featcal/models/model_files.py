@@ -240,16 +240,16 @@ class ModelFiles:
             kind: Its class, by default `calibrated_class`.
             spare: Replacements for tensors that its files lack. None requires complete files.
         """
-        model, missing = self._from_pretrained(kind or self.calibrated_class, spare or ())
+        spare = spare or {}
+        model, missing = self._from_pretrained(kind or self.calibrated_class, spare)
         tensors = model.state_dict()
-        for name, tensor in (spare or {}).items():
-            if name in missing:
-                tensors[name].copy_(tensor)
+        for name in missing:
+            tensors[name].copy_(spare[name])
         return model
 
-    def check_loading(self) -> None:
-        """Refuse files that transformers cannot load, by their headers."""
-        self._from_pretrained(self.calibrated_class, device="meta")
+    def check_loading(self, spare: Container[str] = ()) -> None:
+        """Refuse files that transformers cannot load, by their headers. They may lack `spare`."""
+        self._from_pretrained(self.calibrated_class, spare, device="meta")
 
     def _from_pretrained(
         self, kind: Any, spare: Container[str] = (), device: str | None = None
@@ -278,10 +278,12 @@ class ModelFiles:
             raise self._error(unpaired_text(missing, info["unexpected_keys"]))
         return model.eval().requires_grad_(False), missing
 
-    def loaded_with(self, base: "ModelFiles | None") -> nn.Module:
-        """Load the model whole. An adapter is merged into the base's weights."""
+    def loaded_with(
+        self, base: "ModelFiles | None", spare: Mapping[str, Tensor] | None = None
+    ) -> nn.Module:
+        """Load the model whole, as `load`. An adapter is merged into the base's weights."""
         if base is None or not self.is_adapter:  # adapters without a base were refused before
-            return self.load()
+            return self.load(spare=spare)
         model = base.load()
         fill(model, self.source(base))
         return model
@@ -300,7 +302,10 @@ class ModelFiles:
         return None if base is None or weights is None else self._adapted(weights, base, part)
 
     def source(
-        self, base: "ModelFiles | None" = None, structure: nn.Module | None = None
+        self,
+        base: "ModelFiles | None" = None,
+        structure: nn.Module | None = None,
+        optional: Container[str] = (),
     ) -> ExpertSource:
         """Return its weights for the class to calibrate, read tensor by tensor if possible.
 
@@ -308,12 +313,13 @@ class ModelFiles:
             base: The model that an adapter changes.
             structure: The model without weights that will run them, by default its own. Its own
                 is not built if the names of its files fit this one.
+            optional: Names of the structure's tensors that its files may lack.
         """
         if self.is_adapter:
             if base is None:
                 raise self._error("it is an adapter, whose base is not named")
             return self._adapted(base.weights_of_whole, base)
-        weights = None if structure is None else self._fitting(structure)
+        weights = None if structure is None else self._fitting(structure, optional)
         # transformers may use other tensor names than the files
         return weights or self._fitting(self.empty) or InMemoryExpert(self.load())
 
@@ -330,11 +336,11 @@ class ModelFiles:
         """
         return self._fitting(self.whole) or InMemoryExpert(self.load(self.architecture))
 
-    def _fitting(self, structure: nn.Module) -> ExpertSource | None:
+    def _fitting(self, structure: nn.Module, optional: Container[str] = ()) -> ExpertSource | None:
         """Return its files if they have names and shapes of all tensors of a structure."""
         with suppress(CalibrationError):
             if self.weights is not None:
-                pair_names(self.label, self.weights, structure)
+                pair_names(self.label, self.weights, structure, optional)
                 return self.weights
         return None
 

@@ -18,6 +18,8 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.masking import MASK, masked
 from fusion_bench_featcal.errors.plurals import bytes_text
+from fusion_bench_featcal.experts.pairing import embedding_of_head
+from fusion_bench_featcal.families import head_of
 from fusion_bench_featcal.files import can_be_hub_id, free_space, link_or_copy, new_path
 from fusion_bench_featcal.files.tensors import write_index, write_tensors
 from fusion_bench_featcal.files.untrusted import read_json
@@ -141,8 +143,8 @@ def corrected_config(config: Mapping[str, object], model: Any) -> dict[str, obje
     then replace the head by the embeddings and rescale its input.
     """
     corrected = {name: value for name, value in config.items() if name != "auto_map"}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is not None and head.weight is not model.get_input_embeddings().weight:
+    head = head_of(model)
+    if head is not None and head.weight is not embedding_of_head(model).weight:
         corrected["tie_word_embeddings"] = False
     return corrected
 

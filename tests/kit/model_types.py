@@ -184,12 +184,12 @@ SIDES: dict[str, Any] = {"d_model": 8, "decoder_start_token_id": 1} | {
     (("layers", 2), ("attention_heads", 2), ("ffn_dim", 12))
 }  # fmt: skip
 SHARED: dict[str, Any] = {
-    "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 10,
+    "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 12,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 LATENT: dict[str, Any] = SHARED | {
     "num_key_value_heads": 2, "kv_lora_rank": 6, "q_lora_rank": 5, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 3, "v_head_dim": 3,
+    "qk_nope_head_dim": 4, "v_head_dim": 3,
 }  # fmt: skip
 LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,

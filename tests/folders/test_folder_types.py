@@ -1,0 +1,61 @@
+"""Types of language models in folders: run by `featcal calibrate`, saved, loaded, and writing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_folders import PAPER, language_folders, words
+from model_types import IMAGE_TEXT, ROWS
+from reports import error_of, featcal
+from safetensors.torch import load_file
+from tiny_models import scatter
+from transformers import VisionEncoderDecoderModel
+
+QUICK = ("gemma3", "m2m_100")
+TRANSLATORS = ("m2m_100", "bart", "mbart", "marian", "pegasus", "t5gemma")
+IN_CI = [pytest.mark.slow, pytest.mark.ci]
+TYPES = [
+    pytest.param(name, id=name, marks=() if name in QUICK else IN_CI)
+    for name in (*IMAGE_TEXT, *TRANSLATORS, "deepseek_v3")
+]
+
+
+def made(name: str) -> Any:
+    """A model of a row of the table of model types."""
+    torch.manual_seed(0)
+    model: Any = next(row for row in ROWS if row.name == name).make()[0]
+    model.generation_config.max_length = None
+    return scatter(model.float(), 0, 0.05)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_is_calibrated_saved_and_writes_texts(tmp_path, name):
+    model = made(name)
+    language_folders(tmp_path, model, ends=model.config.is_encoder_decoder)
+    done = featcal(*words(tmp_path, *PAPER))
+    assert done.code == 0, done.err
+    assert weights(tmp_path / "out").keys() == weights(tmp_path / "merged").keys()
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    before = type(model).from_pretrained(tmp_path / "merged").state_dict()
+    changed = {n for n, t in loaded.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed and all(".layers." in name for name in changed)
+    assert not any("vision" in name or "visual" in name for name in changed)
+    written = loaded.generate(
+        input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False
+    )
+    assert 1 < written.shape[1] <= 6
+
+
+def test_a_reader_of_images_is_refused_by_its_class(tmp_path):
+    model: Any = made("trocr")
+    assert isinstance(model, VisionEncoderDecoderModel)
+    language_folders(tmp_path, model)
+    message = error_of(*words(tmp_path))
+    assert "merged is a VisionEncoderDecoderModel; featcal calibrate takes language mod" in message
+    assert message.endswith("Calibrate others by fusion_bench method=featcal")
