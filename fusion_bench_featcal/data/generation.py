@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusion_bench_featcal.data.text_limits import end_tokens, first_token
 from fusion_bench_featcal.data.text_samples import (
     TextEncoder,
     pad_rows,
@@ -76,10 +77,17 @@ def answer_texts(
 def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return logits `[batch, positions, vocabulary]` and their target tokens, -100 for none.
 
-    For texts without `labels`, all tokens are targets.
+    For texts without `labels`, all tokens are targets. Of an encoder-decoder's these are the ones
+    that greedy search chooses: not a forced first token, nor what is behind the end.
     """
     if model.config.is_encoder_decoder:
-        return model(**batch).logits, batch["labels"]
+        labels = batch["labels"]
+        ends = torch.tensor(sorted(end_tokens(model)), device=labels.device)
+        is_end = torch.isin(labels, ends).long()
+        is_given = is_end.cumsum(dim=1) > is_end
+        if (start := first_token(model)) is not None:
+            is_given[:, 0] |= labels[:, 0] == start
+        return model(**batch).logits, labels.masked_fill(is_given, NO_TARGET)
     inputs = dict(batch)
     labels = inputs.pop("labels", None)
     if labels is None:

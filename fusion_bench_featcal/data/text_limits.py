@@ -1,6 +1,6 @@
 """The longest text that a tokenizer and a model's positions allow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NO_LIMIT = 10**9  # tokenizers without a limit report a huge one
@@ -27,13 +27,28 @@ def end_tokens(*models: object) -> frozenset[int]:
         models: Models, or their files, whose `config` and `generation_config` are objects of
             transformers, mappings, None or missing.
     """
+    values = _declared("eos_token_id", models)
+    several = (value if isinstance(value, list) else [value] for value in values)
+    return frozenset(token for tokens in several for token in tokens if type(token) is int)
+
+
+def first_token(*models: object) -> int | None:
+    """Return the token with which models begin each answer (NLLB's language), or None.
+
+    Args:
+        models: As for `end_tokens`.
+    """
+    values = _declared("forced_bos_token_id", models)
+    return next((token for token in values if token is not None), None)
+
+
+def _declared(key: str, models: Sequence[object]) -> list[Any]:
+    """Return a key's values in all configs of models, None where it is missing."""
     names = ("config", "generation_config")
     configs: list[Any] = [getattr(model, name, None) for model in models for name in names]
     contents = [c if isinstance(c, Mapping) else c.to_dict() for c in configs if c is not None]
     contents += [c["text_config"] for c in contents if isinstance(c.get("text_config"), Mapping)]
-    values = [content.get("eos_token_id") for content in contents]
-    several = (value if isinstance(value, list) else [value] for value in values)
-    return frozenset(token for tokens in several for token in tokens if type(token) is int)
+    return [content.get(key) for content in contents]
 
 
 def positions_of(model: Any) -> int:

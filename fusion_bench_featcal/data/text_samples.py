@@ -88,6 +88,7 @@ class TextEncoder:
             tokenizer, or of the model's positions, is an error.
         positions: Positions of the model, as of `positions_of`.
         model_ends: End tokens of the models, as of `end_tokens`.
+        model_start: First token of answers, as of `first_token`.
     """
 
     tokenizer: Any
@@ -95,6 +96,7 @@ class TextEncoder:
     max_length: int | None = None
     positions: int = NO_LIMIT
     model_ends: frozenset[int] = frozenset()
+    model_start: int | None = None
 
     def __post_init__(self) -> None:
         most, limit = longest_text(self.tokenizer, self.positions)
@@ -122,6 +124,8 @@ class TextEncoder:
                 f"{name}: the target is empty. Give it a text, leave the row out, or use "
                 f"{option('calibration_targets', 'generated')}"
             )
+        if self.kind == "seq2seq" and ids.target:
+            self._refuse_language(ids.target[0], name)
         return self._cut(ids, name)
 
     @cached_property
@@ -150,7 +154,9 @@ class TextEncoder:
 
     def answered(self, prompt: Sample, answer: list[int], name: str) -> Sample:
         """Return a prompt with a model's answer as its target."""
-        ids = _Ids(prompt.ids, answer, is_cut=prompt.is_cut, unread=prompt.unread)
+        ids = _Ids(
+            prompt.ids, answer + self._behind_end, is_cut=prompt.is_cut, unread=prompt.unread
+        )
         return self._cut(ids, name)
 
     @property
@@ -236,9 +242,29 @@ class TextEncoder:
             cut: Any = {"truncation": True, "max_length": self.max_length}
             encoded = self.tokenizer(text.prompt, text.pair, verbose=False, **cut)
         if self.kind == "seq2seq" and text.target is not None:
-            target = list(self.tokenizer(text_target=text.target, verbose=False)["input_ids"])
+            target = self._target(text.target)
         types = encoded.get("token_type_ids") if text.pair is not None else None
         return _Ids(list(encoded["input_ids"]), target, types=types, is_cut=is_cut)
+
+    def _target(self, text: str) -> list[int]:
+        """Return a target for an encoder-decoder as the tokenizer encodes it."""
+        return list(self.tokenizer(text_target=text, verbose=False)["input_ids"])
+
+    @cached_property
+    def _behind_end(self) -> list[int]:
+        """Tokens that the tokenizer writes behind the end of targets, such as mBART's language."""
+        nothing = self._target("") if self.kind == "seq2seq" else []
+        return nothing[len(self.until_end(nothing)) :]
+
+    def _refuse_language(self, first: int, name: str) -> None:
+        """Refuse a target in another language than the models are told to answer in."""
+        if self.model_start not in (None, first) and first in self._marks:
+            given, forced = self.tokenizer.convert_ids_to_tokens([first, self.model_start])
+            raise CalibrationError(
+                f"{name}: the target begins with {given}, but the models begin answers with "
+                f"{forced} (forced_bos_token_id). Write the target's language as tgt_lang into "
+                "tokenizer_config.json"
+            )
 
     def _pair(self, prompt: str, target: str, *, special: bool) -> tuple[list[int], list[int]]:
         """Tokenise prompt and target as one text, and split it.

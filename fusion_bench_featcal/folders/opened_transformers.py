@@ -39,7 +39,7 @@ def open_transformers(inputs: InputModels) -> Opened:
     settings, note = _settings(request, kind, processor, positions)
     length = settings.max_length
     if kind in LANGUAGE_MODELS:
-        encoder = TextEncoder(processor, kind, length, positions, models.ends)
+        encoder = TextEncoder(processor, kind, length, positions, models.ends, models.start)
         loads = {task: partial(models.load_expert, task) for task in request.expert}
         reads_images = text_tower(models.empty_body) is not None
         of_images = models.processor.of_images if reads_images else None

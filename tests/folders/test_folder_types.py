@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from made_folders import PAPER, language_folders, words
+from made_folders import PAPER, language_folders, words, write_models, write_rows
 from model_types import IMAGE_TEXT, ROWS
 from reports import error_of, featcal
 from safetensors.torch import load_file
+from tiny_languages import LANGUAGES, nllb_tokenizer
 from tiny_models import scatter
+from tiny_texts import TASKS
 from transformers import VisionEncoderDecoderModel
 
 QUICK = ("gemma3", "m2m_100")
@@ -50,6 +52,24 @@ def test_a_type_is_calibrated_saved_and_writes_texts(tmp_path, name):
         input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False
     )
     assert 1 < written.shape[1] <= 6
+
+
+def test_a_translator_answers_in_the_language_of_its_settings(tmp_path):
+    """Also where the experts write the targets. A tokenizer with another language is refused."""
+    model, tokenizer = made("m2m_100"), nllb_tokenizer()
+    language = tokenizer.convert_tokens_to_ids(LANGUAGES[1])
+    model.generation_config.forced_bos_token_id = language
+    for task in TASKS:
+        write_rows(tmp_path / f"{task}.jsonl", [{"prompt": "a b " * n} for n in range(1, 21)])
+    write_models(tmp_path, model, tokenizer)
+    done = featcal(*words(tmp_path, *PAPER, "--set", "generated_tokens=3"))
+    assert done.code == 0, done.err
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert loaded.generate(input_ids=torch.tensor([[5, 6]]), max_new_tokens=3)[0, 1] == language
+    write_rows(tmp_path / "one.jsonl", [{"prompt": "a b", "target": "b"}] * 20)
+    nllb_tokenizer(tgt_lang=None).save_pretrained(tmp_path / "merged")
+    line = error_of(*words(tmp_path, *PAPER, "--out", str(tmp_path / "new")))
+    assert "the target begins with aa_Latn, but the models begin answers with bb_Latn" in line
 
 
 def test_a_reader_of_images_is_refused_by_its_class(tmp_path):

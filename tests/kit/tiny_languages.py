@@ -1,0 +1,22 @@
+"""Tiny tokenizers of NLLB and mBART."""
+
+from typing import Any
+
+from transformers import MBartTokenizer, NllbTokenizer
+
+LANGUAGES = ("aa_Latn", "bb_Latn")  # of prompts and targets
+PIECES = ("<pad>", "<s>", "</s>", "<unk>", "▁", "a", "b", "▁a", "▁b")
+
+
+def nllb_tokenizer(tgt_lang: str | None = LANGUAGES[1]) -> Any:
+    """It writes the language in front of a text."""
+    vocabulary = {piece: number for number, piece in enumerate(PIECES)}
+    options: Any = {"src_lang": LANGUAGES[0], "tgt_lang": tgt_lang}
+    merges: Any = [("▁", "a"), ("▁", "b")]
+    return NllbTokenizer(vocabulary, merges, extra_special_tokens=[*LANGUAGES], **options)
+
+
+def mbart_tokenizer() -> Any:
+    """It writes the language behind a text's end."""
+    pieces: Any = [(piece, -float(len(PIECES) - n)) for n, piece in enumerate(PIECES)]
+    return MBartTokenizer(pieces, src_lang="en_XX", tgt_lang="ro_RO")
