@@ -1,4 +1,4 @@
-"""Pools of language models whose vocabularies differ in size."""
+"""Pools of language models with other towers, or whose vocabularies differ in size."""
 
 from functools import cached_property
 from typing import Any
@@ -7,15 +7,21 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
+from omegaconf import OmegaConf
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.fusionbench.pool_models import PoolModel
+from fusion_bench_featcal.experts.model_config import text_config
+from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModel
 
 VOCABULARIES = ("refuse", "common_rows")
 
 
 class CausalLMPool(FusionBenchPool):
-    """FusionBench's pool, extended to models with different numbers of embedding rows.
+    """FusionBench's pool, extended to models of images and texts, and of other numbers of tokens.
+
+    A plain name of a model of images and texts loads the class that its config names, which
+    `AutoModelForCausalLM` refuses, or loads without the tower for images.
 
     MergeBench's Llama experts have 128320 rows and their base has 128256, so FusionBench cannot
     merge them. With `vocabulary: common_rows` every loaded model is cut to the rows common to all,
@@ -52,7 +58,7 @@ class CausalLMPool(FusionBenchPool):
         """
         if self.vocabulary == "refuse":
             return None
-        configs = {name: PoolModel(self, name).config or {} for name in self.all_model_names}
+        configs = {name: text_config(PoolModel(self, name).config) for name in self.all_model_names}
         for name in (name for name, config in configs.items() if "vocab_size" not in config):
             raise CalibrationError(
                 f"model {name!r} has no config with a vocab_size, which modelpool.vocabulary="
@@ -62,8 +68,19 @@ class CausalLMPool(FusionBenchPool):
 
     def load_model(self, model_name_or_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model, cut to the common rows of its vocabulary if so configured."""
-        model: Any = super().load_model(model_name_or_config, *args, **kwargs)
+        model: Any = super().load_model(self._entry(model_name_or_config), *args, **kwargs)
         rows = self.vocabulary_rows
         if rows is not None and rows < len(model.get_input_embeddings().weight):
             model.resize_token_embeddings(rows, mean_resizing=False)
         return model
+
+    def _entry(self, model: Any) -> Any:
+        """Return a loader of a plain name of a model of images and texts, else what is given."""
+        location = self._models.get(model) if isinstance(model, str) else None
+        if not isinstance(location, str) or self.enable_lazy_loading:  # type: ignore[attr-defined]
+            return model
+        named = (PoolModel(self, model).config or {}).get("architectures") or [None]
+        if named[0] not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+            return model
+        target = f"transformers.{named[0]}.from_pretrained"
+        return OmegaConf.create({"_target_": target, NAME: location})

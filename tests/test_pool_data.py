@@ -8,10 +8,12 @@ import pytest
 import torch
 from calibrations import assert_identical
 from fusion_bench.modelpool import CausalLMPool, CLIPVisionModelPool
+from model_types import model_named
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from sample_pools import Pool, batches_of
 from tiny_images import channels_first, picture
+from tiny_models import add_up, scatter
 from tiny_pools import ARITHMETIC, inputs_of
 from tiny_texts import (
     NAMES,
@@ -153,6 +155,22 @@ def test_an_expert_of_another_vocabulary_is_refused_or_cut_to_common_rows(tmp_pa
     model: Any = FeatCalAlgorithm(**RUN).run(pool)
     assert_identical(model, FeatCalAlgorithm(**RUN).run(cut))
     assert model.config.vocab_size == 23
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow)])
+def test_a_plain_name_of_a_model_of_images_and_texts(name: str, tmp_path: Path):
+    """It is loaded whole, and its text part is calibrated."""
+    models = {n: scatter(model_named(name), k, 0.05) for k, n in enumerate(NAMES)}
+    pool = causal_pool({n: write(model, tmp_path / n) for n, model in models.items()})
+    base = models.pop("_pretrained_")
+    assert type(pool.load_model("one")) is type(base)
+    model: Any = FeatCalAlgorithm(**RUN).run(pool)
+    merged = add_up(base, models, ARITHMETIC["scaling_factor"]).state_dict()
+    for tensor, value in model.state_dict().items():
+        is_calibrated = ".language_model." in tensor and tensor.endswith("_proj.weight")
+        assert torch.allclose(value, merged[tensor], atol=1e-6) != is_calibrated, tensor
+    rows = causal_pool(dict.fromkeys(NAMES, str(tmp_path / "one")), vocabulary="common_rows")
+    assert rows.vocabulary_rows == 30
 
 
 def test_an_expert_of_another_tokenizer_is_refused(tmp_path: Path):

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from made_folders import PAPER, language_folders, words, write_models, write_rows
-from model_types import IMAGE_TEXT, ROWS
+from model_types import IMAGE_TEXT, model_named
 from reports import error_of, featcal
 from safetensors.torch import load_file
 from tiny_languages import LANGUAGES, nllb_tokenizer
-from tiny_models import scatter
 from tiny_texts import TASKS
 from transformers import VisionEncoderDecoderModel
 
@@ -23,21 +22,13 @@ TYPES = [
 ]
 
 
-def made(name: str) -> Any:
-    """A model of a row of the table of model types."""
-    torch.manual_seed(0)
-    model: Any = next(row for row in ROWS if row.name == name).make()[0]
-    model.generation_config.max_length = None
-    return scatter(model.float(), 0, 0.05)
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_type_is_calibrated_saved_and_writes_texts(tmp_path, name):
-    model = made(name)
+    model = model_named(name)
     language_folders(tmp_path, model, ends=model.config.is_encoder_decoder)
     done = featcal(*words(tmp_path, *PAPER))
     assert done.code == 0, done.err
@@ -56,7 +47,7 @@ def test_a_type_is_calibrated_saved_and_writes_texts(tmp_path, name):
 
 def test_a_translator_answers_in_the_language_of_its_settings(tmp_path):
     """Also where the experts write the targets. A tokenizer with another language is refused."""
-    model, tokenizer = made("m2m_100"), nllb_tokenizer()
+    model, tokenizer = model_named("m2m_100"), nllb_tokenizer()
     language = tokenizer.convert_tokens_to_ids(LANGUAGES[1])
     model.generation_config.forced_bos_token_id = language
     for task in TASKS:
@@ -73,7 +64,7 @@ def test_a_translator_answers_in_the_language_of_its_settings(tmp_path):
 
 
 def test_a_reader_of_images_is_refused_by_its_class(tmp_path):
-    model: Any = made("trocr")
+    model: Any = model_named("trocr")
     assert isinstance(model, VisionEncoderDecoderModel)
     language_folders(tmp_path, model)
     message = error_of(*words(tmp_path))

@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers as hf
 from made_folders import PAPER, change_json, language_folders, words
+from model_types import model_named
 from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
-from test_folder_types import IN_CI, made, weights
+from test_folder_types import IN_CI, weights
 from tiny_texts import TASKS, word_tokenizer, write, write_adapter
 
 from fusion_bench_featcal.folders import transformers_models
@@ -36,7 +37,7 @@ def text_part(name: str, whole: Any) -> Any:
 
 def folders(folder: Path, name: str = "gemma3") -> dict[str, Any]:
     """Folders of whole models, and of their text parts (`text-one`)."""
-    models = language_folders(folder, made(name))
+    models = language_folders(folder, model_named(name))
     for label, model in models.items():
         write(text_part(name, model), folder / f"text-{label}", word_tokenizer())
     return models
@@ -119,7 +120,7 @@ def test_text_models_may_have_other_numbers_of_tokens(tmp_path):
 def test_adapters_equal_the_models_they_are_merged_to(tmp_path, name):
     from peft import PeftModel
 
-    base = language_folders(tmp_path, made(name))["base"]
+    base = language_folders(tmp_path, model_named(name))["base"]
     for number, task in enumerate(TASKS):
         adapter = write_adapter(tmp_path / f"{task}-lora", base, number)
         loaded: Any = type(base).from_pretrained(tmp_path / "base")

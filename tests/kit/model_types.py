@@ -346,6 +346,14 @@ ROWS: tuple[Row, ...] = (
 """Every row of the table. Add one for a further type of model here."""
 
 
+def model_named(name: str) -> Any:
+    """Language model of a row in float32, with noise on every parameter."""
+    torch.manual_seed(0)
+    model: Any = next(row for row in ROWS if row.name == name).make()[0]
+    model.generation_config.max_length = None
+    return tiny.scatter(model.float(), 0, 0.05)
+
+
 def suite_named(name: str, kind: str = "") -> Suite:
     """Suite of a row. `kind` is the end of its kind, where types have several."""
     return next(row for row in ROWS if row.name == name and row.kind.endswith(kind)).suite()
