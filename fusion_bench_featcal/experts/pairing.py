@@ -1,8 +1,10 @@
 """Names of a model's tensors in a source: prefixes, ties, keys of older files."""
 
 import difflib
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -130,26 +132,27 @@ def _spelled(name: str, added: str, removed: str) -> str:
 
 
 def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
-    """Return a model's names of the tensors that transformers renames on loading -> stored names.
-
-    Older releases rename none.
-    """
-    if not hasattr(model, "config"):
-        return {}
-    try:  # from release 5 on
-        from transformers import conversion_mapping, core_model_loading  # type: ignore[attr-defined]
-    except ImportError:
-        return {}
-    rules = conversion_mapping.get_model_conversion_mapping(cast(Any, model))
-    renaming = core_model_loading.WeightRenaming
-    names: dict[str, str] = {}
+    """Return names of the tensors that transformers renames on loading -> stored names."""
+    rules, names = _rules(model) if hasattr(model, "config") else [], dict[str, str]()
     for stored in available:
         name = stored
-        for rule in (rule for rule in rules if isinstance(rule, renaming)):
-            name = rule.rename_source_key(name)[0]
+        for rule in rules:
+            name = rule(name)
         if name != stored:
             names[name] = stored
     return names
+
+
+def _rules(model: Any) -> list[Callable[[str], str]]:
+    """Return the changes of names in files that transformers makes on loading a model."""
+    try:  # from release 5 on
+        from transformers import conversion_mapping, core_model_loading  # type: ignore[attr-defined]
+    except ImportError:
+        patterns = getattr(model, "_checkpoint_conversion_mapping", {})
+        return [partial(re.sub, pattern, name) for pattern, name in patterns.items()]
+    rules = conversion_mapping.get_model_conversion_mapping(model)
+    renaming = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
+    return [lambda name, rule=rule: rule.rename_source_key(name)[0] for rule in renaming]
 
 
 def embedding_of_head(model: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_languages import LANGUAGES, mbart_tokenizer, nllb_tokenizer
+from tiny_languages import LANGUAGES, NEEDS_RELEASE_5, mbart_tokenizer, nllb_tokenizer
 from transformers import BartConfig, GenerationConfig
 
 from fusion_bench_featcal import CalibrationError
@@ -21,6 +21,7 @@ def of(tokenizer: Any, language: str) -> int:
     return tokenizer.convert_tokens_to_ids(language)
 
 
+@NEEDS_RELEASE_5
 def test_a_target_has_the_language_of_its_side():
     tokenizer, (source, target) = nllb_tokenizer(), LANGUAGES
     sample = TextEncoder(tokenizer, "seq2seq", model_start=of(tokenizer, target)).sample(ROW)
@@ -28,6 +29,7 @@ def test_a_target_has_the_language_of_its_side():
     assert sample.labels == [of(tokenizer, target), A, B, END]
 
 
+@NEEDS_RELEASE_5
 def test_a_target_in_another_language_than_answers_is_refused():
     tokenizer = nllb_tokenizer(tgt_lang=None)  # then it takes the prompt's
     encoder = TextEncoder(tokenizer, "seq2seq", model_start=of(tokenizer, "bb_Latn"))
@@ -39,6 +41,7 @@ def test_a_target_in_another_language_than_answers_is_refused():
         encoder.sample(tokenised)
 
 
+@NEEDS_RELEASE_5
 def test_an_answer_is_a_target_as_the_tokenizer_writes_it():
     for tokenizer in (nllb_tokenizer(), mbart_tokenizer()):
         encoder = TextEncoder(tokenizer, "seq2seq")
