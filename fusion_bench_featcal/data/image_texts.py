@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.chats import Turn, parsed
-from fusion_bench_featcal.data.pictures import digest_of, read_image
+from fusion_bench_featcal.data.pictures import digest_of, read_image, refuse_depth
 from fusion_bench_featcal.data.templates import render
 from fusion_bench_featcal.data.text_formats import CHATS, Text, read_row
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -37,9 +37,14 @@ class ImageText:
     text: Text
     images: Sequence[Any]
 
-    @property
     def content(self) -> Hashable:
-        """What the row says and shows, which tells repeated ones."""
+        """Return what the row says and shows, which tells repeated ones.
+
+        Raises:
+            CalibrationError: If an image cannot be read, by its header.
+        """
+        for image in self.images:
+            read_image(image, self.text.name, refuse_depth)
         return repr((self.text.prompt, self.text.target)), *map(digest_of, self.images)
 
     def turns(self) -> list[Turn]:

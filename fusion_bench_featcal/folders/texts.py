@@ -134,7 +134,7 @@ def _open_image_texts(rows: TaskRows, encoder: TextEncoder, processor: Any) -> T
         return ImageTextBatches(part.rows, part.indices, home, processor, encoder, limit)
 
     calibration, test = batches(rows.samples), batches(rows.tests)
-    repeated = ([row.content for row in part.read] for part in (calibration, test))
+    repeated = ([row.content() for row in part.read] for part in (calibration, test))
     rows, _ = rows.without_repeats(*repeated)
     tests, measure, test = None, "", batches(rows.tests)
     if rows.tests.indices:

@@ -31,7 +31,7 @@ def by_hand(folder: Path, task: str) -> list[dict[str, Any]]:
     """The first samples of a task by the processor, without the reader of rows."""
     rows = [json.loads(line) for line in (folder / f"{task}.jsonl").read_text().splitlines()]
     processor, batches = AutoProcessor.from_pretrained(folder / "merged"), list[Any]()
-    for row in (rows[n] for n in sample_order(len(rows), task, 0)[:12]):
+    for row in (rows[n] for n in sample_order(len(rows), task, FeatCalSettings().seed)[:12]):
         if "messages" in row:
             parts, answer = (turn["content"] for turn in row["messages"])
             text = "u " + " ".join(part.get("text", "<image>") for part in parts)
