@@ -77,7 +77,9 @@ def test_text_models_and_whole_ones_with_the_same_texts_give_the_same_bits(tmp_p
     assert_equal(calibrated(tmp_path, "reverse", merged="text-merged"), text)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["gemma3", "smolvlm"])
 def test_without_merged_the_base_gives_the_other_tower(tmp_path, name):
     folders(tmp_path, name)
     scaled = ("--merge", "task_arithmetic:0.4", "--no-eval")
@@ -108,6 +110,8 @@ def test_other_towers_of_experts_are_not_read_and_may_be_missing(tmp_path, monke
     assert "merged: lacks 50 tensors, such as model.multi_modal_projector" in line
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_text_models_may_have_other_numbers_of_tokens(tmp_path):
     models = folders(tmp_path)
     for task, rows in zip(TASKS, (26, 34), strict=True):
