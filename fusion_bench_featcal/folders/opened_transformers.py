@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from fusion_bench_featcal.data.image_texts import ImageTextBatches
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text, positions_of
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.families import text_tower
@@ -23,6 +24,7 @@ from fusion_bench_featcal.folders.texts import open_class_task, open_language_ta
 from fusion_bench_featcal.folders.tokenizers import warnings_on_chats, warnings_on_tokens
 from fusion_bench_featcal.folders.transformers_models import TransformersModels
 from fusion_bench_featcal.results.notes import Note, notes_of
+from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.settings import FeatCalSettings
 
 
@@ -55,15 +57,12 @@ def open_transformers(inputs: InputModels) -> Opened:
         tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
     notes = notes_of([*models.notes, *note, *settings.extremes])
     title = f"{kind}: {models.like.calibrated_class.__name__}"
+    loads_whole = models.load_merged, models.load_expert
+    # Only a run shows which parts of towers the images of rows need.
+    has_images = any(isinstance(task.batches, ImageTextBatches) for task in tasks.values())
+    left = AsMerged if has_images else models.left_as_merged
     return Opened(
-        Models(
-            title,
-            models.like.size,
-            models.read,
-            models.load_merged,
-            models.load_expert,
-            models.left_as_merged,
-        ),
+        Models(title, models.like.size, models.read, *loads_whole, left),
         models.heads,
         settings,
         partial(calibrate_transformers, models, settings),

@@ -95,7 +95,8 @@ def open_language_task(
     names = _OF_MODELS if of_images is None else (*_OF_MODELS, *IMAGES)
     open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=FORMATS)
     rows = TaskRows.open(task, request, open_rows)
-    if of_images is not None and has_images(rows.samples.rows, rows.samples.indices):
+    parts = rows.samples, rows.tests
+    if of_images is not None and any(has_images(part.rows, part.indices) for part in parts):
         return _open_image_texts(rows, encoder, of_images())
     calibration, test = (
         _language_batches(part, request, encoder, load_expert)
@@ -142,7 +143,8 @@ def _open_image_texts(rows: TaskRows, encoder: TextEncoder, processor: Any) -> T
         tests = Tests(test.checked, targets_of, median(lengths) > LONG, ends=[*encoder.ends])
         measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
     columns = dict.fromkeys(name for text in calibration.texts for name in text.columns)
-    return rows.opened(calibration, tests, [*columns, "images"], measure=measure)
+    note = "a tower and what is between it and the decoder are calibrated as far as images run them"
+    return rows.opened(calibration, tests, [*columns, "images"], [note], measure=measure)
 
 
 def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:

@@ -1,7 +1,7 @@
 """All tasks' batches on their way through the calibrated model and the experts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -123,9 +123,13 @@ class Streams:
 
     def _begun(self, model: nn.Module, inputs: Any, index: int, call: Any) -> Any:
         """Return the input of a stage's first block, from the call after the previous stage."""
-        ended = (call,) if index else ()
-        with self.autocast():
-            return self.family.begin(model, inputs, self.stages[index][0], *ended)
+        ended, block = (call,) if index else (), self.stages[index][0]
+        remedy = (
+            "Blocks have none there, nor towers beside the text decoder of a family that lists its "
+            f"blocks alone: use {option('family', 'auto')}"
+        )
+        with self._running("begin", block, remedy):
+            return self.family.begin(model, inputs, block, *ended)
 
     def step(self, model: nn.Module, block: str, call: Any) -> Any:
         """Run one block and return the input of the next block.
@@ -133,16 +137,25 @@ class Streams:
         Raises:
             CalibrationError: If the family's step needs weights of another module.
         """
+        remedy = (
+            "It has those of its block: compute everything else in begin and hand it on in the "
+            "call (docs/models.md)"
+        )
+        with self._running("step", block, remedy):
+            return self.family.step(model, block, call)
+
+    @contextmanager
+    def _running(self, member: str, block: str, remedy: str) -> Iterator[None]:
+        """Context of a pass by the family, which refuses one that needs weights not in memory."""
         try:
             with self.autocast():
-                return self.family.step(model, block, call)
+                yield
         except (RuntimeError, NotImplementedError) as error:
             if not lacks_values(error):
                 raise
             raise CalibrationError(
-                f"{option('family', self.family.name)}: the step of {block} needs weights that are "
-                f"not in memory ({error}). It has those of its block: compute everything else in "
-                "begin and hand it on in the call (docs/models.md)"
+                f"{option('family', self.family.name)}: the {member} of {block} needs weights that "
+                f"are not in memory ({error}). {remedy}"
             ) from error
 
     def tensors_of(self, block: str) -> list[str]:

@@ -158,3 +158,10 @@ class OfTuples(nn.Module):
 def test_blocks_that_return_no_features_first_are_named():
     with pytest.raises(CalibrationError, match=r"OfTuples, layers.0: a block returned tuple .*Wri"):
         run_fast(suite_of(OfTuples(), tiny.samples_by_task(2, (2,), 3, 4), [], 1, "stack"))
+
+
+def test_a_list_of_the_decoder_alone_with_images_is_refused():
+    suite = suite_named("llava", "images")
+    blocks = [f"model.language_model.layers.{n}" for n in range(2)]
+    with pytest.raises(CalibrationError, match=r"the begin of model.* Blocks .*use family=auto"):
+        run_fast(suite, family=blocks)
