@@ -17,6 +17,7 @@ from model_types import suite_named
 from oracle import Knobs
 from posing import Posing
 from tiny_convs import tower_suite
+from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import ROUNDING, Suite, clip_suite
 from torch import Tensor, nn
 from tricky_models import biased, stack_suite
@@ -169,6 +170,7 @@ def test_subclasses_of_linear_that_compute_anything_else_stay_as_merged():
         assert torch.equal(model.get_parameter(name), value) != (".only." in name), name
 
 
+@NEEDS_RELEASE_5
 def test_routed_experts_stay_as_merged_and_are_named(caplog: pytest.LogCaptureFixture):
     suite = suite_named("qwen2_moe")
     result = run_fast(suite, **PLUS)

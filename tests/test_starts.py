@@ -124,7 +124,7 @@ CARELESS = {
     "method=featcal/plus method.ridge_lambda=0.1": "ridge_lambda=0.1 has no part in the rule",
     "method.task_weights={mini_korean:2}": "rule paper: .*, or choose method=featcal/plus",
     "method.task_weights=5": "method.task_weights must be null or a mapping",
-    "method.family=lama": "family must be auto, clip, llama",
+    "method.family=lama": "family must be auto, clip, encoder_decoder",
     "+fabric.acelerator=cpu": "fabric cannot be made: .*'acelerator'",
     "+modelpool.default_taskpool.tasks.mini_korean.clasnames=[a]": "clasnames is unknown .nearest",
     "+modelpool.default_taskpool.tasks.other={}": "'other' has no test data: set taskpool.tasks",

@@ -41,8 +41,9 @@ class ImageText:
         """Return what the row says and shows, which tells repeated ones.
 
         Raises:
-            CalibrationError: If an image cannot be read, by its header.
+            CalibrationError: As `turns`, or if an image cannot be read, by its header.
         """
+        self.turns()
         for image in self.images:
             read_image(image, self.text.name, refuse_depth)
         return repr((self.text.prompt, self.text.target)), *map(digest_of, self.images)

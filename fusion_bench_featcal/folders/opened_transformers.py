@@ -61,6 +61,8 @@ def open_transformers(inputs: InputModels) -> Opened:
     # Only a run shows which parts of towers the images of rows need.
     has_images = any(isinstance(task.batches, ImageTextBatches) for task in tasks.values())
     left = AsMerged if has_images else models.left_as_merged
+    if has_images:
+        models.refuse_text_parts()
     return Opened(
         Models(title, models.like.size, models.read, *loads_whole, left),
         models.heads,

@@ -143,8 +143,10 @@ def _open_image_texts(rows: TaskRows, encoder: TextEncoder, processor: Any) -> T
         tests = Tests(test.checked, targets_of, median(lengths) > LONG, ends=[*encoder.ends])
         measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
     columns = dict.fromkeys(name for text in calibration.texts for name in text.columns)
-    note = "a tower and what is between it and the decoder are calibrated as far as images run them"
-    return rows.opened(calibration, tests, [*columns, "images"], [note], measure=measure)
+    notes = ["towers, and modules between them and the decoder, are calibrated where images run"]
+    if any(text.form == "prompt" for text in calibration.texts):
+        notes.append("the chat template writes all prompts as turns of a user")
+    return rows.opened(calibration, tests, [*columns, "images"], notes, measure=measure)
 
 
 def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:

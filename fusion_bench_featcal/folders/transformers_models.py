@@ -288,6 +288,22 @@ class TransformersModels:
             merged_weights=self._merged_source,
         )
 
+    def refuse_text_parts(self) -> None:
+        """Refuse experts and a base without the towers that images run.
+
+        Raises:
+            ValueError: Naming the model.
+        """
+        opened = {self._inputs.by_name[n].label: m for n, m in self._opened_experts.items()}
+        if self.base is not None and self._opened_base is not None:
+            opened[self.base.label] = self._opened_base
+        for label, model in opened.items():
+            if any(name not in model.keys for name in self._idle):
+                raise ValueError(
+                    f"{label} lacks the tower of {self.like.label}, which rows with images "
+                    "calibrate: name a whole model, or leave images out of all tasks"
+                )
+
     def left_as_merged(self) -> AsMerged:
         """Return the modules that stay as merged. A read budget forbids to compare experts."""
         body, blocks = self.empty_body, (self._stages, self._modules)

@@ -9,6 +9,7 @@ import transformers
 from calibrations import PLUS, assert_same, run_fast, run_slow
 from model_types import DECODER, suite_named
 from tiny_convs import tower_suite
+from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import sentences, suite_of
 from torch import nn
 from tricky_models import Between, biased
@@ -47,9 +48,10 @@ def test_the_list_that_is_clearly_the_largest_has_the_blocks():
         resolve_family("auto", equal)
 
 
+@NEEDS_RELEASE_5
 def test_layers_of_several_classes_are_blocks_of_one_list():
     sizes: Any = {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
-                  "mamba_d_state": 4, "mamba_d_conv": 2}  # fmt: skip
+                  "mamba_d_state": 4, "mamba_d_conv": 2, "use_mamba_kernels": False}  # fmt: skip
     config = transformers.JambaConfig(**DECODER, **sizes)
     inputs = tiny.by_task(lambda task, n: sentences([4, 6], 7, seed=2 * task + n))
     layers = ["model.layers.0", "model.layers.1"]

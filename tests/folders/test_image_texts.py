@@ -11,7 +11,7 @@ from made_folders import words, write_models, write_rows
 from reports import error_of, featcal
 from tiny_image_texts import image_rows, llava_model, llava_processor
 from tiny_texts import TASKS
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaForCausalLM
 
 from fusion_bench_featcal import FeatCalSettings, calibrate
 from fusion_bench_featcal.data.draws import sample_order
@@ -73,10 +73,19 @@ def test_rows_with_images_that_cannot_be_used_are_named(folder: Path, tmp_path: 
         "no file": (one, {"image": "missing.png"}, r"line \d+: file .*missing.png cannot be read"),
         "two marks": (one, {"prompt": "<image> a <image>"}, r"have 2 <image>, and it has 1 images"),
     }
-    for rows, change, message in cases.values():
+    for plan, (rows, change, message) in zip(["--plan", "", ""], cases.values(), strict=True):
         write_rows(tmp_path / "one.jsonl", [row | change for row in rows])
         write_rows(tmp_path / "two.jsonl", two)
         data = [str(tmp_path / f"{task}.jsonl") for task in TASKS]
-        error = error_of(*words(folder, "--out", str(tmp_path / "out"), data=data))
+        out = "--out", str(tmp_path / "out"), *filter(None, [plan])
+        error = error_of(*words(folder, *out, data=data))
         assert re.search(message, error), error
         assert not (tmp_path / "out").exists()
+
+
+def test_an_expert_without_the_tower_is_named_before_the_run(folder: Path, tmp_path: Path):
+    text = tmp_path / "text"
+    whole: Any = AutoModelForImageTextToText.from_pretrained(folder / "one")
+    LlamaForCausalLM(whole.config.text_config).save_pretrained(text)
+    more = words(folder, "--out", str(tmp_path / "out"), "--plan", experts=(str(text), "two"))
+    assert re.search(r"--expert one=.*text lacks the tower of .*leave images out", error_of(*more))

@@ -6,7 +6,7 @@ import pytest
 from transformers import MBartTokenizer, NllbTokenizer, __version__
 
 NEEDS_RELEASE_5 = pytest.mark.skipif(
-    __version__[0] == "4", reason="its tokenizers are made from files of sentencepiece alone"
+    __version__[0] == "4", reason="release 4 makes its tokenizer, or its tensors, in another way"
 )
 LANGUAGES = ("aa_Latn", "bb_Latn")  # of prompts and targets
 PIECES = ("<pad>", "<s>", "</s>", "<unk>", "▁", "a", "b", "▁a", "▁b")
