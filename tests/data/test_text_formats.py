@@ -72,7 +72,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "q", "tools": [{}]}, "column tools has no place in a prompt. Write the row as mes"),
     ({"question": "q", "article": "x", "answer": "y"}, "column article has no place in a prompt"),
     ({"question": "q", "images": ["x"], "answer": "y"}, "column images has no place in a prompt"),
-    ({"prompt": "q", "image": "x"}, "The model reads texts alone: name one with a tower for it, or"),
+    ({"prompt": "q", "image": "x"}, "The model reads texts alone: name one with a tower for it"),
     ({"messages": [ASK, SAY], "options": ["x", "y"]}, "column options has no place in a chat"),
     ({"prompt": "q", "system": "s"}, "column system has no place in a prompt"),
     ({"question": "q", "choices": ["x", "y"], "answer": 2}, "answer 2, but there are 2 choices"),
