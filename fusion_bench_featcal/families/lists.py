@@ -36,11 +36,11 @@ def find_stack(model: nn.Module) -> list[str]:
     Args:
         model: The model. It may be on the meta device.
     """
-    lists = outermost_lists(model)
-    largest = max(lists, key=_size, default=None)
-    if largest is None or not _size(largest):
+    sizes = {blocks: _size(blocks) for blocks in outermost_lists(model)}
+    largest = max(sizes, key=lambda blocks: sizes[blocks], default=None)
+    if largest is None or not sizes[largest]:
         return []
-    if _CLEARLY * sum(_size(other) for other in lists if other is not largest) > _size(largest):
+    if _CLEARLY * (sum(sizes.values()) - sizes[largest]) > sizes[largest]:
         return []
     return _names_in(model, [[*largest.children()]])[0]
 
@@ -53,9 +53,9 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 def text_tower(model: nn.Module) -> str | None:
     """Return the name of the text decoder beside towers for images or sounds, if there are any."""
     decoder = _part(model, "get_decoder")
-    if decoder is model or is_encoder_decoder(model) or not _largest_list(decoder):
+    if decoder is model or is_encoder_decoder(model) or not other_towers(model):
         return None
-    if not other_towers(model):
+    if not _largest_list(decoder):
         return None
     return next(name for name, module in model.named_modules() if module is decoder)
 
