@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +104,16 @@ def read_image_row(row: Any, name: str, columns: Mapping[str, str]) -> ImageText
     return ImageText(read_row(values, name, read or None), images)
 
 
-def has_images(rows: TextRows, indices: Iterable[int]) -> bool:
-    """Return whether any of a dataset's rows has an image."""
+def read_image_rows(rows: TextRows, indices: Iterable[int], home: Path) -> list[ImageText]:
+    """Read some rows of a dataset. Relative paths of images start at a folder."""
     read = (read_image_row(rows[index], rows.at(index), rows.columns) for index in indices)
-    return any(row.images for row in read)
+    return [
+        replace(
+            row,
+            images=[home / Path(i).expanduser() if isinstance(i, str) else i for i in row.images],
+        )
+        for row in read
+    ]
 
 
 def _marked(turn: Any, images: list[Any]) -> Any:
@@ -130,41 +135,27 @@ class ImageTextBatches:
     """One task's samples with images. Pictures are read when they are used.
 
     Attributes:
-        rows: The dataset.
-        indices: Positions of the samples in it.
-        home: Folder that relative paths of images start from.
+        rows: The samples.
         processor: A processor of transformers for texts and images.
         encoder: Its tokenizer, with a chat template and end tokens.
         limit: Longest row in tokens, with those of images.
     """
 
-    rows: TextRows
-    indices: Sequence[int]
-    home: Path
+    rows: Sequence[ImageText]
     processor: Any
     encoder: TextEncoder
     limit: int
 
-    @cached_property
-    def read(self) -> list[ImageText]:
-        """The samples' rows."""
-        rows, columns = self.rows, self.rows.columns
-        read = [read_image_row(rows[index], rows.at(index), columns) for index in self.indices]
-        return [replace(row, images=[*map(self._located, row.images)]) for row in read]
-
-    def _located(self, image: object) -> object:
-        return self.home / Path(image).expanduser() if isinstance(image, str) else image
-
     @property
     def texts(self) -> list[Text]:
         """The samples' texts, in which images are marked."""
-        return [row.text for row in self.read]
+        return [row.text for row in self.rows]
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.rows)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return map(self.inputs_of, self.read)
+        return map(self.inputs_of, self.rows)
 
     def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
         """List the batches for a model.
@@ -173,7 +164,7 @@ class ImageTextBatches:
             CalibrationError: If a token id is not in its vocabulary.
         """
         batches = list(self)
-        for row, batch in zip(self.read, batches, strict=True):
+        for row, batch in zip(self.rows, batches, strict=True):
             check_token_ids(batch, model, lambda _, name=row.text.name: name)
         return batches
 

@@ -10,7 +10,12 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.data.generation import targets_of
-from fusion_bench_featcal.data.image_texts import IMAGES, ImageTextBatches, has_images
+from fusion_bench_featcal.data.image_texts import (
+    IMAGES,
+    ImageText,
+    ImageTextBatches,
+    read_image_rows,
+)
 from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Tests, class_tests
@@ -95,9 +100,9 @@ def open_language_task(
     names = _OF_MODELS if of_images is None else (*_OF_MODELS, *IMAGES)
     open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=FORMATS)
     rows = TaskRows.open(task, request, open_rows)
-    parts = rows.samples, rows.tests
-    if of_images is not None and any(has_images(part.rows, part.indices) for part in parts):
-        return _open_image_texts(rows, encoder, of_images())
+    read = [_image_rows(part) for part in (rows.samples, rows.tests)] if of_images else []
+    if of_images is not None and any(row.images for part in read for row in part):
+        return _open_image_texts(rows, read[0], read[1], encoder, of_images())
     calibration, test = (
         _language_batches(part, request, encoder, load_expert)
         for part in (rows.samples, rows.tests)
@@ -123,22 +128,27 @@ def open_language_task(
     return rows.opened(calibration, tests, calibration.columns, notes, measure=measure)
 
 
-def _open_image_texts(rows: TaskRows, encoder: TextEncoder, processor: Any) -> Task:
+def _image_rows(part: Part) -> list[ImageText]:
+    location, _ = split_of(part.option.partition("=")[2])
+    return read_image_rows(part.rows, part.indices, Path(location).expanduser().parent)
+
+
+def _open_image_texts(
+    rows: TaskRows,
+    samples: Sequence[ImageText],
+    tested: Sequence[ImageText],
+    encoder: TextEncoder,
+    processor: Any,
+) -> Task:
     """Open a task of texts with images. Answers are scored as those to texts alone."""
     request = rows.request
     chosen = request.settings.max_length if "max_length" in request.set else None
     limit = chosen or encoder.positions
-
-    def batches(part: Part) -> ImageTextBatches:
-        name, _ = split_of(part.option.partition("=")[2])
-        home = Path(name).expanduser().parent
-        return ImageTextBatches(part.rows, part.indices, home, processor, encoder, limit)
-
-    calibration, test = batches(rows.samples), batches(rows.tests)
-    repeated = ([row.content() for row in part.read] for part in (calibration, test))
-    rows, _ = rows.without_repeats(*repeated)
-    tests, measure, test = None, "", batches(rows.tests)
-    if rows.tests.indices:
+    rows, places = rows.without_repeats(*([row.content() for row in p] for p in (samples, tested)))
+    calibration = ImageTextBatches(samples, processor, encoder, limit)
+    test = replace(calibration, rows=[tested[place] for place in places])
+    tests, measure = None, ""
+    if test.rows:
         lengths = [int((batch["labels"] != NO_TARGET).sum()) for batch in test]
         tests = Tests(test.checked, targets_of, median(lengths) > LONG, ends=[*encoder.ends])
         measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
