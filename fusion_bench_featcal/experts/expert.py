@@ -128,6 +128,10 @@ class LazyModel:
         aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
         return tensor if aligned else tensor.clone()
 
+    def slot(self, name: str, number: int) -> Tensor:
+        """TEMPORARY."""
+        return self.tensor(name)[number]
+
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
         """Context with the named tensors in memory.

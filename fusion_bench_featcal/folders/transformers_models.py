@@ -34,8 +34,8 @@ from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.other_files import refuse_links
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
+from fusion_bench_featcal.modules.block_modules import find_all_modules
 from fusion_bench_featcal.modules.models import tail_of
-from fusion_bench_featcal.modules.sites import find_all_modules
 from fusion_bench_featcal.run.as_merged import left_as_merged, left_by_names
 from fusion_bench_featcal.run.devices import free_bytes
 from fusion_bench_featcal.run.log import AsMerged

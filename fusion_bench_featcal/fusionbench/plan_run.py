@@ -24,7 +24,7 @@ from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import LORA_KEYS, NAME
 from fusion_bench_featcal.fusionbench.run_settings import method_name, plain_config
 from fusion_bench_featcal.models.plan import Plan, data_sets_to_fetch, model_downloads, read_within
-from fusion_bench_featcal.modules.sites import find_all_modules
+from fusion_bench_featcal.modules.block_modules import find_all_modules
 from fusion_bench_featcal.run.as_merged import left_by_names
 from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.settings import FeatCalSettings

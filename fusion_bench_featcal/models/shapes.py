@@ -15,8 +15,8 @@ from fusion_bench_featcal.experts.empty import sample_of
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import stages_of
 from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.modules.block_modules import find_all_modules
 from fusion_bench_featcal.modules.groups import Group, find_groups, record
-from fusion_bench_featcal.modules.sites import find_all_modules
 
 _SUMS = 4  # bytes of an entry of a sum, in float32
 

@@ -78,6 +78,33 @@ def record(
     return recorded
 
 
+def arguments_of(model: nn.Module, name: str, run: Callable[[], Any]) -> tuple[Any, ...]:
+    """Run a block up to a module, and return the arguments that the module receives.
+
+    Args:
+        model: The model.
+        name: The module's name.
+        run: Runs the block.
+
+    Raises:
+        CalibrationError: If the block does not run the module.
+    """
+    noted = list[Any]()
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        noted.extend([*args, *kwargs.values()])
+        raise stop_forward()
+
+    hook = model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    with stoppable(hook):
+        run()
+    if not noted:
+        raise CalibrationError(
+            f"module {name} does not run in some batches. Exclude it: {exclusion([f'{name}.*'])}"
+        )
+    return tuple(noted)
+
+
 @dataclass(frozen=True)
 class Group:
     """Linear modules with one input, one norm, or the statistics of one BatchNorm.
@@ -88,6 +115,7 @@ class Group:
         inputs: Number of inputs.
         outputs: Number of outputs of each module.
         dtype: Dtype in which their parameters are stored.
+        slot: Number of the routed expert, if it is a matrix of one.
     """
 
     sites: tuple[Site, ...]
@@ -95,11 +123,17 @@ class Group:
     inputs: int
     outputs: tuple[int, ...]
     dtype: torch.dtype
+    slot: int | None = None
 
     @property
     def name(self) -> str:
         """Return the name of the first module, which identifies the group in messages."""
         return self.sites[0].name
+
+    @property
+    def label(self) -> str:
+        """Return the name with the number of the routed expert, for messages."""
+        return self.name if self.slot is None else f"{self.name}[{self.slot}]"
 
     @property
     def kind(self) -> str:
@@ -109,7 +143,7 @@ class Group:
     def place(self, block: str, task: str) -> AbstractContextManager[None]:
         """Return a context that adds the first module to errors, and how to exclude it."""
         remedy = f"Exclude it: {exclusion([self.name], block)}"
-        return at(task=task, block=block, module=self.name, remedy=remedy)
+        return at(task=task, block=block, module=self.label, remedy=remedy)
 
     @property
     def convolves(self) -> bool:
@@ -229,6 +263,19 @@ def _group_of(model: nn.Module, sites: tuple[Site, ...]) -> Group:
         outputs=tuple(map(len, matrices)),
         dtype=matrices[0].dtype,
     )
+
+
+def group_of_slot(site: Site, slot: int, get: Callable[[str], Tensor]) -> Group:
+    """Return a matrix of one routed expert as a group.
+
+    Args:
+        site: The matrix.
+        slot: Number of the routed expert.
+        get: Returns its part of a parameter, by the parameter's name.
+    """
+    weight = site.oriented(get(site.weight_name))
+    outputs, inputs = weight.shape
+    return Group((site,), site.has_bias, inputs, (outputs,), weight.dtype, slot)
 
 
 def normalised(module: Any, site: Site, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under, put_tensor
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families.lists import head_of, text_tower
-from fusion_bench_featcal.modules.sites import BlockModules
+from fusion_bench_featcal.modules.block_modules import BlockModules
 
 
 def tensors_before_stage(
@@ -51,7 +51,7 @@ def names_in_order(
         if runs_experts:
             names += tensors_before_stage(model, stages, index)
         for block in stage:
-            calibrated = [name for site in modules[block].sites for name in site.names]
+            calibrated = [name for site in modules[block].all_sites for name in site.names]
             names += tensors_under(model, block) if runs_experts else calibrated
     return list(dict.fromkeys(names))
 
@@ -132,8 +132,19 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], ad
     Raises:
         CalibrationError: If a value does not fit the dtype.
     """
-    tensors = model.state_dict(keep_vars=True)
+    tensors = tensors_under(model, block)
     new = {name: value.to(tensors[name]) for name, value in updates.items()}
+    refuse_overflow(block, new, advice)
+    for name, value in new.items():
+        put_tensor(model, name, value)
+
+
+def refuse_overflow(block: str, new: Mapping[str, Tensor], advice: str) -> None:
+    """Refuse new tensors of a block with values that do not fit their dtype.
+
+    Raises:
+        CalibrationError: Naming the tensor.
+    """
     signs = read_back(finiteness([*new.values()]))
     for (name, value), sign in zip(new.items(), signs, strict=True):
         if not math.isfinite(sign) and not all_finite(value):
@@ -141,14 +152,11 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], ad
                 f"block {block}: the new {name} is not finite in {value.dtype}. {advice}, or "
                 "merge in a wider dtype"
             )
-    for name, value in new.items():
-        put_tensor(model, name, value)
 
 
 def tensors_under(model: nn.Module, block: str) -> dict[str, Tensor]:
     """Return the parameters and buffers of a block by name, without copies."""
-    tensors = model.state_dict(keep_vars=True)
-    return {name: tensors[name] for name in names_under(tensors, [block])}
+    return model.get_submodule(block).state_dict(prefix=f"{block}.", keep_vars=True)
 
 
 def without_ties(model: nn.Module) -> dict[str, Tensor]:

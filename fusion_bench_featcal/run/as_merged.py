@@ -11,7 +11,7 @@ from torch import nn
 
 from fusion_bench_featcal.experts import LazyModel
 from fusion_bench_featcal.families.lists import head_of, outermost_lists
-from fusion_bench_featcal.modules.sites import BlockModules
+from fusion_bench_featcal.modules.block_modules import BlockModules
 from fusion_bench_featcal.run.digests import digest_tensor
 from fusion_bench_featcal.run.log import AsMerged
 
@@ -59,7 +59,9 @@ def left_by_names(model: nn.Module, stages: Stages, modules: Modules) -> AsMerge
 
 def _uncalibrated(model: nn.Module, modules: Modules) -> list[str]:
     """Return the names of matrices that are not calibrated. Tied ones have one name."""
-    calibrated = {name for part in modules.values() for site in part.sites for name in site.names}
+    calibrated = {
+        name for part in modules.values() for site in part.all_sites for name in site.names
+    }
     return [
         name
         for name, tensor in model.named_parameters()
@@ -72,7 +74,7 @@ def _counts(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count matrices by the outermost modules in which nothing is calibrated: other ones, ends."""
     counts, is_end = (Counter[str](), Counter[str]()), _ends(model, stages)
-    inside = {part for of in modules.values() for s in of.sites for part in _prefixes(s.name)}
+    inside = {part for of in modules.values() for s in of.all_sites for part in _prefixes(s.name)}
     for name in names:
         around = (part for part in _prefixes(name) if not part.isdigit())
         outermost = next(part for part in around if part not in inside)

@@ -7,22 +7,17 @@ from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
 from fusion_bench_featcal.core.float32_products import exact_products
-from fusion_bench_featcal.core.solve import UnsolvedError
-from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.modules.groups import Group, find_groups
 from fusion_bench_featcal.modules.models import (
     load_updates,
-    relative_change,
     tensors_under,
 )
-from fusion_bench_featcal.rules.norms import StatisticsSums
-from fusion_bench_featcal.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.rules.rule import GroupSums
 from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.run.slots import calibrate_mixture
 from fusion_bench_featcal.run.trust import with_trust
+from fusion_bench_featcal.run.turns import empty_sums_of, solve, tensors_of, turns_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
 
@@ -50,16 +45,19 @@ def calibrate_block(problem: Problem, block: str) -> None:
     Its new parameters are stored, and all samples are advanced past it.
     """
     start, finished = time.perf_counter(), problem.output.read(block, problem.working)
-    merged, figures = tensors_under(problem.model, block), dict[str, object]()
+    merged, figures = tensors_under(problem.model, block), dict[str, Mapping[str, float]]()
     narrow(problem, block)
     groups = [] if finished else groups_of(problem, block)
     for number, turn in enumerate(turns_of(problem.rule, groups)):
         sums = collect(problem, block, turn, None if number else groups)
         problem.processes.add_up(t for of_group in sums.values() for t in of_group.tensors())
         # Every process solves the same systems: while one solved, the others would only wait.
-        new, of_turn = solve(problem, block, sums)
+        problem.progress.at(f"{block} · solve")
+        new, of_turn = solve(problem, block, sums, tensors_of(problem, block))
         figures |= of_turn
         load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
+    for mixture in () if finished else problem.modules[block].mixtures:
+        calibrate_mixture(problem, block, mixture)
     problem.progress.at(f"{block} · update")
     problem.streams.advance(block)
     note(problem, block, figures, time.perf_counter() - start)
@@ -99,48 +97,6 @@ def groups_of(problem: Problem, block: str) -> list[Group]:
     return decide(priority, find_groups(problem.model, block, sites, recorded, rows.kind_of))
 
 
-def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
-    """Return a rule's turns for the groups of a block.
-
-    Raises:
-        CalibrationError: If they are not lists of these groups, each at most once.
-    """
-    learned = [group for group in groups if group.kind != "statistics"]
-    turns = list(rule.turns(learned)) or [[]]
-    are_lists = all(isinstance(turn, Sequence) for turn in turns)
-    solved = [group for turn in turns for group in turn] if are_lists else []
-    twice = [group.name for group in groups if solved.count(group) > 1]
-    if twice or not are_lists or not {*solved} <= {*learned}:
-        raise CalibrationError(
-            f"rule: {type(rule).__name__}.turns must give lists of the block's groups, each "
-            f"group in at most one{f'; it repeats {twice[0]}' if twice else f', not {turns}'}"
-        )
-    return list(with_statistics(turns, groups))
-
-
-def with_statistics(
-    turns: Sequence[Sequence[Group]], groups: Sequence[Group]
-) -> Iterator[Sequence[Group]]:
-    """Yield turns, and a turn for each BatchNorm whose running statistics do not fit the weights.
-
-    Those of the merged model never fit. A BatchNorm is estimated before the first turn that runs
-    it, and again at the end if a module before it was solved since.
-    """
-    call = {group: number for number, group in enumerate(groups)}
-    norms = [group for group in groups if group.kind == "statistics"]
-    stale = {*norms}
-    for turn in turns:
-        # A single turn is solved from inputs of the whole merged block.
-        end = max(map(call.__getitem__, turn), default=0) if len(turns) > 1 else len(groups)
-        for norm in (norm for norm in norms if norm in stale and call[norm] < end):
-            stale.remove(norm)
-            yield [norm]
-        yield turn
-        start = min(map(call.__getitem__, turn), default=len(groups))
-        stale |= {norm for norm in norms if call[norm] > start}
-    yield from ([norm] for norm in norms if norm in stale)
-
-
 def collect(
     problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
 ) -> dict[Group, GroupSums]:
@@ -155,7 +111,7 @@ def collect(
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
     """
-    sums = {group: empty_sums(problem, group) for group in turn}
+    sums = empty_sums_of(problem, block, turn)
     checks = Checks(block)
     for task, of_task in sums_by_task(problem, block, turn, entering):
         with exact_products():
@@ -171,16 +127,6 @@ def collect(
     return sums
 
 
-def empty_sums(problem: Problem, group: Group) -> GroupSums:
-    """Return sums over no task for a group."""
-    dtype = problem.dtype
-    base = None if group.name in problem.streams.family.tail else problem.base
-    if group.kind == "statistics":
-        return StatisticsSums(group.inputs, problem.model.get_buffer(f"{group.name}.running_mean"))
-    merged = group.linear(problem.model.get_parameter, dtype)
-    return problem.rule.sums(group, merged, base and group.linear(base.tensor, dtype))
-
-
 def sums_by_task(
     problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
 ) -> Iterator[tuple[str, dict[Group, TaskSums]]]:
@@ -189,6 +135,8 @@ def sums_by_task(
     follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
     names = streams.tensors_of(block) if follows else needed
+    followed = [group.name for group in entering or () if group.kind == "linear"]
+    followed += [mixture.name for mixture in problem.modules[block].mixtures]
     for task in streams.running:
         problem.progress.at(f"{block} · {task}")
         with ExitStack() as stack:
@@ -201,7 +149,7 @@ def sums_by_task(
                 # The expert first: it notes the inputs that are paired with the model's below, for
                 # all turns of the block, and its weights are in memory in the first turn only.
                 if follows:
-                    streams.follow(task, batch, block, expert, entering or [])
+                    streams.follow(batch, block, expert, followed)
                 if turn:
                     inputs = streams.inputs_of(task, batch, block, turn)
                     for group in sums:
@@ -211,33 +159,6 @@ def sums_by_task(
         if entering is not None:
             problem.progress.step()
         yield task, sums
-
-
-@exact_products()
-def solve(
-    problem: Problem, block: str, sums: dict[Group, GroupSums]
-) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Return new parameters of a turn's groups, and figures of each linear module.
-
-    Each group's sums are freed as soon as it is solved.
-
-    Raises:
-        CalibrationError: If the solution cannot be trusted, naming block and module.
-    """
-    problem.progress.at(f"{block} · solve")
-    updates, figures = dict[str, Tensor](), dict[str, object]()
-    like = problem.model.state_dict(keep_vars=True)
-    remedy, unsolved = problem.rule.remedy, message_of(UnsolvedError)
-    for group in list(sums):
-        with at(block=block, module=group.name, cause=unsolved, remedy=remedy):
-            solved = sums.pop(group).solve()
-        new = group.updates(solved.linear, biases=problem.rule.calibrate_bias)
-        updates |= {name: value.to(like[name].dtype) for name, value in new.items()}
-        of_group = {"residual": solved.residual, **solved.facts}
-        for site in group.sites if group.kind == "linear" else ():
-            change = relative_change(like[site.weight_name], new[site.weight_name])
-            figures[site.name] = of_group | change
-    return updates, figures
 
 
 def note(problem: Problem, block: str, figures: Mapping[str, Any], seconds: float) -> None:

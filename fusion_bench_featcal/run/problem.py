@@ -28,6 +28,7 @@ from fusion_bench_featcal.experts.pairing import refuse_more_blocks
 from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
 from fusion_bench_featcal.families import STACK, Family, resolve_family, stages_of, text_tower
 from fusion_bench_featcal.families.check import compare_with_model
+from fusion_bench_featcal.modules.block_modules import BlockModules, find_all_modules
 from fusion_bench_featcal.modules.models import (
     device_of,
     dtype_of_features,
@@ -35,7 +36,6 @@ from fusion_bench_featcal.modules.models import (
     names_in_order,
     tail_of,
 )
-from fusion_bench_featcal.modules.sites import BlockModules, find_all_modules
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.as_merged import left_as_merged, left_by_names
 from fusion_bench_featcal.run.checkpoint import Checkpoint

@@ -23,9 +23,14 @@ DEAD_TASK_RATIO = 1e-6
 class Checks:
     """Collects the sums of all tasks and groups of a turn, to check them together."""
 
-    def __init__(self, block: str) -> None:
-        """Start with no sums."""
-        self._block = block
+    def __init__(self, block: str, *, compares_tasks: bool = True) -> None:
+        """Start with no sums.
+
+        Args:
+            block: The block, for messages.
+            compares_tasks: Whether a task's inputs may not be almost zero beside other tasks'.
+        """
+        self._block, self._compares_tasks = block, compares_tasks
         self._places: list[tuple[str, str]] = []
         self._figures: list[tuple[list[Tensor], ...]] = []
 
@@ -34,7 +39,8 @@ class Checks:
         self._places.append((task, module))
         tensors = [*sums, *(tensor for part in sums_of_task for tensor in part.tensors())]
         counts = [part.count for part in sums_of_task]
-        norms = [part.gram_norm() for part in sums_of_task[:1] if isinstance(part, Moments)]
+        compared = sums_of_task[:1] if self._compares_tasks else []
+        norms = [part.gram_norm() for part in compared if isinstance(part, Moments)]
         self._figures.append((finiteness(tensors), counts, norms))
 
     def run(self, gather: Callable[[Any], list[Any]]) -> None:

@@ -24,6 +24,10 @@ class DeviceStorage:
         """Yield batches, each with its features on the device until the next one."""
         return iter(batches)
 
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous tensor as it waits in this storage."""
+        return tensor
+
     @contextmanager
     def loaded(self, batch: Batch) -> Iterator[None]:
         """Context in which one batch has its features on the device."""
@@ -111,6 +115,10 @@ class HostStorage(DeviceStorage):
             return copy
 
         return mapped(value, Tensor, put)
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a contiguous tensor in this storage."""
+        return self.put(tensor)
 
     def put(self, data: Tensor) -> Tensor:
         """Return a copy of contiguous entries in this storage."""

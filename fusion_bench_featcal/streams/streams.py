@@ -1,6 +1,6 @@
 """All tasks' batches on their way through the calibrated model and the experts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,12 +17,13 @@ from fusion_bench_featcal.experts.expert import lacks_values
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import stoppable
-from fusion_bench_featcal.modules.groups import Group, Recorded, record
+from fusion_bench_featcal.modules.groups import Group, Recorded, arguments_of, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_under
 from fusion_bench_featcal.modules.sites import Site, exclusion
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import Batch, Positions, StagePositions
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
+from fusion_bench_featcal.streams.routed import RoutedRows
 from fusion_bench_featcal.streams.samples import resolved_decoder_rows
 from fusion_bench_featcal.streams.storage import DeviceStorage, mapped
 from fusion_bench_featcal.streams.task_sums import DriftLog
@@ -241,7 +242,9 @@ class Streams:
         signs = call.hidden.new_full((positions.shape.numel(),), -1.0)
         signs[slice(None) if read.index is None else read.index] = 1.0
 
-        def change(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        def change(_: nn.Module, __: Any, output: Any) -> Any:
+            if not isinstance(output, Tensor):  # a router's, which concern their own positions
+                return output
             if not positions.are_those_of(output):
                 return -output  # of other positions than the block's
             return output * signs.view(*output.shape[:-1], 1).to(output.dtype)
@@ -249,13 +252,25 @@ class Streams:
         with stoppable(self.model.get_submodule(name).register_forward_hook(change)):
             return read.of(self.step(self.model, block, call).hidden)
 
-    def follow(
-        self, task: str, batch: Batch, block: str, expert: nn.Module, groups: Iterable[Group]
-    ) -> None:
-        """Run a batch through the expert's block and note the inputs of the groups' modules."""
-        names = [g.name for g in groups if g.kind == "linear"] if self.rule.runs_experts else []
+    def follow(self, batch: Batch, block: str, expert: nn.Module, modules: Collection[str]) -> None:
+        """Run a batch through the expert's block and note the inputs of modules, if they count."""
+        names = modules if self.rule.runs_experts else ()
         recorded = record(expert, names, partial(self.step, expert, block, batch.expert))
         batch.expert, batch.expert_inputs = recorded.result, recorded.inputs
+
+    def routed(self, task: str, block: str, mixture: str) -> RoutedRows:
+        """Return the rows of a task that enter a mixture of the calibrated block.
+
+        They wait where features do. The expert's inputs, which `follow` noted, are freed.
+        """
+        parts = list[RoutedRows]()
+        for batch in self.visits(task):
+            run = partial(self.step, self.model, block, batch.calibrated)
+            x, slots = arguments_of(self.model, mixture, run)[:2]
+            expert_x = batch.expert_inputs.pop(mixture) if self.rule.runs_experts else None
+            rows = RoutedRows.of_batch(batch, mixture, x, slots, expert_x)
+            parts.append(mapped(rows, Tensor, self.storage.kept))
+        return RoutedRows.joined(parts)
 
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group]

@@ -1,6 +1,6 @@
 """Sums over the rows of one task: inputs of a group of modules, and drifts behind a block."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.float32_products import exact_products
-from fusion_bench_featcal.core.linear import at_least_float32
+from fusion_bench_featcal.core.linear import Linear, at_least_float32
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
@@ -31,12 +31,11 @@ class LinearTaskSums:
         sums: The sums and, if the rule holds samples out, the same of held-out samples.
     """
 
-    def __init__(self, group: Group, expert: nn.Module, rule: Rule, dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, expert: Linear, rule: Rule) -> None:
         """Start with no rows."""
-        self.expert = group.linear(expert.get_parameter, dtype)
-        self._group, self._alpha = group, rule.mix_alpha
+        self.expert, self._group, self._alpha = expert, group, rule.mix_alpha
         width = sum(group.outputs) if group.has_few_outputs else group.inputs
-        like = self.expert.weight
+        like = expert.weight
         self.sums = [Moments.zeros(group.inputs, width, like) for _ in range(1 + rule.holds_out)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
@@ -49,13 +48,25 @@ class LinearTaskSums:
         expert_x = batch.expert_inputs.pop(self._group.name) if self._alpha > 0 else None
         counted = batch.positions.of(self._group.name)
         for samples, rows, expert_rows in paired_features(batch, self._group, x, expert_x):
-            features = None if expert_rows is None else self._features(rows, expert_rows)
-            if len(self.sums) == 1:
-                self.sums[0].add(rows, features)
-                continue
-            pair = batch.fitted_and_held_out(samples, counted, rows)
-            for sums, chosen in zip(self.sums, pair, strict=True):
-                sums.add(rows[chosen], None if features is None else features[chosen])
+            parts = None
+            if len(self.sums) > 1:
+                parts = batch.fitted_and_held_out(samples, counted, rows)
+            self.add_rows(rows, expert_rows, parts)
+
+    def add_rows(self, x: Tensor, expert_x: Tensor | None, parts: Sequence[Tensor] | None) -> None:
+        """Add rows.
+
+        Args:
+            x: Those of the calibrated model, `[n, d]`.
+            expert_x: Those of the expert, or None if it does not run.
+            parts: Numbers of the fitted rows and of the held-out ones, or None if all are fitted.
+        """
+        features = None if expert_x is None else self._features(x, expert_x)
+        if parts is None:
+            self.sums[0].add(x, features)
+            return
+        for sums, chosen in zip(self.sums, parts, strict=True):
+            sums.add(x[chosen], None if features is None else features[chosen])
 
     def _features(self, x: Tensor, expert_x: Tensor) -> Tensor:
         """Return `y` for rows of the model and of the expert."""
@@ -137,7 +148,7 @@ def empty_task_sums(
         return StatisticsTaskSums(group, model)
     if group.kind == "norm":
         return NormTaskSums(group, model, expert, dtype)
-    return LinearTaskSums(group, expert, rule, dtype)
+    return LinearTaskSums(group, group.linear(expert.get_parameter, dtype), rule)
 
 
 def paired_features(

@@ -18,10 +18,11 @@ from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.modules.groups import Group, record
 from fusion_bench_featcal.modules.models import device_of, load_updates
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.run.blocks import empty_sums, groups_of, solve
+from fusion_bench_featcal.run.blocks import groups_of
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.problem import Problem, open_problem
+from fusion_bench_featcal.run.turns import empty_sums_of, solve, tensors_of
 from fusion_bench_featcal.settings import Blocks
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.checks import Checks
@@ -106,7 +107,7 @@ class Merger(Rule, SampleSettings, Blocks):
     def block(self, problem: Problem, block: str) -> dict[str, Tensor]:
         """Return merged parameters of a block, and run the experts' features through it."""
         groups = [group for turn in self.turns(groups_of(problem, block)) for group in turn]
-        sums = {group: empty_sums(problem, group) for group in groups}
+        sums = empty_sums_of(problem, block, groups)
         checks = Checks(block)
         for task in problem.streams.tasks:
             with problem.experts[task].loaded(problem.streams.tensors_of(block)) as expert:
@@ -124,7 +125,7 @@ class Merger(Rule, SampleSettings, Blocks):
                         checks.add(task, group.name, moments, [])
             problem.progress.step()
         checks.run(problem.processes.gather)
-        return solve(problem, block, sums)[0]
+        return solve(problem, block, sums, tensors_of(problem, block))[0]
 
     def expert_inputs(
         self, problem: Problem, block: str, expert: nn.Module, batch: Batch, groups: Sequence[Group]

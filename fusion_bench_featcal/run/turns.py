@@ -1,0 +1,122 @@
+"""Turns of a rule over groups of modules, their sums over tasks, and their solves."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.core.solve import UnsolvedError
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at, message_of
+from fusion_bench_featcal.modules.groups import Group
+from fusion_bench_featcal.modules.models import relative_change, tensors_under
+from fusion_bench_featcal.rules.norms import StatisticsSums
+from fusion_bench_featcal.rules.rule import GroupSums, Rule
+from fusion_bench_featcal.run.problem import Problem
+
+Get = Callable[[str], Tensor]
+"""Returns a tensor by name: a parameter or buffer, or what one routed expert has of it."""
+
+
+def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
+    """Return a rule's turns for the groups of a block.
+
+    Raises:
+        CalibrationError: If they are not lists of these groups, each at most once.
+    """
+    learned = [group for group in groups if group.kind != "statistics"]
+    turns = list(rule.turns(learned)) or [[]]
+    are_lists = all(isinstance(turn, Sequence) for turn in turns)
+    solved = [group for turn in turns for group in turn] if are_lists else []
+    twice = [group.name for group in groups if solved.count(group) > 1]
+    if twice or not are_lists or not {*solved} <= {*learned}:
+        raise CalibrationError(
+            f"rule: {type(rule).__name__}.turns must give lists of the block's groups, each "
+            f"group in at most one{f'; it repeats {twice[0]}' if twice else f', not {turns}'}"
+        )
+    return list(with_statistics(turns, groups))
+
+
+def with_statistics(
+    turns: Sequence[Sequence[Group]], groups: Sequence[Group]
+) -> Iterator[Sequence[Group]]:
+    """Yield turns, and a turn for each BatchNorm whose running statistics do not fit the weights.
+
+    Those of the merged model never fit. A BatchNorm is estimated before the first turn that runs
+    it, and again at the end if a module before it was solved since.
+    """
+    call = {group: number for number, group in enumerate(groups)}
+    norms = [group for group in groups if group.kind == "statistics"]
+    stale = {*norms}
+    for turn in turns:
+        # A single turn is solved from inputs of the whole merged block.
+        end = max(map(call.__getitem__, turn), default=0) if len(turns) > 1 else len(groups)
+        for norm in (norm for norm in norms if norm in stale and call[norm] < end):
+            stale.remove(norm)
+            yield [norm]
+        yield turn
+        start = min(map(call.__getitem__, turn), default=len(groups))
+        stale |= {norm for norm in norms if call[norm] > start}
+    yield from ([norm] for norm in norms if norm in stale)
+
+
+def empty_sums(problem: Problem, group: Group, merged: Get, base: Get | None) -> GroupSums:
+    """Return sums over no task for a group.
+
+    Args:
+        problem: The problem.
+        group: The modules.
+        merged: Returns their current tensors.
+        base: Returns those of the base, or None without one.
+    """
+    if group.kind == "statistics":
+        return StatisticsSums(group.inputs, merged(f"{group.name}.running_mean"))
+    origin = None if base is None else group.linear(base, problem.dtype)
+    return problem.rule.sums(group, group.linear(merged, problem.dtype), origin)
+
+
+def empty_sums_of(problem: Problem, block: str, groups: Iterable[Group]) -> dict[Group, GroupSums]:
+    """Return sums over no task for groups of a block. There is no base of its tail."""
+    merged, base, tail = tensors_of(problem, block), problem.base, problem.streams.family.tail
+    return {
+        group: empty_sums(
+            problem, group, merged, None if base is None or group.name in tail else base.tensor
+        )
+        for group in groups
+    }
+
+
+def tensors_of(problem: Problem, block: str) -> Get:
+    """Return what gives the current tensors of a block."""
+    return tensors_under(problem.model, block).__getitem__
+
+
+@exact_products()
+def solve(
+    problem: Problem, block: str, sums: dict[Group, GroupSums], merged: Get
+) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
+    """Return new parameters of a turn's groups, and figures of each linear module.
+
+    Each group's sums are freed as soon as it is solved.
+
+    Args:
+        problem: The problem.
+        block: The block.
+        sums: The groups' sums.
+        merged: Returns their current tensors.
+
+    Raises:
+        CalibrationError: If the solution cannot be trusted, naming block and module.
+    """
+    updates, figures = dict[str, Tensor](), dict[str, dict[str, float]]()
+    remedy, unsolved = problem.rule.remedy, message_of(UnsolvedError)
+    for group in list(sums):
+        with at(block=block, module=group.label, cause=unsolved, remedy=remedy):
+            solved = sums.pop(group).solve()
+        new = group.updates(solved.linear, biases=problem.rule.calibrate_bias)
+        updates |= {name: value.to(merged(name).dtype) for name, value in new.items()}
+        of_group = {"residual": solved.residual, **solved.facts}
+        for site in group.sites if group.kind == "linear" else ():
+            change = relative_change(merged(site.weight_name), new[site.weight_name])
+            figures[site.name] = of_group | change
+    return updates, figures
