@@ -1,11 +1,16 @@
 """Estimates of a calibration from a model's config.json."""
 
 import json
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 from reports import error_of, featcal
+from tiny_languages import NEEDS_RELEASE_5
+
+from fusion_bench_featcal.models.shapes import shapes_of
 
 
 def llama(folder: Path) -> Path:
@@ -60,3 +65,28 @@ def test_the_command_prints_both_rules(tmp_path: Path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json" in error_of("plan", "--shapes", str(empty))
+
+
+@NEEDS_RELEASE_5
+def test_routed_experts_are_counted_and_solved_one_at_a_time(tmp_path: Path):
+    width, inner, slots, top = 32, 20, 6, 2
+    sizes: dict[str, Any] = {
+        "hidden_size": width, "moe_intermediate_size": inner, "num_experts": slots, "head_dim": 8,
+        "num_experts_per_tok": top, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 50, "architectures": ["Qwen3MoeForCausalLM"],
+    }  # fmt: skip
+    transformers.Qwen3MoeConfig(**sizes).save_pretrained(tmp_path)
+    shapes = shapes_of(tmp_path, tokens=TOKENS)
+    entry, exit = (TOKENS * top, width, 2 * inner), (TOKENS * top, inner, width)
+    assert [*map(astuple, shapes.routed["model.layers.1"])] == [(*entry, slots), (*exit, slots)]
+    attention = 2 * TOKENS * 4 * width * width + 4 * TOKENS * TOKENS * width
+    products = TOKENS * (2 * slots * width + top * 2 * 3 * width * inner)
+    assert shapes.passes["model.layers.1"] == attention + products
+    plus = shapes.estimate(tasks=2, samples=SAMPLES, plus=True)
+    of_modules = [(TOKENS, width, 3 * width), (TOKENS, width, width)]
+    every = [(w, outputs, 1) for _, w, outputs in of_modules]
+    every += [(w, outputs, slots) for _, w, outputs in (entry, exit)]
+    solves = sum(n * (w**3 / 3 + 2 * w * w * outputs) for w, outputs, n in every)
+    assert plus.solves == pytest.approx(3 * solves)
+    assert plus.sums == 2 * max(2 * 4 * w * (w + outputs) for w, outputs, _ in every)
+    assert plus.passes == 2 * SAMPLES * sum(shapes.passes.values()) * (2 + 2 + 1)

@@ -1,11 +1,13 @@
 """Estimates of a calibration from a model's shapes: bytes to read, operations, memory."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,10 +15,11 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.experts.empty import sample_of
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.families.base import stages_of
+from fusion_bench_featcal.families.base import stages_of, stoppable
 from fusion_bench_featcal.models.model_files import ModelFiles
 from fusion_bench_featcal.modules.block_modules import find_all_modules
-from fusion_bench_featcal.modules.groups import Group, find_groups, record
+from fusion_bench_featcal.modules.groups import Group, find_groups, group_of_slot, record
+from fusion_bench_featcal.modules.mixtures import Mixture
 
 _SUMS = 4  # bytes of an entry of a sum, in float32
 
@@ -29,11 +32,13 @@ class GroupShape:
         rows: Input vectors of one sample.
         width: Their length.
         outputs: Outputs of all modules together.
+        experts: Number of routed experts that share the rows and are solved one at a time.
     """
 
     rows: int
     width: int
     outputs: int
+    experts: int = 1
 
     def moments(self, samples: int) -> float:
         """Return the operations of one side's Gram and cross moments of some samples."""
@@ -42,12 +47,12 @@ class GroupShape:
 
     @property
     def solve(self) -> float:
-        """Operations of a Cholesky factor and its solves."""
-        return self.width**3 / 3 + 2 * self.width**2 * self.outputs
+        """Operations of Cholesky factors and their solves."""
+        return self.experts * (self.width**3 / 3 + 2 * self.width**2 * self.outputs)
 
     @property
     def sums(self) -> int:
-        """Bytes of the Gram matrix and the right side, over tasks and of one task."""
+        """Bytes of a Gram matrix and a right side, over tasks and of one task."""
         return 2 * _SUMS * self.width * (self.width + self.outputs)
 
 
@@ -61,26 +66,32 @@ class Shapes:
         bytes: Bytes of all tensors.
         passes: Block -> operations of one sample's pass.
         groups: Block -> its groups.
+        routed: Block -> its groups of routed experts.
+        entering: Numbers of one sample that enter the mixtures of a block, at most.
         feature_bytes: Bytes of one sample's features between two blocks, at most.
     """
 
     parameters: int
     block_bytes: int
     bytes: int
-    passes: dict[str, float]
+    passes: Mapping[str, float]
     groups: dict[str, list[GroupShape]]
+    routed: dict[str, list[GroupShape]]
+    entering: int
     feature_bytes: int
 
     def estimate(self, *, tasks: int, samples: int, plus: bool) -> "Estimate":
         """Return the amounts of a calibration by the paper's rule or by FeatCal+."""
-        rows, groups = tasks * samples, [g for of_block in self.groups.values() for g in of_block]
+        rows, blocks = tasks * samples, [*self.groups.values(), *self.routed.values()]
+        groups = [group for block in blocks for group in block]
         turns = max(map(len, self.groups.values())) if plus else 1
+        turns += any(self.routed.values())  # which are recorded in a pass of their own
         # The expert once, the merged model once a turn and once with its new weights.
         passes = rows * sum(self.passes.values()) * (2 + turns)
-        blocks = self.groups.values()
         at_once = max if plus else sum  # of the groups of a block
         sums = [at_once(group.sums for group in block) for block in blocks if block]
-        inputs = max(sum(group.rows * group.width for group in block) for block in blocks)
+        inputs = max(sum(g.rows * g.width for g in block) for block in self.groups.values())
+        inputs += 2 * self.entering  # in the model and in the expert
         size = self.bytes // self.parameters
         return Estimate(
             read=self.bytes * (tasks + 1 + plus),
@@ -135,6 +146,9 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
     stages = stages_of(resolve_family("auto", model), model)
     modules = find_all_modules(model, stages, None, calibrate_norm=False)
     names = [site.name for block in modules.values() for site in block.sites]
+    mixtures = [mixture for block in modules.values() for mixture in block.mixtures]
+    if mixtures:  # the default one needs bfloat16 here, and its products are not counted
+        model.set_experts_implementation("batched_mm")
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
     of_blocks = (model.get_submodule(block).parameters() for block in modules)
     sizes = {  # before the tensors are replaced, which unties them
@@ -142,10 +156,18 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
         "bytes": sum(t.nbytes for t in tensors),
         "block_bytes": max(sum(p.nbytes for p in of_block) for of_block in of_blocks),
     }
-    counter = FlopCounterMode(display=False)
+    counter, sent = FlopCounterMode(display=False), dict[str, tuple[Tensor, Tensor]]()
+
+    def note(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        sent[name] = args[0], args[1]
+
+    hooks = [
+        model.get_submodule(mixture.name).register_forward_pre_hook(partial(note, mixture.name))
+        for mixture in mixtures
+    ]
     try:
         # Not on the meta device, for which some models have no autocast.
-        with FakeTensorMode(allow_non_fake_inputs=True), counter:
+        with stoppable(*hooks), FakeTensorMode(allow_non_fake_inputs=True), counter:
             model.to_empty(device="cpu")
             recorded = record(model, names, lambda: model(**sample_of(model, tokens)))
     except CalibrationError:
@@ -154,16 +176,20 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
         kind = type(model).__name__
         raise CalibrationError(f"--shapes {folder}: {kind} does not run: {error}") from error
     counts, groups = counter.get_flop_counts(), dict[str, list[GroupShape]]()
-    features = 0
+    passes = {n: sum(counts[f"{type(model).__name__}.{n}"].values()) for n in modules}
+    features, routed = 0, dict[str, list[GroupShape]]()
     for block, of_block in modules.items():
         all_groups = find_groups(model, block, of_block.sites, recorded, lambda _: None)
         linear = [group for group in all_groups if group.kind == "linear"]
         groups[block] = [_shape(group, recorded.inputs[group.name]) for group in linear]
         features = max([features, *(recorded.inputs[group.name].nbytes for group in linear[:1])])
+        routed[block] = [g for mixture in of_block.mixtures for g in _routed(model, mixture, sent)]
     return Shapes(
         **sizes,
-        passes={n: sum(counts[f"{type(model).__name__}.{n}"].values()) for n in modules},
+        passes=passes,
         groups=groups,
+        routed=routed,
+        entering=max((x.numel() for x, _ in sent.values()), default=0),
         feature_bytes=features,
     )
 
@@ -172,6 +198,16 @@ def _shape(group: Group, x: Tensor) -> GroupShape:
     if group.convolves:
         raise CalibrationError(f"{group.name} is a convolution, which is not estimated")
     return GroupShape(x.numel() // group.inputs, group.inputs, sum(group.outputs))
+
+
+def _routed(
+    model: nn.Module, mixture: Mixture, sent: Mapping[str, tuple[Tensor, Tensor]]
+) -> Iterator[GroupShape]:
+    """Yield the shapes of a mixture's two matrices. `sent` has inputs and numbers of experts."""
+    rows = sent[mixture.name][1].numel()
+    for site in mixture.sites:
+        matrix = group_of_slot(site, 0, lambda name: model.get_parameter(name)[0])
+        yield GroupShape(rows, matrix.inputs, *matrix.outputs, experts=mixture.slots)
 
 
 def show_shapes(shapes: Shapes, estimates: dict[str, Estimate]) -> None:

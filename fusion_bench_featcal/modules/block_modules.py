@@ -121,10 +121,13 @@ def _find_modules(
         owner = model.get_submodule(name.rpartition(".")[0])
         if not direct or isinstance(owner, nn.MultiheadAttention):
             continue
-        if is_mixture(module) and (mixture := mixture_of(name, module, patterns)).sites:
+        if is_mixture(module):
+            mixture = mixture_of(name, module, patterns)
             chosen = {path.rpartition(".")[2] for path in mixture.parameters}
             _refuse_unusable(block, name, {leaf: direct[leaf] for leaf in chosen}, shared)
-            mixtures.append(mixture)
+            matrices = (mixture.entry, mixture.exit)
+            unchanged |= {site.name: "" for site in matrices if site not in mixture.sites}
+            mixtures += [mixture] if mixture.sites else []
             continue
         kind = _kind_in_mixture(owner, name)
         site = None

@@ -65,7 +65,9 @@ class Examined(NamedTuple):
 def examined(row: Row, folder: Path) -> Examined:
     """Calibrate a row's suite by `auto` and the oracle, and save and load the model."""
     suite = row.suite()
-    result = run_fast(suite)
+    # The oracle knows no routed experts (tests/test_mixtures.py has one that does).
+    has_slots = row.kind == "mixture" and hf.__version__[0] != "4" and row.name != "llama4_text"
+    result = run_fast(suite, modules=["!experts.*"] if has_slots else None)
     suite.blocks = [record["block"] for record in result.log.of_kind("block")]
     model: Any = result.model
     model.save_pretrained(folder)
