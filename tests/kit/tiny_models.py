@@ -134,6 +134,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # images of 8 x 8 pixels in patches of 4 x 4: five tokens
     "clip_vision_model": ("AutoModel", {"image_size": 8, "patch_size": 4}),
 }  # fmt: skip
+SLOTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4}
+CONFIGS["qwen3_moe"] = "AutoModelForCausalLM", CONFIGS["llama"][1] | SLOTS
 
 
 def model_of(kind: str = "llama", seed: int = 0, **config: Any) -> nn.Module:

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +106,9 @@ def in_memory(suite: Any) -> Any:
         load_model=lambda task: copy.deepcopy(suite.experts[task]),
     )
     fabric = SimpleNamespace(device=torch.device("cpu"))
-    parts = {"modelpool": pool, "fabric": fabric, "pooling": None}
+    experts = {t: SimpleNamespace(source=partial(pool.load_model, t)) for t in suite.experts}
+    models = SimpleNamespace(experts=experts)
+    parts = {"modelpool": pool, "fabric": fabric, "pooling": None, "models": models}
     return SimpleNamespace(**parts, batches=lambda _: suite.inputs)
 
 

@@ -52,6 +52,11 @@ def llama_model(seed: int = 0, rows: int = len(WORDS)) -> nn.Module:
     return scatter(model, seed, 0.05)
 
 
+def mixture_model(seed: int = 0) -> nn.Module:
+    """A Qwen3-MoE of two blocks with four slots each."""
+    return scatter(tiny_models.model_of("qwen3_moe", seed, vocab_size=len(WORDS)), seed, 0.05)
+
+
 def sentences(task: str, number: int = 12) -> list[dict[str, str]]:
     """Prompts of unequal length with answers of one or two words."""
     letters = WORDS[3:]
@@ -115,7 +120,11 @@ def t5_pool(folder: Path) -> Any:
 
 def text_pool(kind: str, folder: Path) -> Any:
     """A base and two experts on disk."""
-    pool = causal_pool(llamas(folder, {})) if kind == "causal" else t5_pool(folder)
+    if kind == "mixture":
+        mixtures = {n: mixture_model(k).float() for k, n in enumerate(NAMES)}
+        pool = causal_pool({n: write(m, folder / n.strip("_")) for n, m in mixtures.items()})
+    else:
+        pool = causal_pool(llamas(folder, {})) if kind == "causal" else t5_pool(folder)
     return with_tests(pool, sentences)
 
 

@@ -22,10 +22,11 @@ OURS = TRAINED | {"stream": "calibration"}
 RIVALS: dict[str, dict[str, Any]] = {
     "FeatCal": DRAW, "Distillation": TRAINED, "RegMean": DRAW, "RegMeanPlusPlus": DRAW, "Lot": DRAW,
     "ESM": DRAW, "DCMerge": {"density": 0.1}, "RidgeSurgery": DRAW, "Surgery": OURS,
-    "ProbSurgery": OURS | {"hidden": 5}, "SurgeryV2": OURS | {"rank": 2},
+    "ProbSurgery": OURS | {"hidden": 5}, "SurgeryV2": OURS | {"rank": 2}, "HARC": DRAW,
 }  # fmt: skip
 CASES = [
-    *((kind, "clip") for kind in RIVALS),
+    *((kind, "clip") for kind in RIVALS if kind != "HARC"),
+    ("HARC", "mixture"),
     *((kind, "causal") for kind in ("Distillation", "Surgery")),
     *((kind, "seq2seq") for kind in ("ESM", "ProbSurgery", "RidgeSurgery")),
     *(

@@ -12,6 +12,7 @@ from fusion_bench_featcal.fusionbench.run_settings import MergedBy, plain_config
 from fusion_bench_featcal.lab.rivals.dc_merge import DCMerge
 from fusion_bench_featcal.lab.rivals.distillation import Distillation
 from fusion_bench_featcal.lab.rivals.esm import ESM
+from fusion_bench_featcal.lab.rivals.harc import HARC
 from fusion_bench_featcal.lab.rivals.lot import Lot
 from fusion_bench_featcal.lab.rivals.regmean import RegMean, RegMeanPlusPlus
 from fusion_bench_featcal.lab.rivals.ridge_surgery import RidgeSurgery
@@ -54,6 +55,7 @@ def _algorithm(kind: type[Method]) -> type[MethodAlgorithm]:
 DCMergeAlgorithm = _algorithm(DCMerge)
 DistillationAlgorithm = _algorithm(Distillation)
 ESMAlgorithm = _algorithm(ESM)
+HARCAlgorithm = _algorithm(HARC)
 LotAlgorithm = _algorithm(Lot)
 ProbSurgeryAlgorithm = _algorithm(ProbSurgery)
 RegMeanAlgorithm = _algorithm(RegMean)

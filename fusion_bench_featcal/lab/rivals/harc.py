@@ -1,0 +1,248 @@
+"""HARC (arXiv 2606.03391): routers of a merged mixture, fitted to the experts' routing."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.core.linear import at_least_float32
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
+from fusion_bench_featcal.families import Family, resolve_family, stages_of
+from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.rows import SampleSettings
+from fusion_bench_featcal.modules.groups import record
+from fusion_bench_featcal.modules.mixtures import router_site
+from fusion_bench_featcal.modules.models import device_of, load_updates
+from fusion_bench_featcal.modules.sites import site_of
+from fusion_bench_featcal.run.progress import progress_bar
+from fusion_bench_featcal.settings import Blocks, Texts
+from fusion_bench_featcal.settings.fields import setting
+from fusion_bench_featcal.streams.batch import Batch, StagePositions, rows_of
+from fusion_bench_featcal.streams.inputs import to_device
+from fusion_bench_featcal.streams.samples import take_samples
+
+log = logging.getLogger(__name__)
+
+Routers = Mapping[str, Sequence[str]]
+"""Name of a router -> names of its parameters: the weight `[slots, d]` and any bias `[slots]`."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """An expert's routing of one task's samples.
+
+    Attributes:
+        inputs: Inputs of the merged model's router, `[n, d]`.
+        probabilities: The expert's probabilities of the slots on them, `[n, slots]`.
+    """
+
+    inputs: Tensor
+    probabilities: Tensor
+
+    def product(self, step: Tensor) -> Tensor:
+        """Return `E[H V x x']` for a step V of the router, both `[slots, d]`.
+
+        H is the Hessian of the softmax, `diag(p) - p p'`, which is never formed.
+        """
+        x, p = self.inputs, self.probabilities
+        logits = x @ step.T
+        return (p * (logits - (p * logits).sum(1, keepdim=True))).T @ x / len(x)
+
+
+class HARC(
+    SampleSettings,
+    Texts,
+    Blocks,
+    option="featcal_baselines/harc",
+    source="Huang et al., ICML 2026, arXiv 2606.03391",
+    without=("modules",),
+):
+    """HARC: routers of a mixture, fitted to the experts' routing by conjugate gradients.
+
+    Only routers change. Their inputs are the merged model's, from one pass over all positions of
+    the samples except padding. The fit has the least divergence from the experts' routing, as a
+    softmax over all slots, to second order and averaged over tasks.
+    """
+
+    tolerance: float = setting(
+        1e-6,
+        "Residual at which conjugate gradients end, relative to the first. The authors' value.",
+        gt=0,
+    )
+    steps: int = setting(
+        1000, "Most steps of conjugate gradients for a router. The authors' value.", ge=1
+    )
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Refuse models without routers, as far as their files show it, and open the data.
+
+        Raises:
+            CalibrationError: If the models have no routers, or a task lacks data.
+        """
+        first = inputs.models.first
+        empty = next((files.empty for files in first.folders), None)
+        if (model := first.module or empty) is not None:
+            self.routers(model)
+        super().open(inputs)
+
+    def routers(self, model: nn.Module) -> Routers:
+        """Return the routers of a model.
+
+        Raises:
+            CalibrationError: If it has none.
+        """
+        if routers := find_routers(model):
+            return routers
+        raise CalibrationError(
+            f"{self.name} fits routers of mixtures, and {type(model).__name__} has none (a linear "
+            "map named `gate` or `router` beside `experts`): leave it out"
+        )
+
+    @torch.inference_mode(False)  # hooks compare tensor versions, which inference mode lacks
+    @torch.no_grad()
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+        """Fit the merged model's routers, with one block's features in memory.
+
+        Raises:
+            CalibrationError: If the model has no routers, or samples, an expert's routers or the
+                fitted ones are unusable.
+        """
+        model = merged.to(inputs.fabric.device).eval()
+        routers, data = self.routers(model), self.take_batches(inputs)
+        experts, batches = dict[str, dict[str, Tensor]](), dict[str, list[Batch]]()
+        for task, expert in inputs.models.experts.items():
+            experts[task] = matrices_of(task, expert.source(), model, routers)
+            batches[task] = [*take_samples(task, data[task], self.samples_per_task, model)]
+            self.sample_counts[task] = sum(batch.samples for batch in batches[task])
+        family = resolve_family(self.family, model)
+        for index, stage in enumerate(stages_of(family, model)):
+            for task, of_task in batches.items():
+                with at(task=task):
+                    begin(model, family, index, stage[0], of_task)
+            for block in progress_bar(stage, what="fitting routers: ", unit="block"):
+                names = [name for name in routers if name.startswith(f"{block}.")]
+                rows = {t: advance(model, family, block, names, b) for t, b in batches.items()}
+                for name in names:
+                    features = {task: of_task[name] for task, of_task in rows.items()}
+                    of_experts = {task: weights[name] for task, weights in experts.items()}
+                    updates = self.fitted(model, routers[name], features, of_experts)
+                    load_updates(model, block, updates, "Look for infinite values in the weights")
+        return model
+
+    def fitted(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        features: Mapping[str, Tensor],
+        experts: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Solve `sum_i E_i[H_i W x x'] = sum_i E_i[H_i W_i x x']` from the merged router on.
+
+        Args:
+            model: The merged model.
+            names: Names of the router's parameters.
+            features: Inputs of the router by task, `[n, d]`.
+            experts: Matrices of the experts' routers by task, as `matrix_of` returns them.
+
+        Returns:
+            The router's parameters by name.
+        """
+        merged = at_least_float32(matrix_of(model.get_parameter, names))
+        routings, right = list[Routing](), torch.zeros_like(merged)
+        with exact_products():
+            for task, x in features.items():
+                ones = [x.new_ones(len(x)) for _ in names[1:]]
+                x, matrix = torch.column_stack((x, *ones)), experts[task].to(merged)
+                routings.append(Routing(x, (x @ matrix.T).softmax(1)))
+                right += routings[-1].product(matrix - merged)
+
+            def product(step: Tensor) -> Tensor:
+                return torch.stack([routing.product(step) for routing in routings]).sum(0)
+
+            step, *done = conjugate_gradients(product, right, self.tolerance, self.steps)
+        log.info("%s: %d steps, relative residual %.1e", names[0], *done)
+        weight, *bias = (merged + step).split(model.get_parameter(names[0]).shape[1], 1)
+        return dict(zip(names, [weight, *(column[:, 0] for column in bias)], strict=True))
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor], right: Tensor, tolerance: float, most: int
+) -> tuple[Tensor, int, float]:
+    """Solve a symmetric positive semi-definite system whose right-hand side is in its range.
+
+    Args:
+        product: The product of the matrix and a vector, of any shape.
+        right: The right-hand side.
+        tolerance: Norm of the residual at which it ends, relative to the right-hand side's.
+        most: Largest number of steps.
+
+    Returns:
+        The shortest solution, the number of steps, and the relative residual.
+    """
+    solution, residual = 0 * right, right  # NaN stays NaN
+    start = size = float(right.square().sum())
+    direction, steps = residual, 0
+    while size > start * tolerance**2 and steps < most:
+        image = product(direction)
+        length = size / (direction * image).sum()
+        solution, residual = solution + length * direction, residual - length * image
+        before, size = size, float(residual.square().sum())
+        direction, steps = residual + size / before * direction, steps + 1
+    return solution, steps, (size / start) ** 0.5 if start else 0.0
+
+
+@torch.no_grad()
+def find_routers(model: nn.Module) -> Routers:
+    """Return the linear maps to a logit per slot beside the routed experts of mixtures."""
+    routers = dict[str, Sequence[str]]()
+    for name, module in model.named_modules():
+        owner, _, leaf = name.rpartition(".")
+        if leaf in ("gate", "router") and hasattr(model.get_submodule(owner), "experts"):
+            site = site_of(name, module) or router_site(name, module)
+            if site is not None:
+                routers[name] = site.names
+    return routers
+
+
+def matrix_of(get: Callable[[str], Tensor], names: Sequence[str]) -> Tensor:
+    """Return a router's weight and any bias as one matrix, `[slots, d]` or `[slots, d + 1]`."""
+    return torch.column_stack([get(name) for name in names])
+
+
+def matrices_of(
+    task: str, expert: nn.Module | ExpertSource, model: nn.Module, routers: Routers
+) -> dict[str, Tensor]:
+    """Return the matrices of a task's expert by router. No other tensor is read."""
+    others = {*model.state_dict()}.difference(*routers.values())
+    weights = LazyModel(f"expert {task!r}", source_of(expert), model, optional=others)
+    return {name: matrix_of(weights.stored, names) for name, names in routers.items()}
+
+
+def begin(
+    model: nn.Module, family: Family, stage: int, block: str, batches: Sequence[Batch]
+) -> None:
+    """Run a task's batches up to a stage's first block."""
+    for batch in batches:
+        inputs = to_device(batch.inputs, device_of(model))
+        batch.positions = StagePositions.of_masks(family.masks(model, inputs, stage, "all"))
+        ended = (batch.calibrated,) if stage else ()
+        batch.calibrated = family.begin(model, inputs, block, *ended)
+
+
+def advance(
+    model: nn.Module, family: Family, block: str, names: Sequence[str], batches: Sequence[Batch]
+) -> dict[str, Tensor]:
+    """Run a task's batches through a block, and return the inputs of its routers, `[n, d]`."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    for batch in batches:
+        recorded = record(model, names, partial(family.step, model, block, batch.calibrated))
+        batch.calibrated = recorded.result
+        for name, x in recorded.inputs.items():
+            rows[name].append(at_least_float32(rows_of(x, batch.positions.of(name))))
+    return {name: torch.cat(parts) for name, parts in rows.items()}
