@@ -129,7 +129,7 @@ class LazyModel:
         return tensor if aligned else tensor.clone()
 
     def slot(self, name: str, number: int) -> Tensor:
-        """TEMPORARY."""
+        """Return what one routed expert has of a parameter. The whole parameter is read."""
         return self.tensor(name)[number]
 
     @contextmanager
