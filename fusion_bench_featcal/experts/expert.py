@@ -67,11 +67,13 @@ class LazyModel:
         if isinstance(source, InMemoryExpert):
             self.advice = "Check the model"
         self.sizes: dict[str, int] = {}
+        self._slots = dict[str, set[int]]()  # read of tensors that were not read whole
         self._label = label
         self.keys = pair_names(label, source, like, optional, advice=self.advice, owner=owner)
         parameters = {id(parameter) for parameter in like.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
+        self._shapes = {name: tuple(t.shape) for name, t in stored.items()}
         self.structure, self._device, self._shared = like, device, module
 
     @cached_property
@@ -89,9 +91,14 @@ class LazyModel:
         key = self.keys[name]
         with at(self._label, remedy=self.advice):
             stored = self.source.tensor(key)
-        if key not in self.sizes:
+        if key not in self.sizes or key in self._slots:
             self.sizes[key] = self.source.nbytes(key)
-        if stored.shape != (shape := tuple(self.source.shape(key))):
+            self._slots.pop(key, None)
+        return self._checked(name, stored, self._shapes[name])
+
+    def _checked(self, name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+        key = self.keys[name]
+        if stored.shape != shape:
             raise CalibrationError(
                 f"{self._label}: the source's tensor({key!r}) has shape {tuple(stored.shape)}, but "
                 f"its shape({key!r}) is {shape}"
@@ -121,16 +128,35 @@ class LazyModel:
         Raises:
             CalibrationError: If it has NaN or (as a parameter) infinity.
         """
+        return self._placed(name, self.stored(name))
+
+    def slot(self, name: str, number: int) -> Tensor:
+        """Return the row of a mixture's tensor that belongs to one routed expert, as `tensor` does.
+
+        Args:
+            name: The merged model's name of a tensor with one row for each of them.
+            number: The row. No other one is read, if the source supports it.
+
+        Raises:
+            CalibrationError: As `stored`.
+        """
+        key = self.keys[name]
+        with at(self._label, remedy=self.advice):
+            stored = self.source.rows(key, number, number + 1)
+        count, *shape = self._shapes[name]
+        if key not in self.sizes or key in self._slots:
+            slots = self._slots.setdefault(key, set())
+            slots.add(number)
+            self.sizes[key] = self.source.nbytes(key) * len(slots) // count
+        return self._placed(name, self._checked(name, stored, (1, *shape))[0])
+
+    def _placed(self, name: str, stored: Tensor) -> Tensor:
         dtype, device = self._like[name]
-        tensor = copied_to(self.stored(name), device, dtype)
+        tensor = copied_to(stored, device, dtype)
         # A tensor from a file may start at any byte, and matrix products round differently by
         # alignment. An expert must give the same result from a file and from memory.
         aligned = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT == 0
         return tensor if aligned else tensor.clone()
-
-    def slot(self, name: str, number: int) -> Tensor:
-        """Return what one routed expert has of a parameter. The whole parameter is read."""
-        return self.tensor(name)[number]
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[nn.Module]:
