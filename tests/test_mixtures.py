@@ -38,14 +38,14 @@ def noisy(model: nn.Module, seed: int) -> Any:
 
 def entering(model: Any, batches: list) -> list[Tensor]:
     """The mixture's input at every counted token."""
-    seen: list[Tensor] = []
+    entered: list[Tensor] = []
     gate = model.model.layers[0].mlp
-    hook = gate.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
+    hook = gate.register_forward_pre_hook(lambda _, args: entered.append(args[0].flatten(0, 1)))
     for batch in batches:
         model(**batch)
     hook.remove()
     masks = [batch["attention_mask"].flatten() > 0 for batch in batches]
-    return [row for rows, mask in zip(seen, masks, strict=True) for row in rows[mask]]
+    return [row for rows, mask in zip(entered, masks, strict=True) for row in rows[mask]]
 
 
 def solved(tasks: list, ours: Tensor, base: Tensor) -> Tensor:
@@ -53,15 +53,15 @@ def solved(tasks: list, ours: Tensor, base: Tensor) -> Tensor:
     eye, zero = torch.eye(ours.shape[1]).double(), torch.zeros_like(ours)
     gram, cross, memory, answers = 0 * eye, zero, 0 * eye, zero
     energy = missing = output = 0.0
-    for theirs, pairs in (task for task in tasks if task[1]):
+    for tuned, pairs in (task for task in tasks if task[1]):
         x, x_exp = (torch.stack(side) for side in zip(*pairs, strict=True))
-        lacks = (x @ (theirs - ours).T).square().sum()
-        w = (lacks / (x @ theirs.T).square().sum()) ** 0.25 / (x.T @ x).norm()
-        tau = theirs - base
+        lacks = (x @ (tuned - ours).T).square().sum()
+        w = (lacks / (x @ tuned.T).square().sum()) ** 0.25 / (x.T @ x).norm()
+        tau = tuned - base
         rows = GAMMA * x.square().sum() * tau.T @ tau / tau.square().sum()
         gram, memory = gram + w * x.T @ x, memory + w * rows
-        cross = cross + w * (x_exp @ theirs.T - x @ ours.T).T @ x
-        answers = answers + w * (theirs - ours) @ rows
+        cross = cross + w * (x_exp @ tuned.T - x @ ours.T).T @ x
+        answers = answers + w * (tuned - ours) @ rows
         energy, missing = energy + w * x.square().sum(), missing + w * lacks
         output = output + w * (x @ ours.T).square().sum()
     if not energy:
@@ -90,12 +90,12 @@ def test_routed_experts_equal_loops_over_tokens() -> None:
         ids = torch.randint(40, (12, 7), generator=torch.Generator().manual_seed(number))
         mask = torch.ones_like(ids)
         mask[:6, 5:] = 0
-        parts = [slice(0, 5), slice(5, 12)] if number < 2 else [slice(0, 1)]
-        batches[task] = [{"input_ids": ids[p], "attention_mask": mask[p]} for p in parts]
+        ranges = [slice(0, 5), slice(5, 12)] if number < 2 else [slice(0, 1)]
+        batches[task] = [{"input_ids": ids[p], "attention_mask": mask[p]} for p in ranges]
     rule = Plus(gamma=GAMMA, gammas=dict.fromkeys(TASKS, GAMMA), ridges=(RIDGE,))
     result = calibrate(merged, base, experts, batches, rule, progress=False, modules=["experts.*"])
     mlp, start = merged.model.layers[0].mlp, base.model.layers[0].mlp.experts
-    theirs = {task: expert.model.layers[0].mlp.experts for task, expert in experts.items()}
+    tuned = {task: expert.model.layers[0].mlp.experts for task, expert in experts.items()}
     pairs = {task: [*zip(entering(merged, b), entering(experts[task], b), strict=True)]
              for task, b in batches.items()}  # fmt: skip
     new: Any = result.model.model.layers[0].mlp.experts  # type: ignore[operator]
@@ -107,11 +107,11 @@ def test_routed_experts_equal_loops_over_tokens() -> None:
             for task, of_task in pairs.items()
         }  # fmt: skip
         empty += sum(not of_task for of_task in sent.values())
-        entries = [(theirs[task].gate_up_proj[slot], sent[task]) for task in TASKS]
+        entries = [(tuned[task].gate_up_proj[slot], sent[task]) for task in TASKS]
         entry = solved(entries, mlp.experts.gate_up_proj[slot], start.gate_up_proj[slot])
         exits = [
-            (theirs[task].down_proj[slot],
-             [(inner(entry, x), inner(theirs[task].gate_up_proj[slot], y)) for x, y in sent[task]])
+            (tuned[task].down_proj[slot],
+             [(inner(entry, x), inner(tuned[task].gate_up_proj[slot], y)) for x, y in sent[task]])
             for task in TASKS
         ]  # fmt: skip
         exit = solved(exits, mlp.experts.down_proj[slot], start.down_proj[slot])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.experts.empty import sample_of
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.families.base import stages_of, stoppable
+from fusion_bench_featcal.families.base import stages_of
 from fusion_bench_featcal.models.model_files import ModelFiles
 from fusion_bench_featcal.modules.block_modules import find_all_modules
 from fusion_bench_featcal.modules.groups import Group, find_groups, group_of_slot, record
@@ -66,7 +65,7 @@ class Shapes:
         bytes: Bytes of all tensors.
         passes: Block -> operations of one sample's pass.
         groups: Block -> its groups.
-        routed: Block -> its groups of routed experts.
+        routed: Block with a mixture -> its groups of routed experts.
         entering: Numbers of one sample that enter the mixtures of a block, at most.
         feature_bytes: Bytes of one sample's features between two blocks, at most.
     """
@@ -85,7 +84,7 @@ class Shapes:
         rows, blocks = tasks * samples, [*self.groups.values(), *self.routed.values()]
         groups = [group for block in blocks for group in block]
         turns = max(map(len, self.groups.values())) if plus else 1
-        turns += any(self.routed.values())  # which are recorded in a pass of their own
+        turns += bool(self.routed)  # which are recorded in a pass of their own
         # The expert once, the merged model once a turn and once with its new weights.
         passes = rows * sum(self.passes.values()) * (2 + turns)
         at_once = max if plus else sum  # of the groups of a block
@@ -145,8 +144,8 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
     model.set_attn_implementation("eager")
     stages = stages_of(resolve_family("auto", model), model)
     modules = find_all_modules(model, stages, None, calibrate_norm=False)
-    names = [site.name for block in modules.values() for site in block.sites]
-    mixtures = [mixture for block in modules.values() for mixture in block.mixtures]
+    mixtures = [mixture.name for block in modules.values() for mixture in block.mixtures]
+    names = [site.name for block in modules.values() for site in block.sites] + mixtures
     if mixtures:  # the default one needs bfloat16 here, and its products are not counted
         model.set_experts_implementation("batched_mm")
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
@@ -156,18 +155,10 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
         "bytes": sum(t.nbytes for t in tensors),
         "block_bytes": max(sum(p.nbytes for p in of_block) for of_block in of_blocks),
     }
-    counter, sent = FlopCounterMode(display=False), dict[str, tuple[Tensor, Tensor]]()
-
-    def note(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        sent[name] = args[0], args[1]
-
-    hooks = [
-        model.get_submodule(mixture.name).register_forward_pre_hook(partial(note, mixture.name))
-        for mixture in mixtures
-    ]
+    counter = FlopCounterMode(display=False)
     try:
         # Not on the meta device, for which some models have no autocast.
-        with stoppable(*hooks), FakeTensorMode(allow_non_fake_inputs=True), counter:
+        with FakeTensorMode(allow_non_fake_inputs=True), counter:
             model.to_empty(device="cpu")
             recorded = record(model, names, lambda: model(**sample_of(model, tokens)))
     except CalibrationError:
@@ -183,13 +174,15 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
         linear = [group for group in all_groups if group.kind == "linear"]
         groups[block] = [_shape(group, recorded.inputs[group.name]) for group in linear]
         features = max([features, *(recorded.inputs[group.name].nbytes for group in linear[:1])])
-        routed[block] = [g for mixture in of_block.mixtures for g in _routed(model, mixture, sent)]
+        for mixture in of_block.mixtures:
+            rows = recorded.arguments[mixture.name][1].numel()
+            routed.setdefault(block, []).extend(_routed(model, mixture, rows))
     return Shapes(
         **sizes,
         passes=passes,
         groups=groups,
         routed=routed,
-        entering=max((x.numel() for x, _ in sent.values()), default=0),
+        entering=max((recorded.inputs[name].numel() for name in mixtures), default=0),
         feature_bytes=features,
     )
 
@@ -200,11 +193,8 @@ def _shape(group: Group, x: Tensor) -> GroupShape:
     return GroupShape(x.numel() // group.inputs, group.inputs, sum(group.outputs))
 
 
-def _routed(
-    model: nn.Module, mixture: Mixture, sent: Mapping[str, tuple[Tensor, Tensor]]
-) -> Iterator[GroupShape]:
-    """Yield the shapes of a mixture's two matrices. `sent` has inputs and numbers of experts."""
-    rows = sent[mixture.name][1].numel()
+def _routed(model: nn.Module, mixture: Mixture, rows: int) -> Iterator[GroupShape]:
+    """Yield the shapes of a mixture's two matrices, whose routed experts share the rows."""
     for site in mixture.sites:
         matrix = group_of_slot(site, 0, lambda name: model.get_parameter(name)[0])
         yield GroupShape(rows, matrix.inputs, *matrix.outputs, experts=mixture.slots)

@@ -8,7 +8,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.words import option
-from fusion_bench_featcal.modules.mixtures import Mixture, is_mixture, mixture_of, router_site
+from fusion_bench_featcal.modules.mixtures import (
+    Mixture,
+    is_mixture,
+    is_router,
+    mixture_of,
+    router_site,
+)
 from fusion_bench_featcal.modules.sites import (
     Site,
     exclusion,
@@ -125,14 +131,14 @@ def _find_modules(
             mixture = mixture_of(name, module, patterns)
             chosen = {path.rpartition(".")[2] for path in mixture.parameters}
             _refuse_unusable(block, name, {leaf: direct[leaf] for leaf in chosen}, shared)
-            matrices = (mixture.entry, mixture.exit)
-            unchanged |= {site.name: "" for site in matrices if site not in mixture.sites}
+            excluded = {mixture.entry, mixture.exit}.difference(mixture.sites)
+            unchanged |= dict.fromkeys(sorted(site.name for site in excluded), "")
             mixtures += [mixture] if mixture.sites else []
             continue
         kind = _kind_in_mixture(owner, name)
         site = None
         if kind == "router" and is_named(name, patterns):
-            site = site_of(name, module) or router_site(name, module)
+            site = router_site(name, module)
         elif selected and not kind:
             site = site_of(name, module)
         if site is None or (site.kind == "norm" and not calibrate_norm):
@@ -149,7 +155,7 @@ def _find_modules(
 def _kind_in_mixture(owner: nn.Module, name: str) -> str:
     """Return what a module of a mixture is, or nothing for other modules."""
     *above, leaf = name.split(".")
-    if leaf in ("gate", "router") and hasattr(owner, "experts"):
+    if is_router(owner, leaf):
         return "router"
     return "routed experts" if "experts" in (*above, leaf) else ""
 

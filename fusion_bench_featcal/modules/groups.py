@@ -19,15 +19,20 @@ from fusion_bench_featcal.modules.sites import Site, exclusion
 
 @dataclass
 class Recorded:
-    """Inputs of modules in one pass.
+    """Arguments of modules in one pass.
 
     Attributes:
-        inputs: The input of each module, in the order of their calls.
+        arguments: Those of each module, in the order of their calls.
         result: Return value of the pass, or None if it ended early.
     """
 
-    inputs: dict[str, Tensor] = field(default_factory=dict)
+    arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     result: Any = None
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Return the input of each module: its first argument."""
+        return {name: arguments[0] for name, arguments in self.arguments.items()}
 
 
 def record(
@@ -47,11 +52,11 @@ def record(
     recorded, versions, twice = Recorded(), list[tuple[str, Tensor, int]](), dict[str, None]()
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
-        if name in recorded.inputs:
+        if name in recorded.arguments:
             twice[name] = None
             return
-        recorded.inputs[name] = x
+        recorded.arguments[name] = (*args, *kwargs.values())
+        x = recorded.arguments[name][0]
         versions.append((name, x, x._version))
         if len(versions) == len(names) and not to_end:
             raise stop_forward()
@@ -76,33 +81,6 @@ def record(
                 f"it, or exclude the module: {exclusion([name])}"
             )
     return recorded
-
-
-def arguments_of(model: nn.Module, name: str, run: Callable[[], Any]) -> tuple[Any, ...]:
-    """Run a block up to a module, and return the arguments that the module receives.
-
-    Args:
-        model: The model.
-        name: The module's name.
-        run: Runs the block.
-
-    Raises:
-        CalibrationError: If the block does not run the module.
-    """
-    noted = list[Any]()
-
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        noted.extend([*args, *kwargs.values()])
-        raise stop_forward()
-
-    hook = model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
-    with stoppable(hook):
-        run()
-    if not noted:
-        raise CalibrationError(
-            f"module {name} does not run in some batches. Exclude it: {exclusion([f'{name}.*'])}"
-        )
-    return tuple(noted)
 
 
 @dataclass(frozen=True)

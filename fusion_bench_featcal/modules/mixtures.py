@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from fusion_bench_featcal.modules.sites import Site, is_selected
+from fusion_bench_featcal.modules.sites import Site, is_selected, site_of
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,18 @@ def mixture_of(name: str, module: Any, patterns: Sequence[str] | None) -> Mixtur
     return Mixture(name, len(module.down_proj), entry, exit, sites)
 
 
+def is_router(owner: nn.Module, leaf: str) -> bool:
+    """Return whether a module of an owner chooses among the owner's routed experts."""
+    return leaf in ("gate", "router") and hasattr(owner, "experts")
+
+
 def router_site(name: str, module: nn.Module) -> Site | None:
     """Return a router as a site if its first output is a linear map of its input, else None.
 
     A copy with random weights is tried, because some routers scale or normalise their input.
     """
+    if site := site_of(name, module):
+        return site
     parameters = dict(module.named_parameters(recurse=False))
     if "weight" not in parameters or parameters["weight"].ndim != 2:
         return None

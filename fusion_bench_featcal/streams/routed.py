@@ -42,11 +42,11 @@ class RoutedRows:
         return cls(rows, rows_of(slots, counted), of_expert, held_out)
 
     @classmethod
-    def joined(cls, parts: Sequence["RoutedRows"]) -> "RoutedRows":
+    def joined(cls, batches: Sequence["RoutedRows"]) -> "RoutedRows":
         """Return the rows of several batches, one after the other."""
 
         def join(name: str) -> Any:
-            tensors = [getattr(part, name) for part in parts]
+            tensors = [getattr(batch, name) for batch in batches]
             return None if tensors[0] is None else torch.cat(tensors)
 
         return cls(*map(join, cls.__match_args__))
@@ -64,7 +64,7 @@ class RoutedRows:
         return mapped(self, Tensor, lambda tensor: tensor[numbers].to(device))
 
     @property
-    def parts(self) -> tuple[Tensor, Tensor] | None:
+    def fitted_and_held_out(self) -> tuple[Tensor, Tensor] | None:
         """Numbers of the fitted rows and of the held-out ones, or None if none are held out."""
         if self.held_out is None:
             return None

@@ -17,7 +17,7 @@ from fusion_bench_featcal.experts.expert import lacks_values
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import stoppable
-from fusion_bench_featcal.modules.groups import Group, Recorded, arguments_of, record
+from fusion_bench_featcal.modules.groups import Group, Recorded, record
 from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_under
 from fusion_bench_featcal.modules.sites import Site, exclusion
 from fusion_bench_featcal.rules.rule import Rule
@@ -263,14 +263,20 @@ class Streams:
 
         They wait where features do. The expert's inputs, which `follow` noted, are freed.
         """
-        parts = list[RoutedRows]()
+        of_batches = list[RoutedRows]()
         for batch in self.visits(task):
             run = partial(self.step, self.model, block, batch.calibrated)
-            x, slots = arguments_of(self.model, mixture, run)[:2]
+            recorded = record(self.model, [mixture], run, to_end=False)
+            if mixture not in recorded.arguments:
+                raise CalibrationError(
+                    f"module {mixture} does not run in some batches. Exclude it: "
+                    f"{exclusion([f'{mixture}.*'])}"
+                )
+            x, slots = recorded.arguments[mixture][:2]
             expert_x = batch.expert_inputs.pop(mixture) if self.rule.runs_experts else None
             rows = RoutedRows.of_batch(batch, mixture, x, slots, expert_x)
-            parts.append(mapped(rows, Tensor, self.storage.kept))
-        return RoutedRows.joined(parts)
+            of_batches.append(mapped(rows, Tensor, self.storage.kept))
+        return RoutedRows.joined(of_batches)
 
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group]

@@ -48,24 +48,24 @@ class LinearTaskSums:
         expert_x = batch.expert_inputs.pop(self._group.name) if self._alpha > 0 else None
         counted = batch.positions.of(self._group.name)
         for samples, rows, expert_rows in paired_features(batch, self._group, x, expert_x):
-            parts = None
+            pair = None
             if len(self.sums) > 1:
-                parts = batch.fitted_and_held_out(samples, counted, rows)
-            self.add_rows(rows, expert_rows, parts)
+                pair = batch.fitted_and_held_out(samples, counted, rows)
+            self.add_rows(rows, expert_rows, pair)
 
-    def add_rows(self, x: Tensor, expert_x: Tensor | None, parts: Sequence[Tensor] | None) -> None:
+    def add_rows(self, x: Tensor, expert_x: Tensor | None, pair: Sequence[Tensor] | None) -> None:
         """Add rows.
 
         Args:
             x: Those of the calibrated model, `[n, d]`.
             expert_x: Those of the expert, or None if it does not run.
-            parts: Numbers of the fitted rows and of the held-out ones, or None if all are fitted.
+            pair: Numbers of the fitted rows and of the held-out ones, or None if all are fitted.
         """
         features = None if expert_x is None else self._features(x, expert_x)
-        if parts is None:
+        if pair is None:
             self.sums[0].add(x, features)
             return
-        for sums, chosen in zip(self.sums, parts, strict=True):
+        for sums, chosen in zip(self.sums, pair, strict=True):
             sums.add(x[chosen], None if features is None else features[chosen])
 
     def _features(self, x: Tensor, expert_x: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.modules.groups import record
-from fusion_bench_featcal.modules.mixtures import router_site
+from fusion_bench_featcal.modules.mixtures import is_router, router_site
 from fusion_bench_featcal.modules.models import device_of, load_updates
-from fusion_bench_featcal.modules.sites import site_of
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.settings import Blocks, Texts
 from fusion_bench_featcal.settings.fields import setting
@@ -203,10 +202,8 @@ def find_routers(model: nn.Module) -> Routers:
     routers = dict[str, Sequence[str]]()
     for name, module in model.named_modules():
         owner, _, leaf = name.rpartition(".")
-        if leaf in ("gate", "router") and hasattr(model.get_submodule(owner), "experts"):
-            site = site_of(name, module) or router_site(name, module)
-            if site is not None:
-                routers[name] = site.names
+        if is_router(model.get_submodule(owner), leaf) and (site := router_site(name, module)):
+            routers[name] = site.names
     return routers
 
 
@@ -219,8 +216,8 @@ def matrices_of(
     task: str, expert: nn.Module | ExpertSource, model: nn.Module, routers: Routers
 ) -> dict[str, Tensor]:
     """Return the matrices of a task's expert by router. No other tensor is read."""
-    others = {*model.state_dict()}.difference(*routers.values())
-    weights = LazyModel(f"expert {task!r}", source_of(expert), model, optional=others)
+    unread = {*model.state_dict()}.difference(*routers.values())
+    weights = LazyModel(f"expert {task!r}", source_of(expert), model, optional=unread)
     return {name: matrix_of(weights.stored, names) for name, names in routers.items()}
 
 
@@ -245,4 +242,4 @@ def advance(
         batch.calibrated = recorded.result
         for name, x in recorded.inputs.items():
             rows[name].append(at_least_float32(rows_of(x, batch.positions.of(name))))
-    return {name: torch.cat(parts) for name, parts in rows.items()}
+    return {name: torch.cat(of_batches) for name, of_batches in rows.items()}
