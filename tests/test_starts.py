@@ -36,6 +36,10 @@ REFUSED = {
     "mergebench_llama": "this task pool needs lm-eval",
     "open-clip-vit-mini_TA6": "needs open_clip, which cannot be imported",
 }
+# Methods that refuse the pool's models, and plans of them, with the message.
+OF_OTHER_MODELS = {
+    "featcal_baselines/harc": "harc fits routers of mixtures, and CLIPVisionModel has none",
+}
 # Task pools without a model pool of the same name.
 POOL_OF = {
     "clip-vit-own-tasks": "clip-vit-mini_TA6",
@@ -86,7 +90,9 @@ def stopping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("name", options("method"))
+@pytest.mark.parametrize(
+    "name", [name for name in options("method") if name not in OF_OTHER_MODELS]
+)
 def test_every_method_starts(name: str, tmp_path: Path) -> None:
     is_merger = "_target_: fusion_bench." in (CONFIG / "method" / f"{name}.yaml").read_text()
     words = (
@@ -97,6 +103,17 @@ def test_every_method_starts(name: str, tmp_path: Path) -> None:
     plan_run([*words, TINY, CPU])
     with pytest.raises(Started):
         run(tmp_path, *words, TINY, CPU)
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_OTHER_MODELS)
+def test_methods_of_other_models_are_refused_in_plan_and_run(name: str, tmp_path: Path) -> None:
+    words = (f"method={name}", TINY, CPU)
+    with pytest.raises(CalibrationError, match=OF_OTHER_MODELS[name]):
+        plan_run([*words])
+    with pytest.raises(CalibrationError, match=OF_OTHER_MODELS[name]):
+        run(tmp_path, *words)
 
 
 POOLS = options("modelpool")
