@@ -135,7 +135,7 @@ def _find_modules(
             unchanged |= dict.fromkeys(sorted(site.name for site in excluded), "")
             mixtures += [mixture] if mixture.sites else []
             continue
-        kind = _kind_in_mixture(owner, name)
+        kind = _kind_in_mixture(model, name)
         site = None
         if kind == "router" and is_named(name, patterns):
             site = router_site(name, module)
@@ -152,12 +152,13 @@ def _find_modules(
     return BlockModules(tuple(sites), unchanged, tuple(mixtures))
 
 
-def _kind_in_mixture(owner: nn.Module, name: str) -> str:
-    """Return what a module of a mixture is, or nothing for other modules."""
-    *above, leaf = name.split(".")
-    if is_router(owner, leaf):
-        return "router"
-    return "routed experts" if "experts" in (*above, leaf) else ""
+def _kind_in_mixture(model: nn.Module, name: str) -> str:
+    """Return what a module of a mixture is, or belongs to, or nothing for other modules."""
+    parts = name.split(".")
+    if "experts" in parts:
+        return "routed experts"
+    owners = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+    return "router" if any(map(is_router, owners, parts)) else ""
 
 
 def _refuse_unusable(

@@ -76,7 +76,7 @@ def mixture_of(name: str, module: Any, patterns: Sequence[str] | None) -> Mixtur
 
 def is_router(owner: nn.Module, leaf: str) -> bool:
     """Return whether a module of an owner chooses among the owner's routed experts."""
-    return leaf in ("gate", "router") and hasattr(owner, "experts")
+    return leaf == "router" or (leaf == "gate" and hasattr(owner, "experts"))
 
 
 def router_site(name: str, module: nn.Module) -> Site | None:
