@@ -170,9 +170,8 @@ class PlusSums:
         # `_join_rows`, are in `sums` too.
         sums, facts = self._targets.finished(), self._join_rows()
         means, step, residual = sums.means(centred=self._centred), torch.zeros_like(sums.cross), 0.0
-        scale, square = means.gram.diagonal().mean(), sums.gram.diagonal().mean() / sums.count
-        ridge = self._rule.ridges[0]
-        if bool(scale > CONSTANT * square):
+        scale, ridge = means.gram.diagonal().mean(), self._rule.ridges[0]
+        if varies(sums, means):
             if self._rule.holds_out:
                 ridge = self._best_ridge(sums)
             # Divided by the scale, because the ridge and the solve's bounds are relative to it.
@@ -212,8 +211,10 @@ class PlusSums:
         )
         if not (held_out.count > 0 and fitted.count > 0):
             return WITHOUT_HELD_OUT
-        means = fitted.means(centred=self._centred)
-        scale, errors = means.gram.diagonal().mean(), dict[float, tuple[float, float]]()
+        means, errors = fitted.means(centred=self._centred), dict[float, tuple[float, float]]()
+        if not varies(fitted, means):  # one row, or equal ones, of modules with a bias
+            return WITHOUT_HELD_OUT
+        scale = means.gram.diagonal().mean()
         gram, right = means.gram / scale, means.cross / scale
         # With targets `u`, the sum of `|E x + b - u|^2` is that of `|E x + b|^2 - 2 u' (E x + b)`
         # plus `|u|^2`, which no ridge changes and which is therefore never summed.
@@ -231,6 +232,12 @@ class PlusSums:
             errors[ridge] = float(terms.sum()), float(terms.abs().sum()) * rounding
         finite = {ridge: pair for ridge, pair in errors.items() if math.isfinite(sum(pair))}
         return largest_of_equal(finite) if finite else WITHOUT_HELD_OUT
+
+
+def varies(sums: Moments, means: Moments) -> bool:
+    """Return whether inputs vary by more than rounding, given their sums and central means."""
+    square = sums.gram.diagonal().mean() / sums.count
+    return bool(means.gram.diagonal().mean() > CONSTANT * square)
 
 
 def largest_of_equal(errors: Mapping[float, tuple[float, float]]) -> float:
