@@ -227,8 +227,11 @@ class Streams:
             counted = batch.positions.valid or Positions(call.hidden.shape[:-1])
             one = Positions.first_of(call.hidden) if self.reads_first else counted.last_of_each()
             result = one.of(self.step(self.model, block, call).hidden)
+            # Other positions also change with how many rows a routed expert multiplies its matrix,
+            # and so the rounding of each.
+            bound = torch.finfo(result.dtype).eps ** 0.75 * result.abs().max()
             changed = partial(self._read_with_changes, block, call, read=one)
-            return [name for name in names if not torch.equal(result, changed(name))]
+            return [n for n in names if not (result - changed(n)).abs().max() <= bound]
 
     def narrow(self, feeding: Iterable[str]) -> None:
         """Count only positions that are read, except in the inputs of modules that feed them."""
