@@ -273,7 +273,7 @@ class Streams:
             if mixture not in recorded.arguments:
                 raise CalibrationError(
                     f"module {mixture} does not run in some batches. Exclude it: "
-                    f"{exclusion([f'{mixture}.*'])}"
+                    f"{exclusion([f'{mixture}.*'], block)}"
                 )
             x, slots = recorded.arguments[mixture][:2]
             expert_x = batch.expert_inputs.pop(mixture) if self.rule.runs_experts else None
