@@ -90,6 +90,7 @@ def test_experts_without_a_tower_are_not_compared_and_others_are() -> None:
     pytest.param("mixtral", {"model.layers.*.mlp.gate": 2}, marks=NEEDS_RELEASE_5),
     pytest.param("deepseek_v3", {"model.layers.*.mlp.gate": 1},
                  marks=NEEDS_RELEASE_5),
+    pytest.param("afmoe", {"model.layers.*.mlp.router": 1}, marks=NEEDS_RELEASE_5),
     ("convnext", {"convnext.encoder.stages.*.layers.*.dwconv": 3}),
     *((name, {}) for name in ("t5", "whisper", "bert", "vit", "llama", "resnet")),
 ])  # fmt: skip

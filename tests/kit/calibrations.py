@@ -80,10 +80,10 @@ def run_fast(
 
 def run_slow(
     suite: Suite, knobs: Knobs = PAPER, *, decoder_rows: str = "all",
-    features: torch.dtype = torch.float64,
+    modules: Mapping[str, list[str]] | None = None, features: torch.dtype = torch.float64,
 ) -> Outcome:  # fmt: skip
-    """The oracle with the rows of every block and module."""
-    modules = modules_of(suite.merged, suite.blocks)
+    """The oracle with the rows of every block and module. `modules` are those of each block."""
+    modules = modules or modules_of(suite.merged, suite.blocks)
     weights, other_weights = counted_rows(suite, modules, decoder_rows)
     models, data = (suite.merged, suite.base, suite.experts), (suite.inputs, suite.blocks, modules)
     return calibrate_slowly(*models, *data, knobs, weights, other_weights, features)
@@ -111,7 +111,7 @@ def counted_rows(suite: Suite, modules: Mapping[str, list[str]], decoder_rows: s
         return plain if decoder_rows == "all" else masks(before_targets), None
     labelled = masks(lambda batch: batch["labels"] >= 0)
     other_rows: dict[str, Any] = dict.fromkeys(decoder_blocks, labelled)
-    cross = re.compile(r"EncDecAttention\.[kv]|(encoder|cross)_attn\.[kv]_proj")
+    cross = re.compile(r"EncDecAttention\.[kv]|(encoder|cross)_att(n|ention)\.[kv]_proj")
     for name in (name for names in modules.values() for name in names):
         if cross.search(name):
             other_rows[name] = plain or everywhere

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from slots_slow import entry_and_exit, inner, is_mixture, matrix_of, mixtures_in, sent_to, store
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -77,7 +78,7 @@ def calibrate_slowly(
     doubled = {task: copy.deepcopy(expert).double().eval() for task, expert in experts.items()}
     anchor = anchors(merged, base, knobs)
     other_masks, common = other_rows or {}, row_weights or dict.fromkeys(doubled)
-    names = [name for block in blocks for name in modules[block]]
+    names = [name for block in blocks for name in modules[block]] + mixtures_in(merged, blocks)
 
     def recorded(models: Mapping[str, nn.Module]) -> dict[str, tuple[Features, Features]]:
         cast = {t: copy.deepcopy(m).to(features) for t, m in models.items()}
@@ -103,6 +104,14 @@ def calibrate_slowly(
             outcome.model.get_parameter(name).data.copy_(value.to(features))
         normalise_batches(outcome.model, inputs, block)
         features_now = recorded(ours)
+        for name in mixtures_in(outcome.model, [block]):
+            entering = {
+                task: entering_rows(name, now, expert_features[task][0], block_masks[task])
+                for task, (now, _) in features_now.items()
+                if name in now
+            }
+            solve_slots(name, outcome.model, doubled, anchor, entering, knobs)
+            features_now = recorded(ours)
         for task in (task for task in doubled if block in features_now[task][1]):
             sides = features_now[task][1][block], expert_features[task][1][block]
             outcome.drift[block, task] = drift(gather(*sides, block_masks[task]))
@@ -121,15 +130,21 @@ def anchors(merged: nn.Module, base: nn.Module, knobs: Knobs) -> dict[str, Tenso
 def record(
     model: nn.Module, batches: Sequence[Batch], names: Sequence[str], blocks: Sequence[str]
 ) -> tuple[Features, Features]:
-    """Inputs of modules and outputs of blocks in whole forward passes, by order of calls."""
+    """Inputs of modules and outputs of blocks in whole forward passes, by order of calls.
+
+    The slots that a mixture's tokens are sent to have the name `slots of NAME`.
+    """
     received, returned = Features(), Features()
 
     def keep(calls: Features, name: str, value: Any) -> None:
         tensor = value if isinstance(value, Tensor) else value[0]
         calls.setdefault(name, []).append(tensor.detach().double().clone())
 
-    def receive(name: str, _: nn.Module, args: tuple, named: dict) -> None:
-        keep(received, name, args or tuple(named.values()))
+    def receive(name: str, module: nn.Module, args: tuple, named: dict) -> None:
+        values = (*args, *named.values())
+        keep(received, name, values)
+        if is_mixture(module):
+            keep(received, f"slots of {name}", values[1])
 
     def give(name: str, _: nn.Module, args: tuple, result: Any) -> None:
         keep(returned, name, result)
@@ -199,14 +214,18 @@ def solve(
         affines = {task: (t.weight.detach(), t.bias.detach()) for task, t in expert_modules.items()}
         new = stacked_norm(z, affines, (anchor[pair[0]], anchor[pair[1]]), knobs.lam)
         return dict(zip(pair, new, strict=True))
-    is_turned, biased = kind == "Conv1D", knobs.bias and module.bias is not None
+    has_bias = getattr(module, "bias", None) is not None
+    is_turned, biased = kind == "Conv1D", knobs.bias and has_bias
 
     def linear_map(weight: Tensor, bias: Any) -> tuple[Tensor, Any]:
         """`[outputs, inputs]` and bias. GPT-2's Conv1D stores inputs first."""
         matrix = (weight.T if is_turned else weight).detach().double().flatten(1)
         return matrix, bias.detach().double() if biased else None
 
-    maps = {task: linear_map(their.weight, their.bias) for task, their in expert_modules.items()}
+    maps = {
+        task: linear_map(their.weight, getattr(their, "bias", None))
+        for task, their in expert_modules.items()
+    }
     start = linear_map(anchor[pair[0]], anchor.get(pair[1]))
     weight, bias = solve_linear(rows, maps, start, knobs)
     new = {pair[0]: weight.T if is_turned else weight.reshape(module.weight.shape)}
@@ -277,6 +296,54 @@ def drift(rows: Rows) -> tuple[float, float]:
     squares = (rows.cal - rows.exp).square().sum(dim=-1)
     power = rows.p @ rows.exp.square().sum(dim=-1)
     return float(rows.p @ squares.sqrt()), float((rows.p @ squares / power).sqrt())
+
+
+# Routed experts, token by token.
+
+
+def entering_rows(
+    name: str, ours: Features, of_expert: Features, row_weights: Masks
+) -> tuple[Rows, Tensor]:
+    """Tokens of one task that enter a mixture, and the slots that the calibrated model chooses."""
+    slots = ours[f"slots of {name}"]
+    return gather(ours[name], of_expert[name], row_weights), gather(slots, slots, row_weights).cal
+
+
+def solve_slots(
+    name: str,
+    model: nn.Module,
+    experts: Mapping[str, nn.Module],
+    anchor: Mapping[str, Tensor],
+    entering: Mapping[str, tuple[Rows, Tensor]],
+    knobs: Knobs,
+) -> None:
+    """Calibrate the slots of a mixture, on the tokens that the calibrated model sends to each.
+
+    Entry and exit are solved in one turn: the exit receives what the merged entry gives.
+    """
+    ours: Any = model.get_submodule(name)
+    of_experts = {task: expert.get_submodule(name) for task, expert in experts.items()}
+    start, biased = copy.deepcopy(ours), knobs.bias and ours.has_bias
+    for leaf, parameter in start.named_parameters():
+        parameter.data.copy_(anchor[f"{name}.{leaf}"])
+
+    def linear_map(mixture: Any, leaf: str, slot: int) -> tuple[Tensor, Any]:
+        weight, bias = matrix_of(mixture, leaf, slot)
+        return weight, bias if biased else None
+
+    for slot in range(len(ours.down_proj)):
+        at_entry, at_exit = dict[str, Rows](), dict[str, Rows]()
+        for task, (rows, chosen) in entering.items():
+            if tokens := sent_to(slot, chosen):
+                x, expert_x, p = rows.cal[tokens], rows.exp[tokens], rows.p[tokens]
+                at_entry[task] = Rows(x, expert_x, p / p.sum())
+                inside = inner(ours, slot, x), inner(of_experts[task], slot, expert_x)
+                at_exit[task] = Rows(*inside, p / p.sum())
+        for leaf, of_tasks in zip(entry_and_exit(ours), (at_entry, at_exit), strict=True):
+            if of_tasks:  # a slot without tokens stays as merged
+                maps = {task: linear_map(of_experts[task], leaf, slot) for task in of_tasks}
+                solved = solve_linear(of_tasks, maps, linear_map(start, leaf, slot), knobs)
+                store(ours, leaf, slot, solved)
 
 
 # Convolutions and BatchNorms, position by position.

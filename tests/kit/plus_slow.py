@@ -1,27 +1,22 @@
-"""Slow reference of FeatCal+ in float64.
-
-Whole models run forward for every group of modules. Rows stay in one table with their weights, and
-the rows out of an expert's weights stand in it too, as far as they count.
-"""
+"""Slow reference of FeatCal+ in float64: whole models run forward for every group of modules."""
 
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from calibrations import counted_rows
 from oracle import Features, record
+from plus_solve_slow import GRID, Numbers, Table, solved_group
+from slots_slow import entry_and_exit, inner, mapped, matrix_of, mixtures_in, sent_to, store
 from tiny_models import Suite, modules_of
 from torch import Tensor, nn
 from variations import size_of
 
 HELD = 4  # one in four samples is held out
 ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
-GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-UNKNOWN = 1e-2  # the ridge without samples to choose it by
-SKETCHED = 16  # more outputs than this are compared through as many random sums of them
 ALL_ROWS = ("k_proj", "v_proj")  # every token of the last block reaches others through them
 
 
@@ -42,9 +37,10 @@ class Seen:
 class RowMasks:
     """Rows that count for a module, and all else that modules of one group have in common."""
 
-    def __init__(self, suite: Suite, *, decoder_rows: str, biases: bool) -> None:
-        self.suite, self.biases = suite, biases
-        modules = modules_of(suite.merged, suite.blocks)
+    def __init__(
+        self, suite: Suite, modules: Mapping[str, list[str]], *, decoder_rows: str, biases: bool
+    ) -> None:
+        self.suite, self.modules, self.biases = suite, modules, biases
         is_auto = decoder_rows == "auto"
         in_all = "all" if is_auto else decoder_rows
         self.common, self.other = counted_rows(suite, modules, in_all)
@@ -61,7 +57,8 @@ class RowMasks:
 
     def biased(self, name: str) -> bool:
         module: Any = self.suite.merged.get_submodule(name)
-        return module.bias is not None and self.biases
+        has_bias = getattr(module, "bias", None) is not None or getattr(module, "has_bias", False)
+        return has_bias and self.biases
 
     def closing(self, name: str) -> bool:
         """True if only the first token is read behind the module."""
@@ -83,10 +80,10 @@ class RowMasks:
                 weight = weight * masks[task][index].double().reshape(weight.shape)
             if self.closing(name):
                 weight[:, 1:] = 0
-            sample = before + torch.arange(len(call))
+            sample = before + torch.arange(size_of(batch))
             before += size_of(batch)
             weights.append(weight.reshape(-1))
-            samples.append(sample.repeat_interleave(weight[0].numel()))
+            samples.append(sample.repeat_interleave(weight.numel() // len(sample)))
         return torch.cat(weights), torch.cat(samples)
 
 
@@ -96,59 +93,106 @@ def calibrated_plus(
     *,
     decoder_rows: str = "all",
     biases: bool = True,
+    modules: Mapping[str, list[str]] | None = None,
     factors: Mapping[str, float] | None = None,
     far: float = 0.25,
     ridges: Sequence[float] = GRID,
     seed: int = 42,
 ) -> dict[str, Tensor]:
-    """New parameters by name of the suite's merged model."""
-    model, base = (copy.deepcopy(m).double().eval() for m in (suite.merged, suite.base))
-    experts = {task: copy.deepcopy(e).double().eval() for task, e in suite.experts.items()}
-    masks = RowMasks(suite, decoder_rows=decoder_rows, biases=biases)
-    batches = next(iter(suite.inputs.values()))
-    new: dict[str, Tensor] = {}
-    gammas: dict[str, float] = {}
+    """New parameters by name of the suite's merged model. `modules` are those of each block."""
+    modules = modules or modules_of(suite.merged, suite.blocks)
+    masks = RowMasks(suite, modules, decoder_rows=decoder_rows, biases=biases)
+    run = Run(suite, masks, Numbers(gamma, factors or {}, far, ridges, {}), seed)
     for block in suite.blocks:
-        names = [n for n in modules_of(model, [block])[block] if is_linear(model, n)]
-        expert_features = {
-            task: listen(e, suite.inputs[task], block, names) for task, e in experts.items()
-        }
-        for group in groups_of(listen(model, batches, block, names), names, masks):
-            first, biased = group[0], masks.biased(group[0])
-            ours = {task: listen(model, suite.inputs[task], block, names) for task in experts}
-            if not gammas:
-                trust = trust_in(group, base, experts, ours, masks)
-                for task in experts:
-                    familiar = min(max(trust[task] / FAMILIAR, LEAST), 1)
-                    lack = max(ENOUGH / sum(map(size_of, suite.inputs[task])), 1)
-                    gammas[task] = gamma * lack / familiar**2
-            samples, rows, lacking, energies = [], [], 0.0, 0.0
-            weight, bias = parameters_of(model, group)
-            for task, expert in experts.items():
-                q, sample = masks.counting(first, task, ours[task].received[first])
-                used = q > 0
-                x = ours[task].inputs(first)[used]
-                held_out = torch.isin(sample[used], held_out_samples(suite, task, seed))
-                held_out &= len(ridges) > 1
-                u = (expert_features[task].outputs(group) - ours[task].outputs(group))[used]
-                their_weight, their_bias = parameters_of(expert, group)
-                answer = x @ their_weight.T + their_bias
-                mismatch = (answer - x @ weight.T - bias).square().sum()
-                drift = max(mismatch / answer.square().sum(), torch.tensor(1e-8).to(x))
-                w = (factors or {}).get(task, 1.0) * drift**far / (x.T @ x).norm()  # Eq. 14
-                samples.append((x, u, w.expand(len(x)), held_out))
-                energy = (x - x.mean(0) if biased else x).square().sum()
-                tau = their_weight - parameters_of(base, group)[0]
-                memory = tau * (gammas[task] * energy / tau.square().sum().clamp_min(1e-300)).sqrt()
-                rows.append((memory, memory @ (their_weight - weight).T, w.expand(len(memory))))
-                lacking, energies = lacking + w * mismatch, energies + w * energy
-            samples, rows = ([torch.cat(c) for c in zip(*s, strict=True)] for s in (samples, rows))
-            share = share_of_rows(samples, rows, weight, lacking, energies, biased)
-            table = with_rows(samples, rows, share)
-            solved = solved_group(group, model, table, biased, ridges)
-            load(model, solved)
-            new |= solved
-    return new
+        run.calibrate(block)
+    return {name: run.model.get_parameter(name).detach() for name in run.changed}
+
+
+class Run:
+    """One calibration: its models in float64, and the parameters that it has changed."""
+
+    def __init__(self, suite: Suite, masks: RowMasks, numbers: Numbers, seed: int) -> None:
+        self.suite, self.masks, self.numbers, self.seed = suite, masks, numbers, seed
+        pair = suite.merged, suite.base
+        self.model, self.base = (copy.deepcopy(model).double().eval() for model in pair)
+        self.experts = {t: copy.deepcopy(e).double().eval() for t, e in suite.experts.items()}
+        self.changed: dict[str, None] = {}
+
+    def calibrate(self, block: str) -> None:
+        names = [n for n in self.masks.modules[block] if is_linear(self.model, n)]
+        mixtures, inputs = mixtures_in(self.model, [block]), self.suite.inputs
+
+        def heard(models: Mapping[str, nn.Module]) -> dict[str, Seen]:
+            return {t: listen(m, inputs[t], block, [*names, *mixtures]) for t, m in models.items()}
+
+        of_experts, ours = heard(self.experts), dict.fromkeys(self.experts, self.model)
+        first = listen(self.model, next(iter(inputs.values())), block, names)
+        for group in groups_of(first, names, self.masks):
+            now = heard(ours)
+            if not self.numbers.gammas:
+                self.weigh(trust_in(group, self, now))
+            self.solve_modules(group, now, of_experts)
+        if not self.numbers.gammas:
+            self.weigh(dict.fromkeys(self.experts, FAMILIAR))
+        for name in mixtures:
+            self.solve_slots(name, heard(ours), of_experts)
+
+    def weigh(self, trust: Mapping[str, float]) -> None:
+        """Set the energy of each task's rows from weights, relative to its samples."""
+        gammas = {}
+        for task, value in trust.items():
+            lack = max(ENOUGH / sum(map(size_of, self.suite.inputs[task])), 1)
+            gammas[task] = self.numbers.gamma * lack / min(max(value / FAMILIAR, LEAST), 1) ** 2
+        self.numbers = replace(self.numbers, gammas=gammas)
+
+    def rows(self, name: str, task: str, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Flags of the rows that count for a module, and of those among them that are held out."""
+        q, sample = self.masks.counting(name, task, seen.received[name])
+        held_out = torch.isin(sample, held_out_samples(self.suite, task, self.seed))
+        return q > 0, held_out[q > 0] & (len(self.numbers.ridges) > 1)
+
+    def solve_modules(
+        self, group: list[str], ours: Mapping[str, Seen], of_experts: Mapping[str, Seen]
+    ) -> None:
+        tables, biased = {}, self.masks.biased(group[0])
+        for task, expert in self.experts.items():
+            used, held_out = self.rows(group[0], task, ours[task])
+            u = of_experts[task].outputs(group) - ours[task].outputs(group)
+            x, matrix = ours[task].inputs(group[0]), parameters_of(expert, group)
+            tables[task] = Table(x[used], u[used], held_out, *matrix)
+        merged, base = (parameters_of(model, group) for model in (self.model, self.base))
+        solved = solved_group(tables, merged, base[0], biased, self.numbers)
+        new = by_name(self.model, group, solved, biased)
+        load(self.model, new)
+        self.changed |= dict.fromkeys(new)
+
+    def solve_slots(
+        self, name: str, ours: Mapping[str, Seen], of_experts: Mapping[str, Seen]
+    ) -> None:
+        """Calibrate a mixture's slots, on the tokens that the calibrated model sends to each."""
+        mixture, base = (model.get_submodule(name) for model in (self.model, self.base))
+        tasks, biased = {}, self.masks.biased(name)
+        for task, expert in self.experts.items():
+            used, held_out = self.rows(name, task, ours[task])
+            chosen = flat(ours[task].received[f"slots of {name}"])
+            sides = ours[task].inputs(name), of_experts[task].inputs(name), chosen
+            tasks[task] = expert.get_submodule(name), *(side[used] for side in sides), held_out
+        for slot in range(len(base.get_parameter("down_proj"))):
+            for leaf in entry_and_exit(mixture):
+                merged, tables = matrix_of(mixture, leaf, slot), dict[str, Table]()
+                for task, (expert, x, expert_x, chosen, held_out) in tasks.items():
+                    if tokens := sent_to(slot, chosen):
+                        matrix, rows = matrix_of(expert, leaf, slot), (x[tokens], expert_x[tokens])
+                        if leaf == "down_proj":
+                            rows = inner(mixture, slot, rows[0]), inner(expert, slot, rows[1])
+                        u = mapped(matrix, rows[1]) - mapped(merged, rows[0])
+                        tables[task] = Table(rows[0], u, held_out[tokens], *matrix)
+                if tables:  # a slot without tokens stays as merged
+                    start = matrix_of(base, leaf, slot)[0]
+                    new = solved_group(tables, merged, start, biased, self.numbers)
+                    store(mixture, leaf, slot, new)
+        changed = [leaf for leaf, _ in mixture.named_parameters(recurse=False)]
+        self.changed |= {f"{name}.{leaf}": None for leaf in changed}
 
 
 def held_out_samples(suite: Suite, task: str, seed: int) -> Tensor:
@@ -169,7 +213,7 @@ def load(model: nn.Module, new: dict[str, Tensor]) -> None:
 
 
 def is_linear(model: nn.Module, name: str) -> bool:
-    return type(model.get_submodule(name)).__name__ in ("Linear", "Conv1D")
+    return type(model.get_submodule(name)).__name__.endswith(("Linear", "Conv1D", "Router"))
 
 
 def flat(calls: list[Tensor]) -> Tensor:
@@ -197,18 +241,18 @@ def parameters_of(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tenso
         module: Any = model.get_submodule(name)
         weight = module.weight.detach().clone()
         weights.append(weight.T if type(module).__name__ == "Conv1D" else weight)
-        zero = weight.new_zeros(len(weights[-1]))
-        biases.append(zero if module.bias is None else module.bias.detach().clone())
+        bias = getattr(module, "bias", None)
+        biases.append(weight.new_zeros(len(weights[-1])) if bias is None else bias.detach().clone())
     return torch.cat(weights), torch.cat(biases)
 
 
-def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
+def trust_in(group: list[str], run: Run, ours: Mapping[str, Seen]) -> dict[str, float]:
     """Likeness of an expert's weights to its samples beyond that to other tasks'."""
-    if len(experts) == 1:
-        return dict.fromkeys(experts, FAMILIAR)
-    start, grams, steps = parameters_of(base, group)[0], {}, {}
-    for task, expert in experts.items():
-        q, _ = masks.counting(group[0], task, ours[task].received[group[0]])
+    if len(run.experts) == 1:
+        return dict.fromkeys(run.experts, FAMILIAR)
+    start, grams, steps = parameters_of(run.base, group)[0], {}, {}
+    for task, expert in run.experts.items():
+        q, _ = run.masks.counting(group[0], task, ours[task].received[group[0]])
         x = ours[task].inputs(group[0])
         tau = parameters_of(expert, group)[0] - start
         grams[task], steps[task] = x.T @ (q[:, None] * x), tau.T @ tau
@@ -224,98 +268,15 @@ def trust_in(group, base, experts, ours, masks) -> dict[str, float]:
     return trust
 
 
-def share_of_rows(samples, rows, weight, lacking, energies, biased: bool) -> float:
-    """Share of the rows from weights that counts, by what their own step breaks on the samples."""
-    (x, u, p, _), (memory, answers, of_rows) = samples, rows
-    gram = memory.T @ (of_rows[:, None] * memory)
-    if not (gram.trace() > 0 and lacking > 0):
-        return 0.0
-    cross = answers.T @ (of_rows[:, None] * memory)
-    step = ridge_map(gram, cross, 1e-2)
-    if biased:
-        x, u = (side - p @ side / p.sum() for side in (x, u))
-    combinations = sketch(len(weight)).T
-
-    def energy(outputs: Tensor) -> float:
-        return float(p @ (outputs @ combinations).square().sum(1))
-
-    broken = max(energy(u - x @ step.T) - energy(u), 0.0)
-    e, of_output = broken / float(lacking), broken / energy(x @ weight.T)
-    gamma = float(gram.trace() / energies)
-    return 1 / (1 + gamma * e * of_output / 8)
-
-
-def with_rows(samples, rows, share: float):
-    """Inputs, outputs, weights, shares of the mean, and flags. Rows from weights shift no mean.
-
-    They stand in the table twice: for the fitted samples and for the held-out ones.
-    """
-    (x, u, p, held_out), (memory, answers, of_rows) = samples, rows
-    none, part = torch.zeros_like(of_rows), p[held_out].sum() / p.sum()
-    weights = share * (1 - part) * of_rows, share * part * of_rows
-    flags = torch.zeros_like(none, dtype=torch.bool), torch.ones_like(none, dtype=torch.bool)
-    return (
-        torch.cat([x, memory, memory]), torch.cat([u, answers, answers]), torch.cat([p, *weights]),
-        torch.cat([p, none, none]), torch.cat([held_out, *flags]),
-    )  # fmt: skip
-
-
-def moments(rows, chosen: Tensor, biased: bool):
-    """Means, Gram and cross matrix of some rows."""
-    x, u, p, share, _ = (column[chosen] for column in rows)
-    total = share.sum()
-    x_mean, u_mean = share @ x / total, share @ u / total
-    gram, cross = (side.T @ (p[:, None] * x) / total for side in (x, u))
-    if biased:
-        gram, cross = gram - torch.outer(x_mean, x_mean), cross - torch.outer(u_mean, x_mean)
-    return x_mean, u_mean, gram, cross
-
-
-def ridge_map(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    pull = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    return torch.linalg.solve(gram + pull, cross.T).T
-
-
-def held_out_error(rows, ridge: float, biased: bool) -> tuple[float, float]:
-    """Error on held-out rows, and the size of what it is the difference of."""
-    held_out = rows[-1]
-    x_mean, u_mean, gram, cross = moments(rows, ~held_out, biased)
-    change = ridge_map(gram, cross, ridge)
-    bias = u_mean - change @ x_mean if biased else torch.zeros_like(u_mean)
-    x, u, p, share, _ = (column[held_out] for column in rows)
-    combinations = sketch(len(u_mean)).T
-    target, answer = u @ combinations, (x @ change.T + bias * (share > 0)[:, None]) @ combinations
-    error = float(p @ (target - answer).square().sum(1))
-    return error, float(p @ (target.abs() + answer.abs()).square().sum(1))
-
-
-def sketch(m: int) -> Tensor:
-    if m <= SKETCHED:
-        return torch.eye(m, dtype=torch.float64)
-    signs = torch.randint(2, (m, SKETCHED), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return signs.T.double() / 4
-
-
-def solved_group(
-    group: list[str], model: nn.Module, rows, biased: bool, ridges: Sequence[float]
+def by_name(
+    model: nn.Module, group: list[str], new: tuple[Tensor, Tensor], biased: bool
 ) -> dict[str, Tensor]:
-    ridge = ridges[0]
-    if len(ridges) > 1:
-        ridge = UNKNOWN
-        if (rows[3][rows[-1]] > 0).any():
-            errors = {ridge: held_out_error(rows, ridge, biased) for ridge in ridges}
-            least = min(errors.values())
-            equal = (r for r, (e, size) in errors.items() if e <= least[0] + 1e-14 * size)
-            ridge = max(equal)  # of ridges with equal errors up to rounding
-    x_mean, u_mean, gram, cross = moments(rows, rows[2] >= 0, biased)
-    change = ridge_map(gram, cross, ridge)
+    """Parameters of a group's modules."""
     sizes = [len(parameters_of(model, [name])[1]) for name in group]
-    weight, bias = parameters_of(model, group)
-    weights, biases = (weight + change).split(sizes), (bias + u_mean - change @ x_mean).split(sizes)
-    new = {}
-    for name, part, shift in zip(group, weights, biases, strict=True):
+    named, parts = {}, (part.split(sizes) for part in new)
+    for name, weight, bias in zip(group, *parts, strict=True):
         is_turned = type(model.get_submodule(name)).__name__ == "Conv1D"
-        new[f"{name}.weight"] = part.T if is_turned else part
+        named[f"{name}.weight"] = weight.T if is_turned else weight
         if biased:
-            new[f"{name}.bias"] = shift
-    return new
+            named[f"{name}.bias"] = bias
+    return named

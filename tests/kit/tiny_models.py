@@ -99,19 +99,22 @@ def blocks_of(model: nn.Module, class_name: str) -> list[str]:
     return [name for name, m in model.named_modules() if type(m).__name__.endswith(class_name)]
 
 
-def modules_of(model: nn.Module, blocks: list[str]) -> dict[str, list[str]]:
+def modules_of(
+    model: nn.Module, blocks: list[str], *, routers: bool = False
+) -> dict[str, list[str]]:
     """Full names of linear modules, convolutions and norms with gain and shift, of each block.
 
-    Routers of mixtures and their experts are left out.
+    Experts of mixtures are left out, and `routers` unless they are asked for.
     """
     kinds = ("Linear", "Conv1D", "FalconLinear", "Conv2d", "GroupNorm")
 
     def is_calibrated(name: str, module: Any) -> bool:
-        kind = type(module).__name__
+        kind, parts = type(module).__name__, name.split(".")
         affine = kind.endswith("LayerNorm") and getattr(module, "bias", None) is not None
-        routed = ".experts." in name or name.endswith(".gate")
+        if "experts" in parts or (not routers and {"gate", "router"} & {*parts}):
+            return False
         grouped = getattr(module, "groups", 1) > 1  # kernels that stay as merged
-        return (affine or kind in kinds) and not (routed or grouped)
+        return (affine or kind in kinds or kind.endswith("Router")) and not grouped
 
     return {
         block: [name for name, module in model.get_submodule(block).named_modules(prefix=block)
