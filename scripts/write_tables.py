@@ -125,11 +125,32 @@ def model_types() -> str:
     return f"{grouped}\n\n{distance} {versions}."
 
 
+def mixtures() -> str:
+    """Return the types of mixtures by the outcome for their routed experts, and the layout."""
+    text = (ROOT / "benchmarks" / "results" / "mixtures.md").read_text(encoding="utf-8")
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    types: dict[tuple[str, str], list[str]] = {}
+    for name, outcome, layout, *_ in rows:
+        kind, _, setting = outcome.partition(":")[0].partition(" with ")
+        key = kind, layout if kind == "calibrated" else ""
+        types.setdefault(key, []).append(f"{name} ({setting})" if setting else name)
+    kinds = ["calibrated", "as merged", "refused"]
+    lines = [
+        [kind, layout, ", ".join(names)]
+        for (kind, layout), names in sorted(types.items(), key=lambda item: kinds.index(item[0][0]))
+    ]
+    grouped = table(["Routed experts", "Layout", "Model types"], lines).replace("--:", ":--")
+    largest = max((number for row in rows for number in row[3:6] if number), key=float)
+    versions = text.strip().rpartition("\n\n")[2].partition(". ")[0]
+    return f"{grouped}\n\nLargest distance to the slow references: {largest}. {versions}."
+
+
 PARTS: dict[str, Callable[[], str]] = {
     **RESULT_PARTS,
     "paper-commands": paper_commands,
     "paper-averages": paper_averages,
     "model-types": model_types,
+    "mixtures": mixtures,
     "methods": methods_table,
     "calibrate-options": options_table,
     "settings": settings_table,
