@@ -10,7 +10,7 @@ from torch import Tensor
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts.expert import LazyModel
-from fusion_bench_featcal.experts.source import ExpertSource, SourceView, Tensors
+from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 
 Sizes = Mapping[str, Mapping[str, tuple[str, int]]]
@@ -43,13 +43,15 @@ class Grant:
 class Budgeted(SourceView):
     """A source of which some tensors are not read. The merged model's tensors replace them."""
 
-    def __init__(self, source: ExpertSource, merged: Tensors, omitted: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: ExpertSource, merged: ExpertSource, omitted: Mapping[str, str]
+    ) -> None:
         """Wrap a source.
 
         Args:
             source: An expert's weights.
-            merged: The merged model's tensors.
-            omitted: The source's names of the tensors that are not read -> the merged model's.
+            merged: The merged model's weights.
+            omitted: Names of the tensors that are not read -> their names in `merged`.
         """
         super().__init__(source)
         self._merged, self._omitted = merged, omitted
@@ -61,8 +63,14 @@ class Budgeted(SourceView):
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, or the merged model's in its place."""
         if name in self._omitted:
-            return self._merged[self._omitted[name]]
+            return self._merged.tensor(self._omitted[name])
         return super().tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of one tensor, or the merged model's in their place."""
+        if name in self._omitted:
+            return self._merged.rows(self._omitted[name], start, stop)
+        return self._source.rows(name, start, stop)
 
 
 def grant_of(budget: float | str | None, sizes: Sizes) -> Grant:
@@ -101,7 +109,7 @@ def limit_reads(
     experts: Mapping[str, LazyModel],
     budget: float | str | None,
     order: Iterable[str],
-    merged: Tensors,
+    merged: LazyModel,
     tasks: Iterable[str],
     gather: Callable[[Any], list[Any]],
 ) -> Grant:
@@ -111,7 +119,7 @@ def limit_reads(
         experts: Expert of each task of this process. Their sources are replaced.
         budget: The setting `expert_read_budget`. With None everything is read.
         order: The merged model's names of the tensors to read, in forward order.
-        merged: The merged model's tensors, which replace those that are not read.
+        merged: The merged model, whose tensors replace those that are not read.
         tasks: All tasks, of all processes.
         gather: Returns the values of all processes, whose experts share the budget.
 
@@ -131,8 +139,9 @@ def limit_reads(
             "expert: give more"
         )
     for task, expert in experts.items():
-        if omitted := {expert.keys[name]: name for name in grant.omitted.get(task, ())}:
-            expert.source = Budgeted(expert.source, merged, omitted)
+        not_read = grant.omitted.get(task, ())
+        if omitted := {expert.keys[name]: merged.keys[name] for name in not_read}:
+            expert.source = Budgeted(expert.source, merged.source, omitted)
     return grant
 
 

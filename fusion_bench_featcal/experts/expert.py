@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.experts.conversion import converted
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert
@@ -27,11 +28,11 @@ class LazyModel:
     Parameters are on the meta device until `loaded` reads them, in the merged model's dtype.
 
     Attributes:
-        source: The expert's weights.
+        source: The expert's weights, with tensors joined as in the merged model.
         structure: The merged model.
         keys: Name in the merged model's `state_dict` -> name in the source.
-        sizes: Bytes of all tensors read so far, by the source's names. Reading a tensor twice
-            counts once.
+        sizes: Bytes of all tensors read so far, by the source's names. Reading a tensor or a part
+            of it twice counts once.
     """
 
     advice = "Check its files"
@@ -63,7 +64,7 @@ class LazyModel:
             CalibrationError: If a tensor is missing or has another shape, naming it.
         """
         stored = like.state_dict(keep_vars=True)
-        self.source = source
+        self.source = source = converted(source, like)
         if isinstance(source, InMemoryExpert):
             self.advice = "Check the model"
         self.sizes: dict[str, int] = {}

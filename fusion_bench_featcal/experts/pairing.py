@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.experts.joined import is_converter, transforms_of
 from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.experts.source import ExpertSource
 from fusion_bench_featcal.families import head_of, is_encoder_decoder
@@ -40,7 +42,8 @@ def pair_names(
     for name, tensor in tensors.items():
         names = map(rename, tied[id(tensor)] + heads.get(name, []))
         key = next((n for n in names if n in available), None)
-        shape = None if key is None else tuple(source.shape(key))
+        with at(label, remedy=advice):
+            shape = None if key is None else tuple(source.shape(key))
         if key is not None and shape == tensor.shape:
             keys[name] = key
         elif name not in optional and key is None:
@@ -145,14 +148,11 @@ def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
 
 def _rules(model: Any) -> list[Callable[[str], str]]:
     """Return the changes of names in files that transformers makes on loading a model."""
-    try:  # from release 5 on
-        from transformers import conversion_mapping, core_model_loading  # type: ignore[attr-defined]
-    except ImportError:
-        patterns = getattr(model, "_checkpoint_conversion_mapping", {})
-        return [partial(re.sub, pattern, name) for pattern, name in patterns.items()]
-    rules = conversion_mapping.get_model_conversion_mapping(model)
-    renaming = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
-    return [lambda name, rule=rule: rule.rename_source_key(name)[0] for rule in renaming]
+    if transforms := transforms_of(model):
+        renamings = [transform for transform in transforms if not is_converter(transform)]
+        return [lambda name, rule=rule: rule.rename_source_key(name)[0] for rule in renamings]
+    patterns = getattr(model, "_checkpoint_conversion_mapping", {})
+    return [partial(re.sub, pattern, name) for pattern, name in patterns.items()]
 
 
 def embedding_of_head(model: Any) -> Any:

@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.joined import Joined
 from fusion_bench_featcal.files.tensors import update_digest
 
 WHOLE = 10**9
@@ -22,9 +24,11 @@ class ExpertSource:
     Attributes:
         config: The model's transformers config or the content of its config.json, which is
             compared with the merged model, or None.
+        joined: Name of a tensor that is several in files -> how these are joined.
     """
 
     config: Any = None
+    joined: Mapping[str, Joined] = MappingProxyType({})
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -101,7 +105,7 @@ class SourceView(ExpertSource):
 
     def __init__(self, source: ExpertSource) -> None:
         """Wrap a source, and take its config."""
-        self._source, self.config = source, source.config
+        self._source, self.config, self.joined = source, source.config, source.joined
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""

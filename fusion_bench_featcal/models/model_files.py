@@ -15,6 +15,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
+from fusion_bench_featcal.experts.conversion import converted
 from fusion_bench_featcal.experts.empty import without_weights
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import (
@@ -330,18 +331,16 @@ class ModelFiles:
 
     @cached_property
     def weights_of_whole(self) -> ExpertSource:
-        """The weights of `whole`, which adapters change, read tensor by tensor if possible.
-
-        Models whose tensors transformers joins on loading, such as mixtures, are in memory.
-        """
+        """The weights of `whole`, which adapters change, read tensor by tensor if possible."""
         return self._fitting(self.whole) or InMemoryExpert(self.load(self.architecture))
 
     def _fitting(self, structure: nn.Module, optional: Container[str] = ()) -> ExpertSource | None:
         """Return its files if they have names and shapes of all tensors of a structure."""
         with suppress(CalibrationError):
             if self.weights is not None:
-                pair_names(self.label, self.weights, structure, optional)
-                return self.weights
+                source = converted(self.weights, structure)
+                pair_names(self.label, source, structure, optional)
+                return source
         return None
 
 

@@ -1,0 +1,101 @@
+"""Mixtures in files with one tensor per routed expert, which transformers 5 joins on loading."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_types import model_named
+from safetensors.torch import load_file, save_file
+from tiny_languages import NEEDS_RELEASE_5
+from torch import Tensor
+
+from fusion_bench_featcal import CalibrationError, SafetensorsExpert
+from fusion_bench_featcal.experts import LazyModel
+from fusion_bench_featcal.experts.conversion import ConvertedSource, converted
+from fusion_bench_featcal.models.model_files import ModelFiles
+
+pytestmark = NEEDS_RELEASE_5
+GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+# Type -> names of the first slot's matrices in its files, none if they have joined ones.
+TYPES: dict[str, list[str]] = {
+    "qwen3_moe": ["experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"],
+    "olmoe": ["experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"],
+    "deepseek_v3": ["experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"],
+    "mixtral": ["block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w3"],
+    "gpt_oss": [],
+    "granitemoe": [],
+}
+
+
+class Heard(SafetensorsExpert):
+    """Notes the names of the tensors that are read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.read: list[str] = []
+
+    def tensor(self, name: str) -> Tensor:
+        self.read.append(name)
+        return super().tensor(name)
+
+
+def saved(folder: Path, kind: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> Any:
+    """A model that transformers has saved and loaded again."""
+    model = model_named(kind).to(dtype)
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_files_are_read_as_transformers_loads_them_and_given_back_exactly(kind: str, tmp_path: Any):
+    model, raw = saved(tmp_path, kind), load_file(tmp_path / "model.safetensors")
+    assert all(any(part in name for name in raw) for part in TYPES[kind])
+    lazy = LazyModel("an expert", SafetensorsExpert(tmp_path), model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(lazy.tensor(name), tensor), name
+    assert lazy.sizes == {name: lazy.source.nbytes(name) for name in lazy.source.names()}
+    assert sum(lazy.sizes.values()) == sum(tensor.nbytes for tensor in raw.values())
+    if not TYPES[kind]:  # read by the names of the files
+        assert not lazy.source.joined
+        return
+    view = lazy.source
+    assert isinstance(view, ConvertedSource)
+    back = view.split({name: view.tensor(name) for name in view.names()})
+    assert back.keys() == raw.keys() == {*view.stored_names(view.names())}
+    assert all(torch.equal(back[name], tensor) for name, tensor in raw.items())
+    assert converted(view, model) is view and view.digest == SafetensorsExpert(tmp_path).digest
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_slot_is_read_alone_and_counted_once(kind: str, tmp_path: Path):
+    model, source = saved(tmp_path, kind, torch.bfloat16), Heard(tmp_path)
+    lazy = LazyModel("an expert", source, model.float())
+    whole = lazy.source.nbytes(GATE_UP)
+    for number in (2, 0, 2):
+        tensor = lazy.slot(GATE_UP, number)
+        assert tensor.dtype == torch.float32 and tensor.data_ptr() % 64 == 0
+        assert torch.equal(tensor, model.get_parameter(GATE_UP)[number])
+    assert {name.split(".")[-3] for name in source.read} == (
+        {"0", "2"} if lazy.source.joined else set()
+    )
+    assert lazy.sizes == {GATE_UP: whole // 2}
+    lazy.tensor(GATE_UP)
+    lazy.slot(GATE_UP, 1)
+    lazy.slot(DOWN, 3)
+    assert lazy.sizes == {GATE_UP: whole, DOWN: lazy.source.nbytes(DOWN) // 4}
+
+
+def test_slots_that_cannot_be_used_are_refused_by_name(tmp_path: Path):
+    model, file = saved(tmp_path), tmp_path / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors[name][0, 0] = torch.inf
+    save_file(tensors, file)
+    lazy = LazyModel("an expert", SafetensorsExpert(tmp_path), model)
+    assert torch.equal(lazy.slot(GATE_UP, 1), model.get_parameter(GATE_UP)[1])
+    with pytest.raises(CalibrationError, match=rf"an expert: tensor '{GATE_UP}' has NaN or infin"):
+        lazy.slot(GATE_UP, 2)
+    save_file({n: t for n, t in tensors.items() if n != name}, file)
+    with pytest.raises(CalibrationError, match=rf"an expert.*tensor '{GATE_UP}'.*Check its files"):
+        LazyModel("an expert", SafetensorsExpert(tmp_path), model)
+    assert ModelFiles(tmp_path, "--expert")._fitting(model) is None
