@@ -146,7 +146,8 @@ def calibrate_inputs(
         problem = open_problem(inputs, rule, options, runtime, output)
         with problem.computing():
             digest = partial(digest_of_run, problem, options)
-            problem.output.start(digest, problem.modules, problem.progress)
+            merged = problem.working.source
+            problem.output.start(digest, problem.modules, merged, problem.progress)
             if problem.output.is_complete:
                 restore(problem)
             else:

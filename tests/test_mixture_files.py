@@ -1,19 +1,29 @@
 """Mixtures in files with one tensor per routed expert, which transformers 5 joins on loading."""
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_types import model_named
+from calibrations import assert_identical, run_fast
+from model_types import model_named, suite_named
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from test_experts import tuned
 from tiny_languages import NEEDS_RELEASE_5
+from tiny_models import Suite
 from torch import Tensor
 
-from fusion_bench_featcal import CalibrationError, SafetensorsExpert
-from fusion_bench_featcal.experts import LazyModel
+from fusion_bench_featcal import CalibrationError, CalibrationResult, SafetensorsExpert
+from fusion_bench_featcal.experts import ExpertSource, LazyModel, hollow_copy
+from fusion_bench_featcal.experts.budget import Budgeted
 from fusion_bench_featcal.experts.conversion import ConvertedSource, converted
+from fusion_bench_featcal.models.adapters import AdapterExpert
+from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.models.vocabulary import VocabularyRows
 
 pytestmark = NEEDS_RELEASE_5
 GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
@@ -26,6 +36,7 @@ TYPES: dict[str, list[str]] = {
     "gpt_oss": [],
     "granitemoe": [],
 }
+OTHERS, IN_CI = ("mixtral", "gpt_oss"), [pytest.mark.slow, pytest.mark.ci]
 
 
 class Heard(SafetensorsExpert):
@@ -99,3 +110,75 @@ def test_slots_that_cannot_be_used_are_refused_by_name(tmp_path: Path):
     with pytest.raises(CalibrationError, match=rf"an expert.*tensor '{GATE_UP}'.*Check its files"):
         LazyModel("an expert", SafetensorsExpert(tmp_path), model)
     assert ModelFiles(tmp_path, "--expert")._fitting(model) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_views_of_files_read_one_slot_alone(tmp_path: Path):
+    model, source = saved(tmp_path / "base"), Heard(tmp_path / "base")
+    tuned(tmp_path / "adapter", copy.deepcopy(model), LoraConfig(target_modules=["q_proj"]))
+    lazy = LazyModel("a model", source, model)
+    other = converted(SafetensorsExpert(tmp_path / "base"), model)
+    views: list[ExpertSource] = [
+        AdapterExpert(lazy.source, model, tmp_path / "adapter"),
+        Budgeted(other, lazy.source, {GATE_UP: GATE_UP}),
+        MergedOnRead(lazy, lazy, [lazy], 0.5),
+        VocabularyRows(lazy.source, 3),
+    ]
+    for view in views:
+        source.read.clear()
+        assert torch.equal(view.rows(GATE_UP, 2, 3)[0], model.get_parameter(GATE_UP)[2])
+        assert {name.split(".")[-3] for name in source.read} == {"2"}
+        assert view.joined.keys() == {name for name in model.state_dict() if "experts" in name}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_of_routed_experts_are_merged_from_files(tmp_path: Path):
+    model = saved(tmp_path / "base")
+    parameters = [name.removeprefix("model.layers.1.") for name in (GATE_UP, DOWN)]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
+    merged = tuned(tmp_path / "adapter", copy.deepcopy(model), config)
+    files = ModelFiles(tmp_path / "base", "--base")
+    expert = LazyModel("a", ModelFiles(tmp_path / "adapter", "--expert").source(files), model)
+    assert expert.source.joined
+    for name, tensor in merged.items():
+        torch.testing.assert_close(expert.tensor(name).double(), tensor, rtol=1e-5, atol=1e-6)
+    assert torch.equal(expert.slot(GATE_UP, 1), expert.tensor(GATE_UP)[1])
+
+
+def in_files(suite: Suite, folder: Path) -> Suite:
+    """The suite with base and experts in files."""
+    for name, model in {"base": suite.base, "merged": suite.merged, **suite.experts}.items():
+        model.save_pretrained(folder / name)  # type: ignore[operator]
+    experts: Any = {task: SafetensorsExpert(folder / task) for task in suite.experts}
+    return replace(suite, base=SafetensorsExpert(folder / "base"), experts=experts)  # type: ignore[arg-type]
+
+
+def loaded(folder: Path, like: Any) -> Any:
+    """The model in a folder of finished blocks, as transformers loads it."""
+    like.config.save_pretrained(folder)
+    model, info = type(like).from_pretrained(folder, dtype=like.dtype, output_loading_info=True)
+    assert not any(info.values())
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", *(pytest.param(k, marks=IN_CI) for k in OTHERS)])
+def test_a_mixture_in_files_is_calibrated_to_the_bits_of_one_in_memory(kind: str, tmp_path: Path):
+    suite = suite_named(kind)
+    expected = run_fast(suite, checkpoint_dir=tmp_path / "memory").model
+    assert_identical(loaded(tmp_path / "memory", suite.merged), expected)
+    streamed = in_files(suite, tmp_path)
+    assert_identical(run_fast(streamed).model, expected)
+    weights, folder = SafetensorsExpert(tmp_path / "merged"), tmp_path / "out"
+    streamed = replace(streamed, merged=hollow_copy(suite.merged))
+
+    def run() -> CalibrationResult:
+        options: Any = {"merged_weights": weights, "checkpoint_dir": folder, "resume": True}
+        return run_fast(streamed, **options)
+
+    result = run()
+    assert result.weights is not None and result.weights.names() == weights.names()
+    assert_identical(loaded(folder, suite.merged), expected)
+    for file in ("block-0001.safetensors", "config.json"):  # as if it had been killed
+        (folder / file).unlink()
+    assert run().log.of_kind("resumed")[0]["blocks"] == 1
+    assert_identical(loaded(folder, suite.merged), expected)

@@ -49,7 +49,8 @@ class Joined:
         reverse = self.converter.reverse_transform()
         first, pattern = reverse.rename_source_key(self.name)
         reverse.add_tensor(first, self.name, pattern, tensor)
-        return {self.spelled[name]: part for name, part in reverse.convert(first).items()}
+        # Each in memory of its own, so that what they are parts of is freed.
+        return {self.spelled[name]: part.clone() for name, part in reverse.convert(first).items()}
 
 
 def transforms_of(model: Any) -> list[Any]:

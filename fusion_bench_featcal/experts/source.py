@@ -104,8 +104,13 @@ class SourceView(ExpertSource):
     """Base of sources that wrap another one and change some of its weights."""
 
     def __init__(self, source: ExpertSource) -> None:
-        """Wrap a source, and take its config."""
-        self._source, self.config, self.joined = source, source.config, source.joined
+        """Wrap a source."""
+        self._source, self.joined = source, source.joined
+
+    @property
+    def config(self) -> Any:  # type: ignore[override]
+        """Config of the source."""
+        return self._source.config
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""

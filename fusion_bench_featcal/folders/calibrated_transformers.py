@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
+from fusion_bench_featcal.experts.conversion import ConvertedSource
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.folders.opened import Calibrated, CardHead
@@ -53,15 +54,17 @@ def _write(
 def _write_weights(models: TransformersModels, blocks: FinishedBlocks, folder: Path) -> None:
     """Write a correct config, and weights in one file up to 5 GB, else one for each block."""
     like, stored = models.like, models.stored
-    if not isinstance(stored, SafetensorsExpert):  # transformers uses other names in files
+    if not isinstance(stored, SafetensorsExpert | ConvertedSource):  # transformers writes its files
         models.load(blocks).save_pretrained(folder)  # type: ignore[operator]
         correct_configs(like.whole, folder)
         return
     write_config(folder / CONFIG, corrected_config(like.config or {}, like.whole))
     if like.generation_config is not None:
         write_config(folder / "generation_config.json", like.generation_config)
-    keys, calibrated = pair_names(like.label, stored, like.whole).values(), blocks.names()
-    outside_blocks = {key: stored.tensor(key) for key in keys if key not in calibrated}
+    calibrated = ConvertedSource(blocks, stored.joined)
+    keys, written = pair_names(like.label, stored, like.whole).values(), calibrated.names()
+    outside = {key: stored.tensor(key) for key in keys if key not in written}
+    outside_blocks = calibrated.split(outside)
     # A classifier's head comes with its own tail, such as a pooler.
     if models.heads is not None and like.name in models.experts:
         of_body = pair_names(like.label, stored, models.empty_body)

@@ -1,8 +1,8 @@
 """Progress of a calibration: finished blocks in memory, or as files from which a run resumes.
 
-Each block is a safetensors file with its tensors under the model's names (`finished.py`). After the
-last block the remaining tensors and an index are written. With its config.json the folder is then
-the model.
+Each block is a safetensors file with its tensors as in the merged model's files, or by the names of
+the model in memory (`finished.py`). After the last block the remaining tensors and an index are
+written. With its config.json the folder is then the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.errors.words import option
-from fusion_bench_featcal.experts import names_under
+from fusion_bench_featcal.experts import ExpertSource, names_under
+from fusion_bench_featcal.experts.conversion import ConvertedSource
 from fusion_bench_featcal.experts.source import Tensors
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.files import destination
@@ -46,7 +47,13 @@ class Checkpoint:
         """Return the calibrated weights in files, or None if there are no files."""
         return None
 
-    def start(self, digest: Callable[[], str], blocks: Iterable[str], progress: Progress) -> None:
+    def start(
+        self,
+        digest: Callable[[], str],
+        blocks: Iterable[str],
+        merged: ExpertSource,
+        progress: Progress,
+    ) -> None:
         """Begin with the first block."""
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
@@ -101,18 +108,26 @@ class CheckpointFolder(Checkpoint):
         """Return the calibrated weights in files."""
         return self._blocks
 
-    def start(self, digest: Callable[[], str], blocks: Iterable[str], progress: Progress) -> None:
+    def start(
+        self,
+        digest: Callable[[], str],
+        blocks: Iterable[str],
+        merged: ExpertSource,
+        progress: Progress,
+    ) -> None:
         """Begin with the first block, or continue after the blocks of an earlier run.
 
         Args:
             digest: Returns the digest of the run, which is costly (`run_digest.py`).
             blocks: All blocks, in order.
+            merged: The merged model's weights. Blocks are written as its files are.
             progress: Says how many of them are finished.
 
         Raises:
             CalibrationError: If a block belongs to another run, or its file is damaged.
         """
         self._blocks = FinishedBlocks(self.folder, digest())
+        self._converted = ConvertedSource(self._blocks, merged.joined)
         self._files = {block: BLOCK.format(number) for number, block in enumerate(blocks)}
         is_gap = False
         for block, file in self._files.items():
@@ -161,8 +176,10 @@ class CheckpointFolder(Checkpoint):
             log.records[self._logged :] = map(dict, self._blocks.records[file])
         elif self._processes.rank == 0:
             tensors = model.module.state_dict()
-            inside = {key: tensors[name] for name, key in self._names(block, model).items()}
-            self._blocks.write(file, inside, log.plain_records(self._logged))
+            names = self._names(block, model).items()
+            inside = {key: tensors[name].to("cpu") for name, key in names}
+            records = log.plain_records(self._logged)
+            self._blocks.write(file, self._converted.split(inside), records)
         self._logged = len(log.records)
         self._processes.gather(None)  # the others read the file that the first one has written
         if self._processes.rank > 0:
@@ -184,9 +201,9 @@ class CheckpointFolder(Checkpoint):
         files = []
         if self._processes.rank == 0:
             files = self._write_rest(tensors)
-            weights = self._blocks
+            weights, kept = self._blocks, set(self._converted.stored_names(tensors))
             names = ((name, file) for file in weights.files for name in weights.names_in(file))
-            of_files = {name: file.name for name, file in names if name in tensors}
+            of_files = {name: file.name for name, file in names if name in kept}
             size = sum(map(weights.nbytes, of_files))
             with writing(self.folder / INDEX, size):
                 write_index(self.folder, of_files, size)
@@ -197,22 +214,23 @@ class CheckpointFolder(Checkpoint):
     def _write_rest(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Write the tensors that are in no file, and return the files."""
         piece, size, files = dict[str, Tensor](), 0, list[str]()
-        rest = [name for name in tensors if name not in self._blocks.names()]
+        written = self._converted.names()
+        rest = [name for name in tensors if name not in written]
         for name in rest:
             piece[name] = tensors[name].to("cpu")
             size += piece[name].nbytes
             if size > PIECE or name == rest[-1]:
                 files.append(REST.format(len(files)))
-                self._blocks.write(files[-1], piece)
+                self._blocks.write(files[-1], self._converted.split(piece))
                 piece, size = {}, 0  # freed before the next tensor is read
         return files
 
     def _tensors(self, block: str, model: WorkingModel) -> Tensors:
         """Return a block's tensors, which are read from its file when they are accessed."""
-        return Tensors(self._blocks.tensor, self._names(block, model))
+        return Tensors(self._converted.tensor, self._names(block, model))
 
     def _names(self, block: str, model: WorkingModel) -> dict[str, str]:
-        """Return the names of a block's tensors -> their names in files."""
+        """Return the names of a block's tensors -> their names in the merged model's source."""
         return {name: model.keys[name] for name in names_under(model.keys, [block])}
 
 

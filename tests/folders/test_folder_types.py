@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from made_folders import PAPER, language_folders, words, write_models, write_rows
+from made_folders import PAPER, forbid_loading, language_folders, words, write_models, write_rows
 from model_types import IMAGE_TEXT, model_named
 from reports import error_of, featcal
 from safetensors.torch import load_file
 from tiny_languages import LANGUAGES, NEEDS_RELEASE_5, nllb_tokenizer
 from tiny_texts import TASKS
 from transformers import VisionEncoderDecoderModel
+
+from fusion_bench_featcal.folders import transformers_models
 
 QUICK = ("gemma3", "m2m_100")
 TRANSLATORS = ("m2m_100", "bart", "mbart", "marian", "pegasus", "t5gemma")
@@ -49,6 +51,35 @@ def test_a_type_is_calibrated_saved_and_writes_texts(tmp_path, name):
         input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False
     )
     assert 1 < written.shape[1] <= 6
+
+
+MERGERS: dict[str, Any] = {
+    "merged": [],
+    "merge": ["--merge", "simple_average"],
+}
+
+
+@NEEDS_RELEASE_5
+@pytest.mark.parametrize("merger", ["merged", pytest.param("merge", marks=IN_CI)])
+def test_a_mixture_is_calibrated_from_its_files(tmp_path, monkeypatch, merger):
+    """As if it were loaded whole, and written with one tensor per routed expert."""
+    language_folders(tmp_path, model_named("mixtral"))
+    arguments = words(tmp_path, *PAPER, merged=None if MERGERS[merger] else "merged")
+    with monkeypatch.context() as patch:
+        patch.setattr("fusion_bench_featcal.models.model_files.converted", lambda files, _: files)
+        done = featcal(*arguments, *MERGERS[merger])
+        assert done.code == 0, done.err
+    whole = weights(tmp_path / "out")
+    forbid_loading(monkeypatch)
+    monkeypatch.setattr(transformers_models, "free_bytes", lambda device: 0)
+    monkeypatch.setattr("fusion_bench_featcal.models.saving.LARGEST_FILE", 2000)
+    done = featcal(*arguments, *MERGERS[merger], "--out", str(tmp_path / "new"))
+    assert done.code == 0, done.err
+    files = [*(tmp_path / "new").glob("model-*.safetensors")]
+    new = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(files) == 3 and new.keys() == whole.keys() == weights(tmp_path / "base").keys()
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in new
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in new.items())
 
 
 @NEEDS_RELEASE_5
