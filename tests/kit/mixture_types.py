@@ -88,17 +88,19 @@ OTHER: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
              "ffn_config": {"ffn_hidden_size": 7, "moe_num_experts": 5, "moe_top_k": 2}},
 }  # fmt: skip
+# Products of routed experts in float32 want matrices whose rows are multiples of 16 bytes.
+ALIGNED = {"intermediate_size": 16, "moe_intermediate_size": 8}
 IN_FLOAT32 = ("inkling2_text", "inkling2_loop_text")  # whose routers have no float64
 
 
-def mixture(model_type: str, slots: int = 5) -> nn.Module:
+def mixture(model_type: str, slots: int = 5, **given: Any) -> nn.Module:
     """Random model of a type, with a head if there is one. Its slots run one by one."""
     defaults = hf.AutoConfig.for_model(model_type).to_dict()
     wanted = SIZES | dict.fromkeys(NUMBERS_OF_SLOTS, slots)
     sizes = {name: value for name, value in wanted.items() if name in defaults}
     if "kv_lora_rank" in defaults:  # every head has keys of its own
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    config = hf.AutoConfig.for_model(model_type, **(sizes | OTHER.get(model_type, {})))
+    config = hf.AutoConfig.for_model(model_type, **(sizes | OTHER.get(model_type, {}) | given))
     model = _class_of(config)._from_config(config)
     mixtures: Any = filter(is_mixture, model.modules())
     for module in mixtures:

@@ -11,7 +11,7 @@ import tiny_models as tiny
 import torch
 import transformers as hf
 from calibrations import distance, run_fast, run_slow
-from mixture_types import mixture
+from mixture_types import ALIGNED, mixture
 from tiny_convs import NUMBERS, with_statistics
 from tiny_models import VOCABULARY, Suite, by_task, sentences, without_labels
 from torch import nn
@@ -336,7 +336,8 @@ ROWS: tuple[Row, ...] = (
 def model_named(name: str) -> Any:
     """Language model of a row in float32, with noise on every parameter."""
     torch.manual_seed(0)
-    model: Any = next(row for row in ROWS if row.name == name).make()[0]
+    row = next(row for row in ROWS if row.name == name)
+    model: Any = mixture(name, **ALIGNED) if row.kind == "mixture" else row.make()[0]
     model.generation_config.max_length = None
     return tiny.scatter(model.float(), 0, 0.05)
 
