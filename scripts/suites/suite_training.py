@@ -29,6 +29,7 @@ class Builder:
         SETS: Sets of tasks that are merged and measured separately, if there are any.
         SPELLED_OUT: Defaults that a configuration has to name, as versions differ.
         CHANGES: Changes of the shipped configuration.
+        STORED_IN: Type of the stored numbers.
     """
 
     TASKS: Sequence[str]
@@ -36,6 +37,7 @@ class Builder:
     SETS: ClassVar[dict[str, Sequence[str]]] = {}
     SPELLED_OUT: ClassVar[Sequence[str]] = ()
     CHANGES: ClassVar[dict[str, Any]] = {}
+    STORED_IN: ClassVar[torch.dtype] = torch.float16
 
     def __init__(
         self, suite: str, folder: Path, tasks: Sequence[str], recipe: Any, seed: int, log: Log
@@ -67,7 +69,15 @@ class Builder:
 
     def expert_part(self, model: Any) -> tuple[Weights, Any, str]:
         """Return the tensors, configuration and class name that an expert is stored as."""
-        return tensors_of(model), model.config, type(model).__name__
+        return self.stored(model), model.config, type(model).__name__
+
+    def stored(self, model: Any) -> Weights:
+        """Return a whole model's tensors under the names of its file."""
+        return tensors_of(model)
+
+    def load(self, model: Any, weights: Weights) -> None:
+        """Load tensors of a file, of the whole model or of the part that is an expert."""
+        model.load_state_dict(weights, strict=False)
 
     def accuracy(self, model: Any, task: str) -> float:
         """Return the share (0..1) of the task's test items that a model gets right."""

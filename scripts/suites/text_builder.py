@@ -1,13 +1,17 @@
-"""The small T5 and the small Llama: a joint base, weakened, then one expert per task."""
+"""The small language models: a joint base, weakened, then one expert per task."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
-from suite_training import Builder, loss_and_accuracy, stage_generator, train
+from safetensors.torch import load_file
+from suite_training import Builder, Weights, loss_and_accuracy, stage_generator, train
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from fusion_bench_featcal.data.generation import answer_texts
 from fusion_bench_featcal.data.text_formats import read_row
@@ -123,7 +127,7 @@ class TextBuilder(Builder):
         training_batches = batches(sets, phase.batch_size, self.encoder, generator)
 
         def next_scores() -> tuple[Tensor, float]:
-            return target_scores(model, next(training_batches))
+            return self.scores(model, next(training_batches))
 
         model.train()
         with torch.random.fork_rng(devices=[]):
@@ -131,6 +135,15 @@ class TextBuilder(Builder):
             steps, clip = phase.steps, recipe.gradient_clip
             train(optimiser, schedule, steps, clip, next_scores, self.log)
         model.eval()
+
+    def scores(self, model: Any, batch: Batch) -> tuple[Tensor, float]:
+        """Return the mean cross-entropy of target tokens, and the share that is most likely."""
+        labels = batch["labels"]
+        if model.config.is_encoder_decoder:
+            logits = model(**batch).logits
+            return loss_and_accuracy(logits[labels != NO_TARGET], labels[labels != NO_TARGET])
+        hidden = model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+        return target_scores(model.lm_head, hidden, labels)
 
     def accuracy(self, model: Any, task: str) -> float:
         """Return the share (0..1) of the task's test prompts that are answered exactly."""
@@ -144,18 +157,39 @@ class TextBuilder(Builder):
         return sum(answer.strip() == target.strip() for answer, target in pairs) / len(rows)
 
 
-def target_scores(model: Any, batch: Batch) -> tuple[Tensor, float]:
-    """Return the mean cross-entropy of the target tokens, and the share that is most likely."""
-    if model.config.is_encoder_decoder:
-        logits, due = model(**batch).logits, batch["labels"]
-    else:
-        hidden = model.model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-        ).last_hidden_state[:, :-1]
-        due = batch["labels"][:, 1:]
-        # only positions that predict a target go through the head
-        logits, due = model.lm_head(hidden[due != NO_TARGET]), due[due != NO_TARGET]
-    return loss_and_accuracy(logits[due != NO_TARGET], due[due != NO_TARGET])
+class MixtureBuilder(TextBuilder):
+    """Trains and measures a small mixture. As on the hub, its files have a tensor per slot."""
+
+    RECIPES: ClassVar = {"qwen3moe-mini": TextBuilder.RECIPES["llama-mini"]}
+    SPELLED_OUT: ClassVar = (*TextBuilder.SPELLED_OUT, "num_experts")
+    STORED_IN = torch.bfloat16
+
+    def stored(self, model: Any) -> Weights:
+        """Return the tensors that the library writes, which splits the slots."""
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return load_file(Path(folder) / "model.safetensors")
+
+    def load(self, model: Any, weights: Weights) -> None:
+        """Load tensors under the names of files into a model of the library, which joins slots."""
+        joined = type(model).from_pretrained(None, config=model.config, state_dict=weights)
+        model.load_state_dict(joined.state_dict())
+
+    def scores(self, model: Any, batch: Batch) -> tuple[Tensor, float]:
+        """Return the scores, with the loss of unequally used slots."""
+        config, mask = model.config, batch["attention_mask"]
+        output = model.model(batch["input_ids"], mask, output_router_logits=True)
+        loss, right = target_scores(model.lm_head, output.last_hidden_state, batch["labels"])
+        slots = config.num_experts, config.num_experts_per_tok
+        unbalance = load_balancing_loss_func(output.router_logits, *slots, mask)
+        return loss + config.router_aux_loss_coef * unbalance, right
+
+
+def target_scores(head: nn.Module, hidden: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    """Return a decoder's mean cross-entropy of target tokens, and the share that is most likely."""
+    due = labels[:, 1:]
+    # only positions that predict a target go through the head
+    return loss_and_accuracy(head(hidden[:, :-1][due != NO_TARGET]), due[due != NO_TARGET])
 
 
 def batches(
