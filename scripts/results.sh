@@ -6,14 +6,15 @@ set -euo pipefail
 folder="$(realpath -m "${1:-outputs/results}")"
 suites=("${@:2}")
 [ "${#suites[@]}" -gt 0 ] ||
-  suites=(clip-vit-mini_TA6 clip-vit-mini_alphabets2 flan-t5-mini_TA6 llama-mini_TA6 resnet-mini_TA3)
+  suites=(clip-vit-mini_TA6 clip-vit-mini_alphabets2 flan-t5-mini_TA6 llama-mini_TA6 qwen3moe-mini_TA6
+    resnet-mini_TA3)
 
 for suite in "${suites[@]}"; do
   methods=surgery_calibration,prob_surgery_calibration,distillation,featcal,featcal_plus
   case "$suite" in # the ResNet has no rows for Surgery and distillation, text pools have the paper's presets
   resnet*) methods=featcal,featcal_plus ;;
   flan-t5*) methods+=,featcal_paper_flan_t5 ;;
-  llama*) methods+=,featcal_paper_llama_3b ;;
+  llama* | qwen3moe*) methods+=,featcal_paper_llama_3b ;;
   esac
   fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43,44 method.samples_per_task=64 \
     'method.upstreams=[task_arithmetic]' "method.post_merging=[$methods]" \

@@ -5,7 +5,7 @@ set -euo pipefail
 
 folder="$(realpath -m "${1:-outputs/few}")"
 suites=("${@:2}")
-[ "${#suites[@]}" -gt 0 ] || suites=(clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6)
+[ "${#suites[@]}" -gt 0 ] || suites=(clip-vit-mini_TA6 flan-t5-mini_TA6 llama-mini_TA6 qwen3moe-mini_TA6)
 
 for suite in "${suites[@]}"; do
   mergers=simple_average,task_arithmetic,ties_merging

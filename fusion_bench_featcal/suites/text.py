@@ -14,7 +14,6 @@ from typing import Any
 from fusion_bench_featcal.data.draws import spread
 from fusion_bench_featcal.suites.paths import pick, suite_path
 
-SUITES = ("flan-t5-mini", "llama-mini")
 SPLITS = ("train", "calibration", "test")
 STYLES = {style: style for style in ("capitals", "words", "classes")}
 

@@ -21,11 +21,11 @@ from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.suites import image, paths, text
 
 CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"
-FLAN, LLAMA = "flan-t5-mini_TA6", "llama-mini_TA6"
+FLAN, LLAMA, QWEN = "flan-t5-mini_TA6", "llama-mini_TA6", "qwen3moe-mini_TA6"
 OPEN_CLIP = "open-clip-vit-mini_TA6"
 TASKS = {
     f"{CLIP}_TA6": image.TA6, f"{CLIP}_all8": image.ALL8, f"{CLIP}_alphabets2": image.ALPHABETS2,
-    FLAN: text.TA6, LLAMA: text.TA6, RESNET: image.RESNET3, OPEN_CLIP: image.TA6,
+    FLAN: text.TA6, LLAMA: text.TA6, QWEN: text.TA6, RESNET: image.RESNET3, OPEN_CLIP: image.TA6,
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_each_yaml_names_its_tasks_everywhere(name):
         assert tests[task] == pool._test_datasets[task]
         sets = pool._train_datasets[task], pool._test_datasets[task]
         assert {entry.get("task", entry.get("name")) for entry in sets} == {task}
-        split = "calibration" if name in (FLAN, LLAMA) else "train"
+        split = "calibration" if TASKS[name] is text.TA6 else "train"
         assert [entry.split for entry in sets] == [split, "test"]
 
 
@@ -140,6 +140,7 @@ def test_choices_of_tasks_that_cannot_be_made_are_refused(words, message):
     (f"{CLIP}_alphabets2", image.ALPHABETS2[0]),
     pytest.param(FLAN, "clinc_auto", marks=[pytest.mark.slow, pytest.mark.ci]),
     pytest.param(LLAMA, "clinc_auto", marks=pytest.mark.slow),
+    pytest.param(QWEN, "clinc_auto", marks=[pytest.mark.slow, pytest.mark.ci]),
     pytest.param(RESNET, "mini_notmnist", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_task_pools_measure_what_the_builder_measured(name, task):

@@ -16,7 +16,11 @@ from fusion_bench_featcal.suites import load_text_split, text
 from fusion_bench_featcal.tasks import TextTaskPool
 
 TASK = "clinc_home"
-LOADERS = {"flan-t5-mini": AutoModelForSeq2SeqLM, "llama-mini": AutoModelForCausalLM}
+LOADERS = {
+    "flan-t5-mini": AutoModelForSeq2SeqLM,
+    "llama-mini": AutoModelForCausalLM,
+    "qwen3moe-mini": AutoModelForCausalLM,
+}
 
 
 def alone(model, tokenizer, row) -> tuple[str, float]:
