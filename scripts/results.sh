@@ -10,16 +10,23 @@ suites=("${@:2}")
     resnet-mini_TA3)
 
 for suite in "${suites[@]}"; do
-  methods=surgery_calibration,prob_surgery_calibration,distillation,featcal,featcal_plus
+  mergers=regmean methods=surgery_calibration,prob_surgery_calibration,distillation,featcal,featcal_plus
   case "$suite" in # the ResNet has no rows for Surgery and distillation, text pools have the paper's presets
   resnet*) methods=featcal,featcal_plus ;;
   flan-t5*) methods+=,featcal_paper_flan_t5 ;;
-  llama* | qwen3moe*) methods+=,featcal_paper_llama_3b ;;
+  llama*) methods+=,featcal_paper_llama_3b ;;
+  qwen3moe*) mergers+=,lot methods+=,featcal_paper_llama_3b,harc ;;
   esac
   fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43,44 method.samples_per_task=64 \
     'method.upstreams=[task_arithmetic]' "method.post_merging=[$methods]" \
     "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite"
   fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43,44 method.samples_per_task=64 \
-    'method.upstreams=[regmean]' 'method.post_merging=[]' \
+    "method.upstreams=[$mergers]" 'method.post_merging=[]' \
     "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-regmean"
+  [[ "$suite" == qwen3moe* ]] || continue
+  for rows in harc:featcal_plus featcal_plus:harc; do # both repairs, in both orders
+    fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43,44 method.samples_per_task=64 \
+      "method.upstreams=[${rows%:*}]" "method.post_merging=[${rows#*:}]" \
+      "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-${rows%:*}"
+  done
 done
