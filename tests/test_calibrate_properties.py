@@ -13,6 +13,7 @@ import torch
 import tricky_models as tricky
 import variations as vary
 from calibrations import EXACT, PAPER, PLUS, assert_identical, assert_same, distance, run_fast
+from mixture_types import mixture_suite
 from model_types import suite_named
 from oracle import Knobs
 from posing import Posing
@@ -131,8 +132,14 @@ def test_the_operations_of_a_gpu_give_the_same_model(name, rule, work, monkeypat
     assert_same(result.model, expected, BOUNDS.get(name, EXACT))
 
 
-def test_autocast_wraps_forward_passes_but_no_statistics():
-    suite = clip_suite(tasks=2).to(torch.float32)
+MIXTURE = partial(mixture_suite, "qwen3_moe", ([6, 7],), ([4],))
+
+
+@pytest.mark.parametrize(
+    "make", [partial(clip_suite, tasks=2), pytest.param(MIXTURE, marks=NEEDS_RELEASE_5)]
+)
+def test_autocast_wraps_forward_passes_but_no_statistics(make: Callable[[], Suite]):
+    suite = make().to(torch.float32)
     model = run_fast(suite, autocast=partial(torch.autocast, "cpu", torch.bfloat16)).model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert EXACT < distance(model, run_fast(suite).model) < 0.1

@@ -14,8 +14,10 @@ import pytest
 import torch
 from calibrations import assert_identical, run_fast
 from killing import MOMENTS, die_at
+from mixture_types import mixture_suite
 from process_group import in_forks
 from safetensors.torch import load, load_file, save, save_file, save_model
+from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import Suite, clip_suite, t5_suite
 from tiny_open_clip import tower_suite
 from torch import nn
@@ -41,10 +43,13 @@ SUITES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "clip": (lambda: small_clip().to(torch.bfloat16), {"expert_read_budget": "60%"}),
     "open_clip": (tower_suite, {}),
     "t5": (lambda: t5_suite(depths=(1, 1)), {"rule": Plus()}),
+    "mixture": (lambda: mixture_suite("mixtral", ([6, 7],), ([4],)), {"rule": Plus()}),
 }
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[NEEDS_RELEASE_5] * (n == "mixture")) for n in SUITES]
+)
 def test_a_resumed_run_has_the_bits_and_log_of_an_uninterrupted_one(name: str, tmp_path: Path):
     make, more = SUITES[name]
     suite = make()

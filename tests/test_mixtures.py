@@ -15,7 +15,9 @@ from plus_slow import calibrated_plus, load
 from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import Suite, modules_of
 
-from fusion_bench_featcal import Plus
+from fusion_bench_featcal import FeatCalSettings, Plus
+from fusion_bench_featcal.results.remarks import calibration_facts
+from fusion_bench_featcal.results.run import IDLE, SLOTS
 
 pytestmark = NEEDS_RELEASE_5
 IN_CI = [pytest.mark.slow, pytest.mark.ci]
@@ -115,5 +117,8 @@ def test_only_slots_with_tokens_change(settings: dict[str, Any]):
         new, merged = (m.get_parameter(f"{name}.{leaf}") for m in (result.model, suite.merged))
         changed = {slot for slot in range(12) if not torch.equal(new[slot], merged[slot])}
         assert changed == set.union(*reached.values())
-    idle = [r["idle"] for r in result.log.of_kind("slots") if r["module"].startswith(name)]
-    assert idle == [12 - len(set.union(*reached.values()))] * 2
+    idle = [r["idle"] for r in result.log.of_kind("slots")]
+    assert idle[:2] == [12 - len(set.union(*reached.values()))] * 2
+    facts = calibration_facts("r", FeatCalSettings(), result.log.records, {})
+    assert (facts.numbers[SLOTS], facts.numbers[IDLE]) == (24, sum(idle) // 2)
+    assert f"{sum(idle) // 2} of 24 routed experts" in facts.notes[-1].text

@@ -22,9 +22,11 @@ from calibrations import (
 )
 from cli_runs import fusion_bench
 from killing import finished_blocks
+from mixture_types import mixture_suite
 from model_types import suite_named
 from process_group import in_processes
 from tiny_convs import tower_suite
+from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import Suite, clip_suite, partly_labelled_suite, t5_suite
 from transformers import CLIPVisionModel
 from variations import backwards, changed, models_of
@@ -62,6 +64,25 @@ CASES: dict[str, tuple[Callable[[], Suite], int, Any, dict[str, Any]]] = {
     "copies": (lambda: clip_suite(tasks=2), 2, PAPER, {"augment": "jitter"}),
     "statistics": (lambda: tower_suite("resnet"), 2, PAPER, {}),
 }
+
+
+@NEEDS_RELEASE_5
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("rule", [PAPER, PLUS], ids=["paper", "plus"])
+def test_processes_share_the_tokens_of_a_routed_expert(rule: Any):
+    """Also those that no token of one process reaches, and those that none reaches."""
+    suite = mixture_suite("qwen3_moe", ([6, 7],), ([5, 3],), ([2],), slots=20)
+    settings: dict[str, Any] = {"samples_per_task": 2, "rule": rule}
+    expected = run_fast(suite, **settings)
+    assert all(0 < record["idle"] < 20 for record in expected.log.of_kind("slots"))
+    for size in (2, 3):
+        results = together(suite, size, **settings)
+        assert_one_model(results)
+        assert_same(results[0].model, expected.model, 1e-11)
+        assert [r["idle"] for r in records(results[0]) if r["kind"] == "slots"] == [
+            r["idle"] for r in records(expected) if r["kind"] == "slots"
+        ]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,7 @@ from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
 
 from .notes import NOTE, WARNING, Note
-from .run import ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, Facts, Line
+from .run import IDLE, ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, SLOTS, Facts, Line
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
@@ -51,6 +51,9 @@ def calibration_facts(
     as_merged = AsMerged.in_records(records)
     if as_merged.modules:
         notes.append(Note(NOTE, as_merged.text, row))
+    if idle := numbers.get(IDLE):
+        text = f"{idle} of {numbers[SLOTS]} routed experts receive no token of the samples, and "
+        notes.append(Note(NOTE, f"{text}stay as merged. More samples reach more of them", row))
     if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY:
         notes.append(Note(NOTE, _SAMPLES_ALONE, row))
     return Facts(
@@ -66,13 +69,23 @@ def calibration_facts(
 
 
 def facts_of_log(records: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """Return medians over modules of what counts of rows from weights, if the rule has them.
+    """Return what a log says of rows from weights and of routed experts, if it has them.
 
-    They are the share of the rows that counts, `f`, and its energy relative to the samples.
+    Medians over modules: the share of the rows from weights that counts, `f`, and its energy
+    relative to the samples. Sums over mixtures: all routed experts, and those without tokens.
     """
     pairs = [(record["f"], record["f"] * record["gamma"]) for record in _with_rows(records)]
-    names = (ROWS_SHARE, ROWS_ENERGY)
-    return dict(zip(names, map(median, zip(*pairs, strict=True)), strict=True)) if pairs else {}
+    names, facts = (ROWS_SHARE, ROWS_ENERGY), dict[str, float]()
+    if pairs:
+        facts |= zip(names, map(median, zip(*pairs, strict=True)), strict=True)
+    counts = {  # those of both matrices of a mixture are equal
+        str(record["module"]).rpartition(".")[0]: (record["slots"], record["idle"])
+        for record in records
+        if record["kind"] == "slots"
+    }
+    if counts:
+        facts |= zip((SLOTS, IDLE), map(sum, zip(*counts.values(), strict=True)), strict=True)
+    return facts
 
 
 def _with_rows(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -79,6 +79,9 @@ class CalibrationLog:
     weight. FeatCal+ adds the ridge of least held-out error, the mean `gamma` of rows from weights,
     both errors of the step that they alone ask for (`e`, `eo`), and how far they count (`f`,
     `rules/weight_rows.py`).
+    - `slots`: block, module, number of a mixture's routed experts, of those without tokens
+    (`idle`), median number of their `rows`, medians of the figures of `module` and of
+    `median_update`, and the largest update with the number of its routed expert (`largest`).
     - `trust`: task, trust in its samples (`trust.py`), and the task whose samples its expert fits
     better (`fits`), if samples were exchanged.
     - `block`: block, seconds, modules that keep their merged weights.

@@ -1,10 +1,15 @@
 """Features in host memory are restored exactly."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from calibrations import PLUS, assert_identical, run_fast
-from tiny_models import normal, t5_suite
+from mixture_types import mixture_suite
+from tiny_languages import NEEDS_RELEASE_5
+from tiny_models import Suite, normal, t5_suite
 from torch import Tensor
 
 from fusion_bench_featcal.families import Call
@@ -22,10 +27,18 @@ def batch_of(*tensors: Any) -> Any:
     )
 
 
-def test_a_calibration_with_features_in_host_memory_has_the_same_bits(monkeypatch) -> None:
-    expected = run_fast(t5_suite(depths=(1, 1)), **PLUS).model
+MIXTURE = partial(mixture_suite, "qwen3_moe", ([6, 7],), ([4],))
+
+
+@pytest.mark.parametrize(
+    "make", [partial(t5_suite, depths=(1, 1)), pytest.param(MIXTURE, marks=NEEDS_RELEASE_5)]
+)
+def test_a_calibration_with_features_in_host_memory_has_the_same_bits(
+    make: Callable[[], Suite], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_fast(make(), **PLUS).model
     monkeypatch.setattr(problem, "storage_for", lambda *_: HostStorage(CPU))
-    assert_identical(run_fast(t5_suite(depths=(1, 1)), **PLUS).model, expected)
+    assert_identical(run_fast(make(), **PLUS).model, expected)
 
 
 TENSORS = (
