@@ -12,11 +12,16 @@ from transformers import (
     CLIPVisionModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 BATCH, TOKENS, TARGETS, VOCABULARY = 16, 128, 8, 1000
+SLOTS, SLOTS_PER_TOKEN = 32, 4
 WIDTHS = {
     "vit-b-32": (768, 3072, 12, 32),
     "vit-l-14": (1024, 4096, 16, 14),
@@ -27,6 +32,8 @@ WIDTHS = {
     "llama-3b": (3072, 8192, 24, 8),
     "llama-8b": (4096, 14336, 32, 8),
     "llama-70b": (8192, 28672, 64, 8),
+    "qwen3-small": (1024, 4096, 16, 4),
+    "qwen3moe-small": (1024, 4096, 16, 4),
 }
 """Name -> width, width of the MLP, heads, and size of a patch or number of key-value heads."""
 
@@ -50,6 +57,12 @@ def build(name: str, layers: int) -> Any:
     if name.startswith("vit"):
         return CLIPVisionModel(CLIPVisionConfig(patch_size=last, **sizes)).eval()
     sizes |= {"num_key_value_heads": last, "vocab_size": VOCABULARY, "tie_word_embeddings": True}
+    if name.startswith("qwen3moe"):  # the weights of the dense one, in routed experts
+        routed = {"moe_intermediate_size": inner // SLOTS, "num_experts": SLOTS}
+        routed |= {"num_experts_per_tok": SLOTS_PER_TOKEN, "head_dim": width // heads}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **routed)).eval()
+    if name.startswith("qwen3"):
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=width // heads, **sizes)).eval()
     return LlamaForCausalLM(LlamaConfig(max_position_embeddings=1024, **sizes)).eval()
 
 
