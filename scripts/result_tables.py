@@ -28,6 +28,7 @@ SUITES = {
     "clip-vit-mini_alphabets2": "CLIP, two alphabets",
     "flan-t5-mini_TA6": "T5, texts",
     "llama-mini_TA6": "Llama, texts",
+    "qwen3moe-mini_TA6": "Qwen3-MoE, texts",
     "resnet-mini_TA3": "ResNet, images",
 }
 REAL = {
@@ -38,7 +39,8 @@ REAL = {
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
 STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
 """Suites of `scripts/results_starts.sh`."""
-FEW = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6")
+MIXTURE = "qwen3moe-mini_TA6"
+FEW = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", MIXTURE)
 """Suites of `scripts/results_few.sh`."""
 UNLIKE = {
     "minilm_TA6": {
@@ -292,6 +294,8 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
         for suite in ("minilm_TA6", "dinov2_small_TA4")
     },
     **{f"unlike-{suite}": partial(unlike_table, suite) for suite in UNLIKE},
+    "routed-experts": partial(grid, f"{MIXTURE}-slots", "samples_per_task"),
+    "routers": partial(grid, f"{MIXTURE}-routers", "merger"),
     "four-bits": four_bits_table,
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,

@@ -24,7 +24,14 @@ for suite in "${suites[@]}"; do
     "method.upstreams=[$mergers]" 'method.post_merging=[]' \
     "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-regmean"
   [[ "$suite" == qwen3moe* ]] || continue
-  for rows in harc:featcal_plus featcal_plus:harc; do # both repairs, in both orders
+  # What routed experts and routers add: FeatCal without the first, and both repairs in both orders.
+  fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43 method.samples_per_task=8,64,256 \
+    '+modelpool.featcal.presets.without_experts={modules: ["!experts.*"]}' \
+    '+modelpool.featcal.presets.plus_without_experts={rule: plus, modules: ["!experts.*"]}' \
+    'method.upstreams=[task_arithmetic]' \
+    'method.post_merging=[featcal_without_experts,featcal,featcal_plus_without_experts,featcal_plus]' \
+    "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-slots"
+  for rows in harc:featcal_plus featcal_plus:harc; do
     fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43,44 method.samples_per_task=64 \
       "method.upstreams=[${rows%:*}]" "method.post_merging=[${rows#*:}]" \
       "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-${rows%:*}"
