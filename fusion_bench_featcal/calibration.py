@@ -20,6 +20,7 @@ from fusion_bench_featcal.modules.models import (
 )
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
+from fusion_bench_featcal.run.balance import balanced
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.devices import memory_cause, return_freed_memory
@@ -151,7 +152,7 @@ def calibrate_inputs(
             if problem.output.is_complete:
                 restore(problem)
             else:
-                calibrate_blocks(problem)
+                calibrate_blocks(balanced(problem))
         return result_of(problem)
 
 

@@ -16,6 +16,8 @@ from fusion_bench_featcal.core.products import (
 
 MOST_ROWS = 4096
 """Rows multiplied at a time: products may copy them."""
+CONSTANT = 1e-6
+"""Inputs with a smaller ratio of variance to mean square count as constant up to rounding."""
 
 
 @dataclass
@@ -107,6 +109,11 @@ class Moments:
         # Vector instructions round `addr` otherwise than the scalars at the end of a row, and a
         # solve that reads one triangle would leave a residual in the other one.
         return Moments(mirror_lower(gram), cross, x, y, self.count)
+
+    def varies(self, means: "Moments") -> Tensor:
+        """Return whether inputs vary by more than rounding, given their means, a scalar."""
+        square = self.gram.diagonal().mean() / self.count
+        return means.gram.diagonal().mean() > CONSTANT * square
 
     def energy(self, *, centred: bool) -> Tensor:
         """Return the sum of `|x|^2` over rows, about the mean if centred, a scalar."""

@@ -27,9 +27,6 @@ WITHOUT_HELD_OUT = 1e-2
 LEAST_DRIFT = 1e-8
 """Smallest relative output drift in a task's weight, which would otherwise vanish."""
 
-CONSTANT = 1e-6
-"""Inputs with a smaller ratio of variance to mean square count as constant up to rounding."""
-
 
 @dataclass(frozen=True)
 class Plus(Rule):
@@ -43,6 +40,8 @@ class Plus(Rule):
             that the merged model hardly serves count like others.
         ridges: Ridges to choose from, relative to the mean eigenvalue of the inputs' covariance.
         task_weights: Factors of the tasks' weights. Missing tasks use 1.
+        balance: Power of each task's distance from its expert, measured in a first calibration, in
+            a second factor of its weight (`run/balance.py`). With 0 there is one calibration.
         calibrate_bias: Whether biases change.
     """
 
@@ -51,6 +50,7 @@ class Plus(Rule):
     far: float = 0.25
     ridges: Sequence[float] = RIDGES
     task_weights: Mapping[str, float] = field(default_factory=dict)
+    balance: float = 0.0
     calibrate_bias: bool = True
     mix_alpha = 1.0
     augment = "auto"
@@ -60,6 +60,7 @@ class Plus(Rule):
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma, 0)
         check_number("far", self.far, 0)
+        check_number("balance", self.balance, 0)
         for ridge in self.ridges:
             check_number("ridges", ridge, 0)
         if not len(self.ridges):
@@ -171,7 +172,7 @@ class PlusSums:
         sums, facts = self._targets.finished(), self._join_rows()
         means, step, residual = sums.means(centred=self._centred), torch.zeros_like(sums.cross), 0.0
         scale, ridge = means.gram.diagonal().mean(), self._rule.ridges[0]
-        if varies(sums, means):
+        if sums.varies(means):
             if self._rule.holds_out:
                 ridge = self._best_ridge(sums)
             # Divided by the scale, because the ridge and the solve's bounds are relative to it.
@@ -212,7 +213,7 @@ class PlusSums:
         if not (held_out.count > 0 and fitted.count > 0):
             return WITHOUT_HELD_OUT
         means, errors = fitted.means(centred=self._centred), dict[float, tuple[float, float]]()
-        if not varies(fitted, means):  # one row, or equal ones, of modules with a bias
+        if not fitted.varies(means):  # one row, or equal ones, of modules with a bias
             return WITHOUT_HELD_OUT
         scale = means.gram.diagonal().mean()
         gram, right = means.gram / scale, means.cross / scale
@@ -232,12 +233,6 @@ class PlusSums:
             errors[ridge] = float(terms.sum()), float(terms.abs().sum()) * rounding
         finite = {ridge: pair for ridge, pair in errors.items() if math.isfinite(sum(pair))}
         return largest_of_equal(finite) if finite else WITHOUT_HELD_OUT
-
-
-def varies(sums: Moments, means: Moments) -> bool:
-    """Return whether inputs vary by more than rounding, given their sums and central means."""
-    square = sums.gram.diagonal().mean() / sums.count
-    return bool(means.gram.diagonal().mean() > CONSTANT * square)
 
 
 def largest_of_equal(errors: Mapping[float, tuple[float, float]]) -> float:

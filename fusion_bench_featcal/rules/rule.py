@@ -82,6 +82,7 @@ class Rule(ABC):
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
         estimates_statistics: Whether running statistics of BatchNorms are estimated on the samples.
+        balance: Power of each task's distance from its expert in its weight, or 0.
         augment: Copies of samples, unless the setting of this name is given.
         decoder_rows: Positions of a decoder that count, unless the setting is given.
     """
@@ -92,6 +93,7 @@ class Rule(ABC):
     calibrate_bias: bool = False
     calibrate_norm: bool = False
     estimates_statistics: bool = True
+    balance: float = 0.0
     augment: str = "none"
     decoder_rows: str = "all"
 

@@ -25,8 +25,8 @@ NO_SAMPLE = (math.inf, "", 0)
 """Priority of a process without samples that run a stage."""
 
 
-def calibrate_blocks(problem: Problem) -> None:
-    """Calibrate every block (Algorithm 1)."""
+def calibrate_blocks(problem: Problem) -> Problem:
+    """Calibrate every block (Algorithm 1), and return the problem with the rule that did."""
     for index, stage in enumerate(problem.streams.stages):
         problem.progress.at(stage[0])
         problem.streams.begin(index)
@@ -37,6 +37,7 @@ def calibrate_blocks(problem: Problem) -> None:
             problem.progress.at(block)
             with problem.streams.loaded(block):
                 calibrate_block(problem, block)
+    return problem
 
 
 def calibrate_block(problem: Problem, block: str) -> None:

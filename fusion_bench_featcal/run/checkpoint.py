@@ -60,6 +60,10 @@ class Checkpoint:
         """Return no tensors, because no earlier run has finished the block."""
         return {}
 
+    def finished_records(self, kind: str) -> list[dict[str, Any]]:
+        """Return no records of a kind, because no earlier run has finished a block."""
+        return []
+
     def write(
         self,
         block: str,
@@ -79,6 +83,20 @@ class Checkpoint:
 
     def finish(self, tensors: Mapping[str, Tensor], log: CalibrationLog) -> None:
         """Do nothing."""
+
+
+class Trial(Checkpoint):
+    """Blocks of a calibration that is only measured: nothing of them is kept."""
+
+    def write(
+        self,
+        block: str,
+        model: WorkingModel,
+        changed: Mapping[str, Tensor],
+        log: CalibrationLog,
+    ) -> Mapping[str, Tensor]:
+        """Return no tensors."""
+        return {}
 
 
 class CheckpointFolder(Checkpoint):
@@ -144,6 +162,12 @@ class CheckpointFolder(Checkpoint):
         self.is_complete = len(self._finished) == len(self._files)
         if self._finished:
             progress.resumed(len(self._finished), self.folder)
+
+    def finished_records(self, kind: str) -> list[dict[str, Any]]:
+        """Return the log records of a kind in the blocks that an earlier run has finished."""
+        files = map(self._files.__getitem__, self._finished)
+        records = (record for file in files for record in self._blocks.records[file])
+        return [dict(record) for record in records if record["kind"] == kind]
 
     def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
         """Return the tensors of a block that an earlier run has finished, none for other blocks.

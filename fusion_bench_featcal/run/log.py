@@ -74,7 +74,8 @@ class CalibrationLog:
     - `engine`: library that multiplies float32 matrices, and the processor.
     - `task`: block, task, number of samples, and if the rule runs experts also rows (positions that
     count in its output), the mean L2 drift behind the block (Eq. 2), and the drift relative to the
-    expert's feature norm (root mean square).
+    expert's feature norm (root mean square). Behind the last block also the squared drift in units
+    of the variance of one direction of the expert's features (`distance`).
     - `module`: block, module, relative residual of the solve, size of the update relative to the
     weight. FeatCal+ adds the ridge of least held-out error, the mean `gamma` of rows from weights,
     both errors of the step that they alone ask for (`e`, `eo`), and how far they count (`f`,
@@ -82,6 +83,7 @@ class CalibrationLog:
     - `slots`: block, module, number of a mixture's routed experts, of those without tokens
     (`idle`), median number of their `rows`, medians of the figures of `module` and of
     `median_update`, and the largest update with the number of its routed expert (`largest`).
+    - `balance`: `distances` of tasks behind a first calibration, and `factors` of their weights.
     - `trust`: task, trust in its samples (`trust.py`), and the task whose samples its expert fits
     better (`fits`), if samples were exchanged.
     - `block`: block, seconds, modules that keep their merged weights.
@@ -147,6 +149,15 @@ def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     last = {record["task"]: record for record in records if record["kind"] == "task"}
     drifts = {task: record.get("relative_drift") for task, record in last.items()}
     return {t: drift for t, drift in drifts.items() if drift is not None and math.isfinite(drift)}
+
+
+def distances(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each task's distance from its expert behind the last block, if it is known."""
+    return {
+        record["task"]: record["distance"]
+        for record in records
+        if record["kind"] == "task" and record.get("distance") is not None
+    }
 
 
 def exchanged_samples(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:

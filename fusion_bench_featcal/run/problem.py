@@ -186,7 +186,14 @@ def open_problem(
         dtype=rule.dtype(len(tasks), device),
         kernel=kernel,
         log=log,
-        progress=Progress(processes, device, [*modules], len(samples), show=runtime.progress),
+        progress=Progress(
+            processes,
+            device,
+            [*modules],
+            len(samples),
+            show=runtime.progress,
+            passes=2 if rule.balance else 1,
+        ),
     )
 
 

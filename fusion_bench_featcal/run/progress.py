@@ -49,6 +49,7 @@ class Progress:
         tasks: int,
         *,
         show: bool,
+        passes: int = 1,
     ) -> None:
         """Start the bar.
 
@@ -58,10 +59,12 @@ class Progress:
             blocks: All blocks.
             tasks: Number of tasks of this process.
             show: Whether to show a bar. Only the first process does.
+            passes: Number of calibrations.
         """
         self._processes, self._device, self._blocks = processes, device, blocks
+        self._visits = len(blocks) * passes
         show = show and processes.rank == 0
-        self.bar = progress_bar(total=len(blocks) * tasks, unit="visit", show=show)
+        self.bar = progress_bar(total=self._visits * tasks, unit="visit", show=show)
         self._first = processes.rank == 0
 
     def resumed(self, finished: int, folder: Path) -> None:
@@ -87,7 +90,7 @@ class Progress:
         """
         if self._first:
             memory = bytes_text(peak_bytes(self._device))
-            remaining = seconds * (len(self._blocks) - 1 - self._blocks.index(block))
+            remaining = seconds * (self._visits - 1 - self._blocks.index(block))
             logger.info(
                 "the first block took %s, with at most %s of memory so far; about %s left",
                 *(duration(seconds), memory, duration(remaining)),

@@ -73,6 +73,14 @@ class RuleSettings(Settings):
         accepts="a mapping of tasks to numbers above 0",
         check=lambda value: is_mapping_to(_is_factor, value),
     )
+    balance: float = setting(
+        0.0,
+        "Power of each task's distance from its expert in the weights of a second calibration: 1 "
+        "serves tasks more equally, 0 calibrates once. FeatCal+ only.",
+        ge=0,
+        le=4,
+        convert=float,
+    )
     calibrate_bias: bool = setting(True, "Calibrate biases (Eqs. 51-55).")
     calibrate_norm: bool | None = setting(
         None,
@@ -153,5 +161,5 @@ OF_RULES = tuple(name for name in RuleSettings.names() if name != "rule")
 
 def remedy_of(setting: str) -> str:
     """Return the remedy, for messages, where the rule does not have a setting of `OF_RULES`."""
-    rule = option("rule", "plus" if setting == "task_weights" else "paper")
+    rule = option("rule", "plus" if setting in ("task_weights", "balance") else "paper")
     return f"leave it at its default, or choose {rule}"

@@ -173,6 +173,10 @@ class Batch:
     expert_inputs: dict[str, Tensor] = field(default_factory=dict)
     _split: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    def again(self) -> "Batch":
+        """Return the same samples in front of the first block."""
+        return Batch(self.inputs, self.samples, self.start, self.copy, self.held_out)
+
     def fitted_and_held_out(self, samples: range, counted: Positions | None, rows: Tensor) -> Any:
         """Return the positions of rows of fitted samples and of held-out ones, computed once.
 

@@ -70,6 +70,11 @@ class Streams:
         """Return the last block before the tail."""
         return self.stages[-1 - len(self.family.tail)][-1]
 
+    def again(self) -> "Streams":
+        """Return the same samples in front of the first block. Their inputs must be there."""
+        tasks = {task: [batch.again() for batch in of_task] for task, of_task in self.tasks.items()}
+        return replace(self, tasks=tasks)
+
     def loaded(self, block: str) -> AbstractContextManager[nn.Module]:
         """Context with a block of the calibrated model in memory, with merged weights at first."""
         return self.working.loaded(self.tensors_of(block))
@@ -318,7 +323,8 @@ class Streams:
             for batch in self.visits(task):
                 batch.calibrated = self.step(self.model, block, batch.calibrated)
                 if self.drift is not None:
-                    self.drift.add(task, batch, batch.calibrated.hidden, batch.expert.hidden)
+                    features = batch.calibrated.hidden, batch.expert.hidden
+                    self.drift.add(task, batch, *features, is_last=block == self.last_block)
 
 
 def _refuse_unknown_readers(block: str, recorded: Recorded, batch: Batch) -> None:

@@ -1,6 +1,7 @@
 """Sums over the rows of one task: inputs of a group of modules, and drifts behind a block."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -185,6 +186,7 @@ class DriftLog:
     Attributes:
         sums: Task -> result of `sums_of`, `[3]`.
         rows: Task -> number of rows.
+        experts: Task -> sums of the expert's features, behind the last block.
     """
 
     def __init__(self, *, channels_first: bool = False) -> None:
@@ -195,9 +197,12 @@ class DriftLog:
         """
         self.sums: dict[str, Tensor] = {}
         self.rows: dict[str, int] = {}
+        self.experts: dict[str, Moments] = {}
         self._channels_first = channels_first
 
-    def add(self, task: str, batch: Batch, hidden: Tensor, expert: Tensor) -> None:
+    def add(
+        self, task: str, batch: Batch, hidden: Tensor, expert: Tensor, *, is_last: bool
+    ) -> None:
         """Add a batch's features behind a block.
 
         Args:
@@ -205,12 +210,18 @@ class DriftLog:
             batch: The batch.
             hidden: The model's features.
             expert: The expert's features.
+            is_last: Whether it is the last block before the tail.
         """
         with at("a block's output", task=task):
             rows = [self._rows(features, batch.positions.valid) for features in (hidden, expert)]
         new, wide = sums_of(*rows), solve_dtype(hidden.device)
         self.sums[task] = self.sums[task].add_(new) if task in self.sums else new.to(wide)
         self.rows[task] = self.rows.get(task, 0) + rows[0].shape[:-1].numel()
+        if is_last:
+            flat = rows[1].reshape(-1, rows[1].shape[-1])
+            if task not in self.experts:
+                self.experts[task] = Moments.zeros(flat.shape[-1], 0, self.sums[task])
+            self.experts[task].add(flat)
 
     def _rows(self, hidden: Tensor, counted: Positions | None) -> Tensor:
         if self._channels_first and hidden.ndim == 4:
@@ -225,18 +236,35 @@ class DriftLog:
 
         Returns:
             Task -> mean L2 drift over rows, root mean square drift relative to the expert's
-            features, and number of rows.
+            features, and number of rows. Behind the last block also the distance, in the variance
+            that one direction of the expert's features has, `spread_of`, or None if they are equal.
         """
-        numbers = iter(read_back(list(self.sums.values())))
-        read = {task: [next(numbers) for _ in range(3)] + [self.rows[task]] for task in self.sums}
-        self.sums, self.rows = {}, {}
+        spreads = {task: spread_of(moments) for task, moments in self.experts.items()}
+        numbers = iter(read_back([*self.sums.values(), *spreads.values()]))
+        read = {task: [*islice(numbers, 3), self.rows[task]] for task in self.sums}
+        for task in spreads:
+            read[task].append(next(numbers))
+        self.sums, self.rows, self.experts = {}, {}, {}
         records: dict[str, dict[str, Any]] = {}
         for of_process in gather(read):
-            for task, (norms, squares, expert, rows) in of_process.items():
+            for task, (norms, squares, expert, rows, *spread) in of_process.items():
                 relative = (squares / expert) ** 0.5 if expert > 0 else None
                 records[task] = {"drift": norms / rows, "relative_drift": relative}
                 records[task]["rows"] = rows
+                for variance in spread:
+                    records[task]["distance"] = squares / rows / variance if variance > 0 else None
         return records
+
+
+def spread_of(features: Moments) -> Tensor:
+    """Return the variance of features in one of the directions in which they vary, a scalar.
+
+    With their covariance C it is `tr C^2 / tr C`: `(tr C)^2 / tr C^2` is the number of such
+    directions. It is 0 if all rows are equal.
+    """
+    means = features.mirrored().means(centred=True)
+    variance = means.gram.square().sum() / means.gram.diagonal().sum()
+    return torch.where(features.varies(means), variance, 0.0)
 
 
 def sums_of(features: Tensor, expert: Tensor) -> Tensor:

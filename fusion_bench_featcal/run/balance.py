@@ -1,0 +1,59 @@
+"""Weights of tasks by the distance of each from its expert, measured in a first calibration."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from fusion_bench_featcal.run.blocks import calibrate_blocks
+from fusion_bench_featcal.run.checkpoint import Trial
+from fusion_bench_featcal.run.log import CalibrationLog, distances
+from fusion_bench_featcal.run.problem import Problem
+
+MOST = 16.0
+"""Largest factor of a task's weight. The smallest is its inverse."""
+
+
+def balanced(problem: Problem) -> Problem:
+    """Return the problem with larger weights of tasks that end far from their experts.
+
+    All blocks are calibrated once, of which nothing is kept. A resumed run has the weights that its
+    finished blocks were calibrated with.
+
+    Args:
+        problem: The problem before its first block, whose rule is `Plus`.
+    """
+    rule: Any = problem.rule
+    if not rule.balance:
+        return problem
+    if found := problem.output.finished_records("balance"):
+        factors = found[0]["factors"]
+    else:
+        once = replace(rule, balance=0.0)
+        streams, log = problem.streams.again(), CalibrationLog()
+        trial = calibrate_blocks(
+            replace(problem, rule=once, streams=streams, output=Trial(), log=log)
+        )
+        rule, measured = trial.rule, distances(log.records)
+        factors = factors_of(measured, problem.rule.balance)
+        problem.log.records += log.of_kind("trust")
+        problem.log.add("balance", {"distances": measured, "factors": factors})
+    weights = {task: rule.task_weights.get(task, 1.0) * f for task, f in factors.items()}
+    weights = {**rule.task_weights, **weights}
+    return replace(problem, rule=replace(rule, task_weights=weights, balance=0.0))
+
+
+def factors_of(measured: Mapping[str, float], power: float) -> dict[str, float]:
+    """Return factors of the tasks' weights, `(d_i / geometric mean of d)^power`.
+
+    Args:
+        measured: Task -> distance `d`. Tasks without a positive one are not weighted.
+        power: 1 for weights in proportion to the distances.
+    """
+    logs = {task: math.log(d) for task, d in measured.items() if d > 0}
+    mean = fmean(logs.values()) if logs else 0.0
+    bound = math.log(MOST)
+    return {
+        task: math.exp(min(max(power * (log - mean), -bound), bound)) for task, log in logs.items()
+    }
