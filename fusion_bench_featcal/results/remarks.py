@@ -7,12 +7,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fusion_bench_featcal.run.log import AsMerged, exchanged_samples, final_drift
+from fusion_bench_featcal.run.log import AsMerged, distances, exchanged_samples, final_drift
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
 
 from .notes import NOTE, WARNING, Note
-from .run import IDLE, ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, SLOTS, Facts, Line
+from .run import (
+    DISTANCE,
+    IDLE,
+    ROWS_ENERGY,
+    ROWS_ERROR,
+    ROWS_SHARE,
+    SLOTS,
+    WEIGHT,
+    Facts,
+    Line,
+)
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
@@ -62,17 +72,18 @@ def calibration_facts(
         samples=samples,
         numbers=numbers,
         drift=final_drift(records),
-        lines=share_lines(row, records),
+        lines=[*share_lines(row, records), *distance_lines(row, records)],
         notes=notes,
         as_merged=as_merged,
     )
 
 
 def facts_of_log(records: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """Return what a log says of rows from weights and of routed experts, if it has them.
+    """Return what a log says of rows from weights, routed experts and tasks, as far as it does.
 
     Medians over modules: the share of the rows from weights that counts, `f`, and its energy
-    relative to the samples. Sums over mixtures: all routed experts, and those without tokens.
+    relative to the samples. Sums over mixtures: all routed experts, and those without tokens. Of
+    each task its distance from its expert, and the factor of its weight by that.
     """
     pairs = [(record["f"], record["f"] * record["gamma"]) for record in _with_rows(records)]
     names, facts = (ROWS_SHARE, ROWS_ENERGY), dict[str, float]()
@@ -85,6 +96,10 @@ def facts_of_log(records: Sequence[Mapping[str, object]]) -> dict[str, float]:
     }
     if counts:
         facts |= zip((SLOTS, IDLE), map(sum, zip(*counts.values(), strict=True)), strict=True)
+    facts |= {f"{DISTANCE}.{task}": value for task, value in distances(records).items()}
+    for record in (record for record in records if record["kind"] == "balance"):
+        factors: Any = record["factors"]
+        facts |= {f"{WEIGHT}.{task}": value for task, value in factors.items()}
     return facts
 
 
@@ -105,6 +120,14 @@ def share_lines(name: str, records: Sequence[Mapping[str, object]]) -> list[Line
         for block, group in groupby(modules, lambda record: record["block"])
         for of_block in [list(group)]
         for metric, key in ((ROWS_SHARE, "f"), (ROWS_ERROR, "e"))
+    ]
+
+
+def distance_lines(name: str, records: Sequence[Mapping[str, object]]) -> list[Line]:
+    """Return each task's distance from its expert in the log of a row as lines."""
+    return [
+        {"row": name, "task": task, "metric": DISTANCE, "value": value}
+        for task, value in distances(records).items()
     ]
 
 
