@@ -18,8 +18,8 @@ def to_device(inputs: Any, device: torch.device) -> Any:
     return _map_tensors(inputs, lambda value: value.to(device))
 
 
-def part_of(inputs: Any, size: int, samples: slice) -> Any:
-    """Return some samples of a batch of `size`."""
+def part_of(inputs: Any, size: int, samples: slice | Tensor) -> Any:
+    """Return some samples of a batch of `size`, by a slice or their numbers."""
 
     def cut(value: Tensor) -> Tensor:
         return value[samples] if value.ndim > 0 and len(value) == size else value

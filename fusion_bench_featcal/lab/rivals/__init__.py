@@ -5,7 +5,7 @@ from fusion_bench_featcal.lazy import lazy_names
 _MODULES = {
     "CorrectedModel": "corrected_model", "DCMerge": "dc_merge",
     "Distillation": "distillation", "ESM": "esm", "HARC": "harc", "Lot": "lot",
-    "ProbSurgery": "surgery",
+    "Polish": "polish", "ProbSurgery": "surgery",
     "RegMean": "regmean", "RegMeanPlusPlus": "regmean", "RidgeSurgery": "ridge_surgery",
     "Surgery": "surgery", "SurgeryV2": "surgery",
 }  # fmt: skip

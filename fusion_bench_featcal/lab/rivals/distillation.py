@@ -1,6 +1,6 @@
 """Distillation of final features by gradients: a reference for closed-form corrections."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.settings import Blocks, Texts
 from fusion_bench_featcal.settings.fields import setting
-from fusion_bench_featcal.streams.batch import Positions, rows_of
+from fusion_bench_featcal.streams.batch import Batch, Positions, rows_of
 from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.streams.samples import take_samples
 
@@ -36,6 +36,7 @@ class Lesson:
         target: The expert's final features at these positions, `[n, d]`.
         norm: Mean square of all final features of the expert, 0-dim.
         pooling: How an encoder's embeddings are made, if these are its final features.
+        is_held_out: Whether it is measured only.
     """
 
     inputs: Any
@@ -43,6 +44,7 @@ class Lesson:
     target: Tensor
     norm: Tensor
     pooling: Pooling | None
+    is_held_out: bool = False
 
     def loss(self, model: nn.Module) -> Tensor:
         """Return the relative squared distance between model and expert, 0-dim."""
@@ -91,11 +93,19 @@ class Distillation(
         stages = resolve_family(self.family, student).stages(student)
         blocks = [block for stage in stages for block in stage]
         trained = names_under(dict(student.named_parameters()), blocks)
-        curves = self._train(student, trained, lessons)
+        curves = self.train(student, trained, lessons)
         for name in trained:
             merged.get_parameter(name).data.copy_(student.get_parameter(name))
         merged.curves = curves  # type: ignore[assignment]
         return merged
+
+    def rate_at(self, step: int) -> float:
+        """Return the step size of an update, counted from 0, relative to `learning_rate`."""
+        return 1 - step / self.steps
+
+    def divided(self, task: str, batches: list[Batch]) -> list[Batch]:
+        """Return a task's batches, held-out samples in batches of their own: by default none."""
+        return batches
 
     @torch.no_grad()
     def _lessons(
@@ -104,6 +114,7 @@ class Distillation(
         """Run a task's expert once over its samples."""
         taken = list(take_samples(task, batches, self.samples_per_task, student))
         self.sample_counts[task] = sum(batch.samples for batch in taken)
+        taken = self.divided(task, taken)
         expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
         expert = expert.to(next(student.parameters()).dtype)
         family, rows, targets = resolve_family(self.family, student), [], []
@@ -122,23 +133,42 @@ class Distillation(
                 f"the expert's final features have a mean square of {float(norm):g}. Look for "
                 "zeros, NaN or infinite values in its weights"
             )
-        return [Lesson(*of, norm, pooling) for of in zip(moved, rows, targets, strict=True)]
+        held_out = [batch.held_out is not None for batch in taken]
+        parts = zip(moved, rows, targets, held_out, strict=True)
+        return [Lesson(*of, norm, pooling, is_held) for *of, is_held in parts]
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()
-    def _train(
-        self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
+    def train(
+        self,
+        model: nn.Module,
+        trained: Sequence[str],
+        lessons: Mapping[str, Sequence[Lesson]],
+        after: Callable[[int], None] = lambda _: None,
     ) -> dict[str, list[tuple[int, float]]]:
-        """Train parameters of a model in place. Return the training curves."""
+        """Train parameters of a model in place.
+
+        Args:
+            model: The model.
+            trained: Names of the parameters.
+            lessons: The batches of each task.
+            after: Called with the number of updates after each of them.
+
+        Returns:
+            The training curves.
+
+        Raises:
+            CalibrationError: If the training diverges.
+        """
         parameters = [model.get_parameter(name).requires_grad_() for name in trained]
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.steps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate_at)
         batches = {
             task: training.shuffled_batches(len(of_task), 1, self.seed, task)
             for task, of_task in lessons.items()
         }
         losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
-        for _ in progress_bar(range(self.steps), what="distilling: ", unit="step"):
+        for step in progress_bar(range(self.steps), what=f"{self.name}: ", unit="step"):
             optimizer.zero_grad()
             for task, positions in batches.items():  # one after the other, to save memory
                 loss = lessons[task][int(next(positions))].loss(model)
@@ -146,6 +176,7 @@ class Distillation(
                 losses[task].append(loss.detach())
             optimizer.step()
             schedule.step()
+            after(step + 1)
         for parameter in parameters:
             parameter.requires_grad_(False)
         training.check_trained(parameters, self.name, self.learning_rate)

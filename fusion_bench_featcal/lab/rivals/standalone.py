@@ -14,6 +14,7 @@ from fusion_bench_featcal.lab.rivals.distillation import Distillation
 from fusion_bench_featcal.lab.rivals.esm import ESM
 from fusion_bench_featcal.lab.rivals.harc import HARC
 from fusion_bench_featcal.lab.rivals.lot import Lot
+from fusion_bench_featcal.lab.rivals.polish import Polish
 from fusion_bench_featcal.lab.rivals.regmean import RegMean, RegMeanPlusPlus
 from fusion_bench_featcal.lab.rivals.ridge_surgery import RidgeSurgery
 from fusion_bench_featcal.lab.rivals.surgery import ProbSurgery, Surgery, SurgeryV2
@@ -57,6 +58,7 @@ DistillationAlgorithm = _algorithm(Distillation)
 ESMAlgorithm = _algorithm(ESM)
 HARCAlgorithm = _algorithm(HARC)
 LotAlgorithm = _algorithm(Lot)
+PolishAlgorithm = _algorithm(Polish)
 ProbSurgeryAlgorithm = _algorithm(ProbSurgery)
 RegMeanAlgorithm = _algorithm(RegMean)
 RegMeanPlusPlusAlgorithm = _algorithm(RegMeanPlusPlus)
