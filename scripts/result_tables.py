@@ -89,6 +89,16 @@ FOUR_BITS_ROWS = {
     "featcal_plus": "+ FeatCal+",
 }
 """Models of `scripts/results_four_bits.sh`, with their labels."""
+BALANCED = {
+    ("task_arithmetic", "featcal_plus"): "FeatCal+",
+    ("task_arithmetic", "featcal_plus_half"): "`balance=0.5`",
+    ("task_arithmetic", "featcal_plus_balance"): "`balance=1`",
+    ("featcal_plus", "polish"): "FeatCal+, polish",
+    ("balanced", "polish"): "`balance=1`, polish",
+    ("featcal_plus", "ridge_surgery"): "FeatCal+, ridge surgery",
+    ("balanced", "ridge_surgery"): "`balance=1`, ridge surgery",
+}
+"""Mergers and rows of `scripts/results_balance.sh`, with their labels."""
 DIAGNOSIS = "diagnosis"
 DIAGNOSIS_FIGURES = ("diagnosis-terms", "diagnosis-components")
 
@@ -243,6 +253,37 @@ def four_bits_table() -> str:
     return f"{table(heads, lines)}\n\n{measured(results)}"
 
 
+def balance_table() -> str:
+    """Return averages by suite, and in brackets the most points that a task misses its expert by.
+
+    A second table has the seconds, with those of the row before.
+    """
+    folders = {path.name.removesuffix("-balance") for path in RESULTS.glob("*-balance")}
+    suites = [suite for suite in (*SUITES, *REAL, "clip-vit-mini_all8") if suite in folders]
+    cells, seconds = dict[tuple[str, ...], str](), dict[tuple[str, ...], str]()
+    for suite in suites:
+        names = [f"{suite}-{part}" for part in ("balance", "polish")]
+        found = [name for name in names if (RESULTS / name).exists()]
+        of_all = [record for n in found for record in summary(results_of(n)).to_dict("records")]
+        experts = next(record for record in of_all if record["row"] == "experts")
+        tasks = [key for key in experts if key.startswith("accuracy.") and key != AVERAGE]
+        for record in of_all:
+            key = suite, record["merger"], record["row"]
+            missed = max(experts[task] - record[task] for task in tasks)
+            cells[key] = f"{100 * record[AVERAGE]:.1f} ({100 * missed:.1f})"
+            cost = record["cost.seconds"]
+            if record["merger"] != "task_arithmetic":
+                cost = record["cost.seconds_with_merger"]
+            seconds[key] = f"{cost:.0f}" if cost == cost else "-"
+    heads = ["", *((SUITES | REAL).get(suite, "CLIP, all eight").split(",")[0] for suite in suites)]
+    tables = [
+        table(heads, [[label, *(of.get((s, *row), "-") for s in suites)]
+                      for row, label in BALANCED.items()])
+        for of in (cells, seconds)
+    ]  # fmt: skip
+    return f"{tables[0]}\n\nSeconds, with those of all steps:\n\n{tables[1]}"
+
+
 def rows_figure() -> str:
     """Draw what the step of the rows from weights breaks, and how far they count, by block."""
     panels: dict[str, dict[str, dict[Any, ErrorBar]]] = {}
@@ -296,6 +337,7 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
     **{f"unlike-{suite}": partial(unlike_table, suite) for suite in UNLIKE},
     "routed-experts": partial(grid, f"{MIXTURE}-slots", "samples_per_task"),
     "routers": partial(grid, f"{MIXTURE}-routers", "merger"),
+    "balance": balance_table,
     "four-bits": four_bits_table,
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,
