@@ -1,6 +1,8 @@
 """Experts: their configs and adapters."""
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import clip_suite
 from tiny_texts import (
     ADAPTED,
@@ -142,6 +145,29 @@ def tuned(folder: Path, model: nn.Module, config: Any) -> dict[str, torch.Tensor
 def adapted(folder: Path, targets: list[str], **config: Any) -> dict[str, torch.Tensor]:
     settings = LoraConfig(r=2, lora_alpha=3, target_modules=targets, **config)
     return tuned(folder, mixed(), settings)
+
+
+@NEEDS_RELEASE_5
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_adapters_have_names_of_modules_before_transformers_renamed_them(bias: str, tmp_path: Path):
+    """Release 4 wrote other names for DINOv2, which PEFT does not change."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = hf.Dinov2Model(hf.Dinov2Config(**sizes)).eval()
+    settings: dict[str, Any] = {"target_modules": r".*\.(query|key|q_proj|k_proj)", "bias": bias}
+    merged = tuned(tmp_path, copy.deepcopy(base), LoraConfig(r=2, **settings))
+    file = tmp_path / "adapter_model.safetensors"
+    new = load_file(file)
+    assert any("attention.q_proj" in name for name in new)
+    older = {"q_proj": "attention.query", "k_proj": "attention.key"}
+    old = {re.sub("([qk]_proj)", lambda m: older[m[1]], name): t for name, t in new.items()}
+    assert old.keys() != new.keys()
+    save_file(old, file)
+    source = AdapterExpert(InMemoryExpert(base), base, tmp_path)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(source.tensor(name).double(), tensor, rtol=1e-5, atol=1e-6)
+    counted = sum(map(source.nbytes, source.names()))
+    assert counted == sum(tensor.nbytes for tensor in old.values())
 
 
 @pytest.mark.parametrize("has_root", [False, True])

@@ -67,6 +67,18 @@ def is_converter(transform: Any) -> bool:
     return hasattr(transform, "operations")
 
 
+def renamed(names: Iterable[str], model: nn.Module) -> dict[str, str]:
+    """Return names in files -> those that transformers 5 gives them, without joining tensors."""
+    renamings = [transform for transform in transforms_of(model) if not is_converter(transform)]
+    spelled = dict[str, str]()
+    for name in names:
+        new = name
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        spelled[name] = new
+    return spelled
+
+
 def find_joined(names: Iterable[str], model: nn.Module) -> dict[str, Joined]:
     """Return the tensors of a model that are several in files.
 
@@ -79,12 +91,9 @@ def find_joined(names: Iterable[str], model: nn.Module) -> dict[str, Joined]:
     """
     transforms, joined = transforms_of(model), dict[str, Joined]()
     converters = [transform for transform in transforms if is_converter(transform)]
-    renamings = [transform for transform in transforms if not is_converter(transform)]
     # Of numbers without leading zeros this is the order of rows.
-    for name in sorted(names, key=lambda name: (len(name), name)) if converters else ():
-        spelled = name
-        for renaming in renamings:
-            spelled, _ = renaming.rename_source_key(spelled)
+    ordered = sorted(names, key=lambda name: (len(name), name)) if converters else ()
+    for name, spelled in renamed(ordered, model).items():
         for converter in converters:
             of_model, pattern = converter.rename_source_key(spelled)
             if pattern is not None:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.experts.joined import renamed
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView
@@ -111,8 +112,10 @@ class AdapterExpert(SourceView):
                 f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
             )
         weights, reads_all = SafetensorsExpert(file), _reads_matrices(adapter_config(folder))
-        names = {_plain(name.removeprefix(_START)) for name in weights.names()}
-        trained = names & self._keys.keys()  # PEFT writes into these, such as trained biases
+        names = _as_in_model(weights.names(), structure)
+        # PEFT writes into these, such as trained biases.
+        trained = {_plain(name.removeprefix(_START)) for name in names.values()}
+        trained &= self._keys.keys()
         with _merging(folder):
             copied = self._copied(structure, {*self._keys} if reads_all else trained)
             wrapped: Any = PeftModel.from_pretrained(copied, str(folder))
@@ -121,9 +124,9 @@ class AdapterExpert(SourceView):
             self._model = wrapped.base_model.model
         self._modules = self._changed_modules(trained)
         self._sizes = dict.fromkeys(self._modules, 0)
-        for name in weights.names():  # those that modules share count at the first one
+        for name, in_model in names.items():  # those that modules share count at the first one
             starts = ((key, f"{_START}{path}.") for key, path in self._modules.items())
-            changed = (key for key, start in starts if name.startswith(start))
+            changed = (key for key, start in starts if in_model.startswith(start))
             self._sizes[next(changed, min(self._modules))] += weights.nbytes(name)
 
     def _copied(self, structure: nn.Module, filled: set[str]) -> nn.Module:
@@ -187,6 +190,15 @@ class AdapterExpert(SourceView):
             layer = _unloaded(layer.float())
         named = {f"{path}.{name}": tensor for name, tensor in layer.state_dict().items()}
         return {self._keys[n]: t.to(dtypes[n]) for n, t in named.items() if n in self._keys}
+
+
+def _as_in_model(names: Iterable[str], model: nn.Module) -> dict[str, str]:
+    """Return an adapter's names of tensors -> with the names that transformers 5 gives modules."""
+    names = [*names]
+    ends = [name.removeprefix(_START) for name in names if name.startswith(_START)]
+    of_model = renamed(ends, model) if hasattr(model, "config") else {}
+    spelled = {f"{_START}{end}": f"{_START}{new}" for end, new in of_model.items()}
+    return {name: spelled.get(name, name) for name in names}
 
 
 def _plain(name: str) -> str:
@@ -257,7 +269,9 @@ def checked_adapters() -> Iterator[None]:
 
 
 def refuse_unpaired(wrapped: Any, adapter: Path) -> None:
-    """Refuse a loaded adapter whose file has other names of tensors than PEFT loads.
+    """Load an adapter's tensors by transformers' names of modules, and refuse other names.
+
+    PEFT renames tensors of some model types only.
 
     Args:
         wrapped: The model of PEFT.
@@ -268,9 +282,14 @@ def refuse_unpaired(wrapped: Any, adapter: Path) -> None:
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-    names = getattr(wrapped.get_base_model(), "_checkpoint_conversion_mapping", None)
+    base = wrapped.get_base_model()
+    names = getattr(base, "_checkpoint_conversion_mapping", None)
     weights = load_peft_weights(str(adapter), device="cpu", key_mapping=names)
     result, tensors = set_peft_model_state_dict(wrapped, weights), wrapped.state_dict()
+    if result.unexpected_keys:
+        of_model = _as_in_model(weights, base)
+        weights = {of_model[name]: tensor for name, tensor in weights.items()}
+        result = set_peft_model_state_dict(wrapped, weights)
     learned = get_peft_model_state_dict(wrapped, save_embedding_layers=False).values()
     # Tensors that modules share have several names, of which a file has one.
     lacking = {t.data_ptr() for t in learned} - {
