@@ -275,7 +275,8 @@ def balance_table() -> str:
             if record["merger"] != "task_arithmetic":
                 cost = record["cost.seconds_with_merger"]
             seconds[key] = f"{cost:.0f}" if cost == cost else "-"
-    heads = ["", *((SUITES | REAL).get(suite, "CLIP, all eight").split(",")[0] for suite in suites)]
+    labels = SUITES | REAL | {"clip-vit-mini_all8": "CLIP with eight tasks"}
+    heads = ["", *(labels[suite].split(",")[0] for suite in suites)]
     tables = [
         table(heads, [[label, *(of.get((s, *row), "-") for s in suites)]
                       for row, label in BALANCED.items()])
