@@ -135,18 +135,27 @@ class Distillation(
             )
         held_out = [batch.held_out is not None for batch in taken]
         parts = zip(moved, rows, targets, held_out, strict=True)
-        return [Lesson(*of, norm, pooling, is_held) for *of, is_held in parts]
+        return [
+            Lesson(inputs, counted, target, norm, pooling, is_held)
+            for inputs, counted, target, is_held in parts
+        ]
+
+    def train(
+        self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
+    ) -> dict[str, list[tuple[int, float]]]:
+        """Train parameters of a model in place, and return curves. Arguments as for `descend`."""
+        return self.descend(model, trained, lessons)
 
     @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
     @torch.enable_grad()
-    def train(
+    def descend(
         self,
         model: nn.Module,
         trained: Sequence[str],
         lessons: Mapping[str, Sequence[Lesson]],
         after: Callable[[int], None] = lambda _: None,
     ) -> dict[str, list[tuple[int, float]]]:
-        """Train parameters of a model in place.
+        """Take all updates of some parameters of a model, in place.
 
         Args:
             model: The model.

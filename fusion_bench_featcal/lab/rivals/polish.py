@@ -42,10 +42,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
         return min(1.0, (step + 1) / WARM_UP) * super().rate_at(step)
 
     def train(
-        self,
-        model: nn.Module,
-        trained: Sequence[str],
-        lessons: Mapping[str, Sequence[Lesson]],
+        self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
     ) -> dict[str, list[tuple[int, float]]]:
         """Train parameters of a model in place, and leave them in the best state.
 
@@ -75,7 +72,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
             curve.append((step, distance))
 
         keep_best(0)
-        curves = super().train(model, trained, fitted, keep_best)
+        curves = self.descend(model, trained, fitted, keep_best)
         for kept, parameter in zip(best, parameters, strict=True):
             parameter.data.copy_(kept)
         return curves | {"held out": curve}
