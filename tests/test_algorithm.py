@@ -117,7 +117,8 @@ def test_report_and_table_have_every_row_and_next_steps_come_last(run: Run) -> N
     lines = results.frame_of(results.join({run.folder: report})).lines
     shares = {line.first.name: line.share or 0 for line in lines}
     assert shares["featcal"] > 0.7 and shares[ROW] > 0.7
-    assert all(set(row.scores) - {"relative_drift"} == {"accuracy", "loss"} for row in report.rows)
+    measured = {"relative_drift", "distance"}
+    assert all(set(row.scores) - measured == {"accuracy", "loss"} for row in report.rows)
     assert {r.name for r in report.rows if "relative_drift" in r.scores} == {"featcal", ROW}
     lines = run.output[run.output.index("alphabets2: accuracy") :].splitlines()
     end = next(n for n, line in enumerate(lines) if line.startswith("next: "))

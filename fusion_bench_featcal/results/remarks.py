@@ -78,7 +78,8 @@ def calibration_facts(
         samples=samples,
         numbers=numbers,
         drift=final_drift(records),
-        lines=[*share_lines(row, records), *distance_lines(row, records)],
+        distances=distances(records),
+        lines=share_lines(row, records),
         notes=notes,
         as_merged=as_merged,
     )
@@ -126,14 +127,6 @@ def share_lines(name: str, records: Sequence[Mapping[str, object]]) -> list[Line
         for block, group in groupby(modules, lambda record: record["block"])
         for of_block in [list(group)]
         for metric, key in ((ROWS_SHARE, "f"), (ROWS_ERROR, "e"))
-    ]
-
-
-def distance_lines(name: str, records: Sequence[Mapping[str, object]]) -> list[Line]:
-    """Return each task's distance from its expert in the log of a row as lines."""
-    return [
-        {"row": name, "task": task, "metric": DISTANCE, "value": value}
-        for task, value in distances(records).items()
     ]
 
 

@@ -138,6 +138,7 @@ class Facts:
         cost: Further costs.
         numbers: Further numbers of the method, which become `Row.facts`.
         drift: Task -> final drift relative to the expert's features.
+        distances: Task -> distance from its expert behind the last block.
         lines: Lines of the long table.
         notes: Sentences for the reader.
         files: Name -> text of a file in the run's folder.
@@ -150,6 +151,7 @@ class Facts:
     cost: Mapping[str, float] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     drift: Mapping[str, float] = field(default_factory=dict)
+    distances: Mapping[str, float] = field(default_factory=dict)
     lines: Sequence[Line] = ()
     notes: Sequence[Note] = ()
     files: Mapping[str, str] = field(default_factory=dict)
@@ -235,9 +237,10 @@ class Run:
             self.note(Note(WARNING, f"{name} was made with samples of the test split"))
         self.note(*facts.notes)
         self.lines += facts.lines
+        measured = {DRIFT: facts.drift, DISTANCE: facts.distances}
         return self.add_row(
             name,
-            {**scores, **({DRIFT: facts.drift} if facts.drift else {})},
+            {**scores, **{metric: values for metric, values in measured.items() if values}},
             correct=correct,
             settings=dict(facts.settings),
             seed=facts.seed,

@@ -126,8 +126,7 @@ def test_a_report_has_distances_and_weights() -> None:
     for task, distance in of_tasks.items():
         assert facts.numbers[f"distance.{task}"] == distance
         assert facts.numbers[f"weight.{task}"] == record["factors"][task]
-    lines = {line["task"]: line["value"] for line in facts.lines if line["metric"] == "distance"}
-    assert lines == of_tasks
+    assert facts.distances == of_tasks
 
 
 def test_the_papers_rule_has_no_balance() -> None:
