@@ -28,7 +28,7 @@ KINDS = ("DeprecationWarning", "FutureWarning", "UserWarning")  # of FusionBench
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in KINDS]
 TINY = "modelpool=clip-vit-mini_alphabets2"
 CPU = "fabric.accelerator=cpu"
-FEW = {"samples_per_task": 2, "steps": 1, "presets": "{}", "iter_num": 1}
+FEW = {"samples_per_task": 4, "steps": 1, "presets": "{}", "iter_num": 1}
 DOWNLOADS = "HF_HUB_OFFLINE is set"  # the first model would be fetched
 # Task pools that cannot start here, with the reason. All others are of the hub, or start.
 REFUSED = {
