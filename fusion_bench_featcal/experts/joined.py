@@ -1,6 +1,7 @@
 """Tensors that transformers 5 joins on loading: those of a mixture's routed experts."""
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -68,15 +69,23 @@ def is_converter(transform: Any) -> bool:
 
 
 def renamed(names: Iterable[str], model: nn.Module) -> dict[str, str]:
-    """Return names in files -> those that transformers 5 gives them, without joining tensors."""
-    renamings = [transform for transform in transforms_of(model) if not is_converter(transform)]
-    spelled = dict[str, str]()
+    """Return names in files -> those that transformers gives them, without joining tensors."""
+    renamings, spelled = _renamings(model) if hasattr(model, "config") else [], dict[str, str]()
     for name in names:
         new = name
-        for renaming in renamings:
-            new, _ = renaming.rename_source_key(new)
+        for rename in renamings:
+            new = rename(new)
         spelled[name] = new
     return spelled
+
+
+def _renamings(model: Any) -> list[Callable[[str], str]]:
+    """Return the changes of names in files that transformers makes on loading a model."""
+    if transforms := transforms_of(model):
+        renamings = [transform for transform in transforms if not is_converter(transform)]
+        return [lambda name, rule=rule: rule.rename_source_key(name)[0] for rule in renamings]
+    patterns = getattr(model, "_checkpoint_conversion_mapping", {})  # release 4
+    return [partial(re.sub, pattern, name) for pattern, name in patterns.items()]
 
 
 def find_joined(names: Iterable[str], model: nn.Module) -> dict[str, Joined]:

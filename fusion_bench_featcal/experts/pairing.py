@@ -1,16 +1,14 @@
 """Names of a model's tensors in a source: prefixes, ties, keys of older files."""
 
 import difflib
-import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.experts.joined import is_converter, transforms_of
+from fusion_bench_featcal.experts.joined import renamed
 from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.experts.source import ExpertSource
 from fusion_bench_featcal.families import head_of, is_encoder_decoder
@@ -136,23 +134,7 @@ def _spelled(name: str, added: str, removed: str) -> str:
 
 def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
     """Return names of the tensors that transformers renames on loading -> stored names."""
-    rules, names = _rules(model) if hasattr(model, "config") else [], dict[str, str]()
-    for stored in available:
-        name = stored
-        for rule in rules:
-            name = rule(name)
-        if name != stored:
-            names[name] = stored
-    return names
-
-
-def _rules(model: Any) -> list[Callable[[str], str]]:
-    """Return the changes of names in files that transformers makes on loading a model."""
-    if transforms := transforms_of(model):
-        renamings = [transform for transform in transforms if not is_converter(transform)]
-        return [lambda name, rule=rule: rule.rename_source_key(name)[0] for rule in renamings]
-    patterns = getattr(model, "_checkpoint_conversion_mapping", {})
-    return [partial(re.sub, pattern, name) for pattern, name in patterns.items()]
+    return {new: stored for stored, new in renamed(available, model).items() if new != stored}
 
 
 def embedding_of_head(model: Any) -> Any:

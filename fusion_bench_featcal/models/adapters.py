@@ -193,11 +193,10 @@ class AdapterExpert(SourceView):
 
 
 def _as_in_model(names: Iterable[str], model: nn.Module) -> dict[str, str]:
-    """Return an adapter's names of tensors -> with the names that transformers 5 gives modules."""
+    """Return an adapter's names of tensors -> with the names that transformers gives modules."""
     names = [*names]
     ends = [name.removeprefix(_START) for name in names if name.startswith(_START)]
-    of_model = renamed(ends, model) if hasattr(model, "config") else {}
-    spelled = {f"{_START}{end}": f"{_START}{new}" for end, new in of_model.items()}
+    spelled = {f"{_START}{end}": f"{_START}{new}" for end, new in renamed(ends, model).items()}
     return {name: spelled.get(name, name) for name in names}
 
 

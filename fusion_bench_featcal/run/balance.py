@@ -27,8 +27,8 @@ def balanced(problem: Problem) -> Problem:
     rule: Any = problem.rule
     if not rule.balance:
         return problem
-    if found := problem.output.finished_records("balance"):
-        factors = found[0]["factors"]
+    if earlier := problem.output.finished_records("balance"):
+        factors = earlier[0]["factors"]
     else:
         once = replace(rule, balance=0.0)
         streams, log = problem.streams.again(), CalibrationLog()
@@ -39,8 +39,8 @@ def balanced(problem: Problem) -> Problem:
         factors = factors_of(measured, problem.rule.balance)
         problem.log.records += log.of_kind("trust")
         problem.log.add("balance", {"distances": measured, "factors": factors})
-    weights = {task: rule.task_weights.get(task, 1.0) * f for task, f in factors.items()}
-    weights = {**rule.task_weights, **weights}
+    weights = dict(rule.task_weights)
+    weights |= {task: weights.get(task, 1.0) * factor for task, factor in factors.items()}
     return replace(problem, rule=replace(rule, task_weights=weights, balance=0.0))
 
 

@@ -106,18 +106,18 @@ def take(
     with at(task=task):
         copies = number_of_copies(samples, options.augment or "none", taken[0].inputs)
     if holds_out:
-        held_out = drawn_quarter(samples, task, options.seed)
+        held_out = drawn_quarter(samples, batch_generator("held out", options.seed, task))
         for batch in taken:
             batch.held_out = held_out[batch.start : batch.start + batch.samples]
     return [copy for batch in taken for copy in with_copies(task, batch, copies, options.seed)]
 
 
-def drawn_quarter(samples: int, task: str, seed: int) -> Tensor:
-    """Return a mask `[samples]` of a quarter, rounded down. It depends on its arguments alone.
+def drawn_quarter(samples: int, generator: torch.Generator) -> Tensor:
+    """Return a mask `[samples]` of a quarter, rounded down, that is drawn by a generator.
 
     A fixed pattern, such as every fourth, may be one of the data, such as an order by classes.
     """
-    drawn = torch.randperm(samples, generator=batch_generator("held out", seed, task))
+    drawn = torch.randperm(samples, generator=generator)
     return torch.zeros(samples, dtype=torch.bool).index_fill(0, drawn[: samples // HELD], True)
 
 

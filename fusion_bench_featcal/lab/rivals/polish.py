@@ -13,9 +13,8 @@ from fusion_bench_featcal.lab.rivals.distillation import Distillation, Lesson
 from fusion_bench_featcal.settings.fields import setting
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import part_of
+from fusion_bench_featcal.streams.samples import HELD, drawn_quarter
 
-HELD_OUT = 4
-"""One of so many samples of each task is held out."""
 WARM_UP = 10
 CHECKED = 10
 """Updates between two measurements of the held-out distance."""
@@ -84,22 +83,21 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
             CalibrationError: If there are too few samples.
         """
         samples = sum(batch.samples for batch in batches)
-        if samples < HELD_OUT:
+        if samples < HELD:
             raise CalibrationError(
-                f"polish holds out one of {HELD_OUT} samples, and there are {samples}. Raise "
+                f"polish holds out one of {HELD} samples, and there are {samples}. Raise "
                 f"{option('samples_per_task')}"
             )
-        generator = training.task_generator(self.seed, task, "polish")
-        drawn = torch.randperm(samples, generator=generator)[: samples // HELD_OUT]
-        mask, parts = torch.zeros(samples, dtype=torch.bool).index_fill(0, drawn, True), []
+        mask = drawn_quarter(samples, training.task_generator(self.seed, task, "polish"))
+        divided = list[Batch]()
         for batch in batches:
             of_batch = mask[batch.start : batch.start + batch.samples]
             for chosen, held_out in ((~of_batch, None), (of_batch, of_batch)):
                 if count := int(chosen.sum()):
                     numbers = chosen.nonzero().flatten()
                     inputs = part_of(batch.inputs, batch.samples, numbers)
-                    parts.append(Batch(inputs, count, batch.start, held_out=held_out))
-        return parts
+                    divided.append(Batch(inputs, count, batch.start, held_out=held_out))
+        return divided
 
 
 @torch.no_grad()
