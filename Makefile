@@ -99,6 +99,7 @@ nightly: lint docs weights build ## run everything, slow tests and other environ
 	$(MAKE) test-4.57 TESTS=
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/nox --envdir .venv-nox
 	VENV="$(VENV)" PIP_ARGS="$(PIP_ARGS)" scripts/surroundings.sh
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/far_task.py build/far_task
 	$(BIN)/python benchmarks/mutations.py
 
 clean: ## remove environments, builds and caches; results of runs stay

@@ -58,21 +58,30 @@ class Moments:
         """Return the sums. Sums of other processes may be added to them in place."""
         return [self.gram, self.cross, self.x, self.y, self.count]
 
-    def add(self, x: Tensor, y: Tensor | None = None) -> None:
+    def add(self, x: Tensor, y: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Add rows in place. Call `mirrored` after the last ones.
 
         Args:
             x: Inputs, `[n, d]`.
             y: Paired features, `[n, r]`, or None for zeros.
+            weights: Weights of the rows, `[n]`, or None for ones.
         """
-        self.uncounted += len(x)
-        for parts in in_parts(MOST_ROWS, x, *([] if y is None else [y])) if len(x) else ():
+        given = [x] if y is None else [x, y]
+        if weights is None:
+            self.uncounted += len(x)
+        else:
+            self.count.add_(weights.sum())
+            given.append(weights.sqrt())
+        for parts in in_parts(MOST_ROWS, *given) if len(x) else ():
             rows, *features = (part.to(self.gram.dtype) for part in parts)
+            root = None if weights is None else features.pop()
+            if root is not None:
+                rows, *features = (part.mul(root[:, None]) for part in (rows, *features))
             factor = factor_of(rows)
             add_lower_gram(self.gram, factor)
             for part in features:
                 add_product(self.cross, factor_of(part), factor)
-            sums = [part.sum(0) for part in (rows, *features)]
+            sums = [part.sum(0) if root is None else root @ part for part in (rows, *features)]
             torch._foreach_add_([self.x, self.y][: len(sums)], sums)
 
     def mirrored(self) -> "Moments":

@@ -93,6 +93,7 @@ class Group:
         inputs: Number of inputs.
         outputs: Number of outputs of each module.
         dtype: Dtype in which their parameters are stored.
+        input: Name of the first linear module with the same input, in this group or before it.
         slot: Number of the routed expert, if it is a matrix of one.
     """
 
@@ -101,6 +102,7 @@ class Group:
     inputs: int
     outputs: tuple[int, ...]
     dtype: torch.dtype
+    input: str
     slot: int | None = None
 
     @property
@@ -206,14 +208,15 @@ def find_groups(
     """
     by_name = {site.name: site for site in sites}
     refuse_idle(block, by_name, recorded)
-    members: dict[Any, list[Site]] = {}
+    members, inputs = dict[Any, list[Site]](), dict[Any, str]()
     for name, x in recorded.inputs.items():
         if (site := by_name.get(name)) is None:
             continue
         alone = name if site.kind != "linear" else None
-        key = id(x), rows_of(name), site.has_bias, site.patches, alone
+        first = inputs.setdefault((id(x), alone), name)
+        key = first, rows_of(name), site.has_bias, site.patches
         members.setdefault(key, []).append(site)
-    return [_group_of(model, tuple(same_input)) for same_input in members.values()]
+    return [_group_of(model, tuple(of_key), key[0]) for key, of_key in members.items()]
 
 
 def refuse_idle(block: str, names: Iterable[str], recorded: Recorded) -> None:
@@ -229,10 +232,10 @@ def refuse_idle(block: str, names: Iterable[str], recorded: Recorded) -> None:
         )
 
 
-def _group_of(model: nn.Module, sites: tuple[Site, ...]) -> Group:
+def _group_of(model: nn.Module, sites: tuple[Site, ...], first: str) -> Group:
     if sites[0].kind == "statistics":
         mean = model.get_buffer(f"{sites[0].name}.running_mean")
-        return Group(sites, True, len(mean), (len(mean),), mean.dtype)
+        return Group(sites, True, len(mean), (len(mean),), mean.dtype, first)
     matrices = [site.oriented(model.get_parameter(site.weight_name)) for site in sites]
     return Group(
         sites,
@@ -240,6 +243,7 @@ def _group_of(model: nn.Module, sites: tuple[Site, ...]) -> Group:
         inputs=matrices[0].shape[-1],
         outputs=tuple(map(len, matrices)),
         dtype=matrices[0].dtype,
+        input=first,
     )
 
 
@@ -253,7 +257,7 @@ def group_of_slot(site: Site, slot: int, get: Callable[[str], Tensor]) -> Group:
     """
     weight = site.oriented(get(site.weight_name))
     outputs, inputs = weight.shape
-    return Group((site,), site.has_bias, inputs, (outputs,), weight.dtype, slot)
+    return Group((site,), site.has_bias, inputs, (outputs,), weight.dtype, site.name, slot)
 
 
 def normalised(module: Any, site: Site, x: Tensor) -> Tensor:

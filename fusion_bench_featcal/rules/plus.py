@@ -6,6 +6,8 @@ The mathematics is in docs/method.md.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -84,8 +86,8 @@ class Plus(Rule):
         return self.gamma > 0 and not self.gammas
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Solve one group after another. Later groups receive the outputs of updated ones."""
-        return [[group] for group in groups]
+        """Solve one input's groups after another's. Later ones receive outputs of updated ones."""
+        return [[*turn] for _, turn in groupby(groups, key=attrgetter("input"))]
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the merged modules."""

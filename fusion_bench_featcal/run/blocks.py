@@ -76,11 +76,11 @@ def all_run(problem: Problem) -> bool:
 
 
 def narrow(problem: Problem, block: str) -> None:
-    """In the last block, count only positions that are read behind it, and what feeds these."""
+    """Count positions that are read more, in the last block alone, and equally what feeds them."""
     streams = problem.streams
-    if streams.narrows and block == streams.last_block:
+    if streams.narrows(block):
         names = problem.processes.gather(streams.feeding(block, problem.modules[block].sites))
-        streams.narrow(chain.from_iterable(names))
+        streams.narrow(block, chain.from_iterable(names))
 
 
 def groups_of(problem: Problem, block: str) -> list[Group]:

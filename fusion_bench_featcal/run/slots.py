@@ -130,5 +130,5 @@ class Slot:
                 if of_expert is not None:
                     of_expert = mixture.input_of(site, module, expert, of_expert)
             with exact_products():
-                sums.add_rows(x, of_expert, rows.fitted_and_held_out)
+                sums.add_rows(x, of_expert, rows.fitted_and_held_out, rows.weights)
         return sums

@@ -68,7 +68,7 @@ class Options(Draw, Blocks):
         None,
         "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
         "token, or `auto`: all, and in the last block only those that its output is read from, if "
-        "there are labels. Null: as the rule has it.",
+        "there are labels. Targets weigh half in the others. Null: as the rule has it.",
         choices=("all", "targets", "auto"),
         by_rule=True,
     )

@@ -1,7 +1,7 @@
 """A batch of samples on its way through the blocks, and its positions that count."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,11 +61,16 @@ class Positions:
 
     def last_of_each(self) -> "Positions":
         """Return the last position of each sample that counts."""
-        mask = torch.zeros(self.shape.numel(), device=getattr(self.index, "device", None))
-        mask[slice(None) if self.index is None else self.index] = 1
-        mask = mask.view(len(mask) // self.shape[1:].numel(), -1)
+        like = torch.empty(0, device=getattr(self.index, "device", None))
+        mask = self.marked(1.0, 0.0, like).view(-1, self.shape[1:].numel())
         last = mask.shape[1] - 1 - mask.flip(1).argmax(1, keepdim=True)
         return self.of_mask(torch.zeros_like(mask).scatter_(1, last, 1).view(self.shape))
+
+    def marked(self, counted: float, other: float, like: Tensor) -> Tensor:
+        """Return one value for each position that counts and another for others, flat."""
+        values = like.new_full((self.shape.numel(),), other)
+        values[slice(None) if self.index is None else self.index] = counted
+        return values
 
     def of(self, features: Tensor) -> Tensor:
         """Return the rows of features `[..., d]` that count, `[n, d]`.
@@ -101,13 +106,17 @@ class StagePositions:
     Attributes:
         by_end: By the end of a module's name, as in `families.base.Masks`.
         read: Those that are read behind the last block, or None if all of them are.
-        feeding: Modules that count all positions, though only those in `read` count otherwise.
-            None before the last block.
+        feeding: Modules whose rows at one position reach others. They count all positions equally.
+        weights: Weights of the counted positions in other linear modules, `[n]`, or None if they
+            are equal.
+        closes: Whether the block is the last one, where only `read` counts in other modules.
     """
 
     by_end: Mapping[str, Positions | None] = field(default_factory=dict)
     read: Positions | None = None
-    feeding: frozenset[str] | None = None
+    feeding: frozenset[str] = frozenset()
+    weights: Tensor | None = None
+    closes: bool = False
 
     @classmethod
     def of_masks(cls, masks: Masks) -> "StagePositions":
@@ -123,11 +132,27 @@ class StagePositions:
     def of(self, module: str) -> Positions | None:
         """Return the counted positions of a module's input, or None for all."""
         counted, is_feeding = self.kind_of(module)
-        return counted if self.feeding is None or self.read is None or is_feeding else self.read
+        return counted if self.read is None or is_feeding or not self.closes else self.read
+
+    def weights_of(self, module: str) -> Tensor | None:
+        """Return the weights of the counted positions of a module's input, or None if equal."""
+        is_equal = self.closes or module in self.feeding or self.has_own(module)
+        return None if is_equal else self.weights
+
+    def weighted(self, factor: float, ones: Tensor) -> "StagePositions":
+        """Return the positions with weights: a factor for those in `read`, 1 for all others.
+
+        Args:
+            factor: The factor.
+            ones: One for each position, `[batch, positions, 1]`.
+        """
+        read = self.read
+        weights = ones if read is None else read.marked(factor, 1.0, ones).view_as(ones)
+        return replace(self, weights=rows_of(weights, self.valid).flatten())
 
     def kind_of(self, module: str) -> tuple[Positions | None, bool]:
         """Return what modules that count the same positions in every batch have in common."""
-        return self.by_end.get(self._end_of(module)), module in (self.feeding or ())
+        return self.by_end.get(self._end_of(module)), module in self.feeding
 
     def has_own(self, module: str) -> bool:
         """Return whether a module counts other positions than the stage's features."""

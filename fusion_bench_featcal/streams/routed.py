@@ -20,12 +20,14 @@ class RoutedRows:
         slots: Numbers of the routed experts that it sends them to, `[n, k]`.
         expert_x: Rows in the expert, `[n, d]`, or None if experts do not run.
         held_out: Whether rows are held out to choose ridges, bool `[n]`, or None.
+        weights: Weights of the rows, `[n]`, or None if they are equal.
     """
 
     x: Tensor
     slots: Tensor
     expert_x: Tensor | None
     held_out: Tensor | None
+    weights: Tensor | None
 
     @classmethod
     def of_batch(
@@ -39,7 +41,8 @@ class RoutedRows:
             held_out = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
             held_out[numbers] = True
         of_expert = None if expert_x is None else rows_of(expert_x, counted)
-        return cls(rows, rows_of(slots, counted), of_expert, held_out)
+        weights = batch.positions.weights_of(mixture)
+        return cls(rows, rows_of(slots, counted), of_expert, held_out, weights)
 
     @classmethod
     def joined(cls, batches: Sequence["RoutedRows"]) -> "RoutedRows":

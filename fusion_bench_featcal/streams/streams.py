@@ -59,6 +59,7 @@ class Streams:
     reads_first: bool = False
     drift: DriftLog | None = None
     storage: DeviceStorage = field(default_factory=DeviceStorage)
+    _feeding: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -107,6 +108,7 @@ class Streams:
                         valid = positions.valid
                         count = valid.count if valid else batch.calibrated.hidden.shape[:-1].numel()
                         batch.later = count - batch.samples
+                    self._weigh_targets(batches)
         for task in self.running if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, at(task=task):
                 for batch in self.visits(task):
@@ -126,6 +128,17 @@ class Streams:
             targets = self.family.masks(self.model, inputs, index, "targets")
             return StagePositions.of_masks(targets).valid
         return None
+
+    def _weigh_targets(self, batches: Sequence[Batch]) -> None:
+        """Let a task's targets weigh as much as all its other positions, if they are fewer."""
+        read = [] if self.reads_first else [batch for batch in batches if batch.positions.read]
+        targets = sum(batch.positions.read.count for batch in read if batch.positions.read)
+        others = sum(batch.later + batch.samples for batch in read) - targets
+        for batch in (b for b in batches if not b.is_idle) if others > targets else ():
+            hidden = batch.calibrated.hidden
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            ones = torch.ones(*hidden.shape[:-1], 1, dtype=wide, device=self.working.device)
+            batch.positions = batch.positions.weighted(others / targets, ones)
 
     def _begun(self, model: nn.Module, inputs: Any, index: int, call: Any) -> Any:
         """Return the input of a stage's first block, from the call after the previous stage."""
@@ -209,22 +222,28 @@ class Streams:
             _refuse_unknown_readers(block, recorded, batch)
             return recorded, batch.positions, priority
 
-    @property
-    def narrows(self) -> bool:
-        """Return whether the last block may count fewer positions, equally in all processes."""
-        return self.reads_first or self.decoder_rows == "auto"
+    def narrows(self, block: str) -> bool:
+        """Return whether some positions may count less in a block, equally in all processes."""
+        return self.decoder_rows == "auto" or (self.reads_first and block == self.last_block)
 
     def feeding(self, block: str, sites: Iterable[Site]) -> list[str]:
         """Return modules whose rows at one position reach others, such as keys and values.
 
         The model decides it, not the labels of a batch: whether other positions reach the first or,
         in a decoder, the last one of each sample. Each task with positions that are read is asked,
-        by its batch with most positions.
+        by its batch with most positions, in the first of all blocks with modules of equal names.
         """
-        read = ([b for b in batches if b.positions.read] for batches in self.tasks.values())
-        largest = [max(batches, key=lambda batch: batch.later) for batches in read if batches]
-        names = [site.name for site in sites]
-        return [name for batch in largest for name in self._feeding_in(batch, block, names)]
+        batches = [batch for of_task in self.tasks.values() for batch in of_task]
+        if block != self.last_block and all(b.positions.weights is None for b in batches):
+            return []
+        ends = tuple(site.name.removeprefix(block) for site in sites)
+        if ends not in self._feeding:
+            read = ([b for b in of if b.positions.read] for of in self.tasks.values())
+            largest = [max(of, key=lambda batch: batch.later) for of in read if of]
+            names = [f"{block}{end}" for end in ends]
+            found = [name for batch in largest for name in self._feeding_in(batch, block, names)]
+            self._feeding[ends] = [name.removeprefix(block) for name in found]
+        return [f"{block}{end}" for end in self._feeding[ends]]
 
     def _feeding_in(self, batch: Batch, block: str, names: Iterable[str]) -> list[str]:
         with self.storage.loaded(batch):
@@ -238,17 +257,20 @@ class Streams:
             changed = partial(self._read_with_changes, block, call, read=one)
             return [n for n in names if not (result - changed(n)).abs().max() <= bound]
 
-    def narrow(self, feeding: Iterable[str]) -> None:
-        """Count only positions that are read, except in the inputs of modules that feed them."""
+    def narrow(self, block: str, feeding: Iterable[str]) -> None:
+        """Count positions that are read more, and in the last block no others.
+
+        Inputs of modules that feed other positions are the exception.
+        """
         modules = frozenset(feeding)
         for batch in (batch for batches in self.tasks.values() for batch in batches):
-            batch.positions = replace(batch.positions, feeding=modules)
+            closes = block == self.last_block
+            batch.positions = replace(batch.positions, feeding=modules, closes=closes)
 
     def _read_with_changes(self, block: str, call: Any, name: str, read: Positions) -> Tensor:
         """Return a block's read outputs if a module's other outputs change their signs."""
         positions = Positions(call.hidden.shape[:-1])
-        signs = call.hidden.new_full((positions.shape.numel(),), -1.0)
-        signs[slice(None) if read.index is None else read.index] = 1.0
+        signs = read.marked(1.0, -1.0, call.hidden)
 
         def change(_: nn.Module, __: Any, output: Any) -> Any:
             if not isinstance(output, Tensor):  # a router's, which concern their own positions

@@ -48,26 +48,37 @@ class LinearTaskSums:
         """
         expert_x = batch.expert_inputs.pop(self._group.name) if self._alpha > 0 else None
         counted = batch.positions.of(self._group.name)
+        weights = batch.positions.weights_of(self._group.name)
+        if self._group.convolves:  # patches are no positions
+            weights = None
         for samples, rows, expert_rows in paired_features(batch, self._group, x, expert_x):
             pair = None
             if len(self.sums) > 1:
                 pair = batch.fitted_and_held_out(samples, counted, rows)
-            self.add_rows(rows, expert_rows, pair)
+            self.add_rows(rows, expert_rows, pair, weights)
 
-    def add_rows(self, x: Tensor, expert_x: Tensor | None, pair: Sequence[Tensor] | None) -> None:
+    def add_rows(
+        self,
+        x: Tensor,
+        expert_x: Tensor | None,
+        pair: Sequence[Tensor] | None,
+        weights: Tensor | None = None,
+    ) -> None:
         """Add rows.
 
         Args:
             x: Those of the calibrated model, `[n, d]`.
             expert_x: Those of the expert, or None if it does not run.
             pair: Numbers of the fitted rows and of the held-out ones, or None if all are fitted.
+            weights: Weights of the rows, `[n]`, or None if they are equal.
         """
         features = None if expert_x is None else self._features(x, expert_x)
         if pair is None:
-            self.sums[0].add(x, features)
+            self.sums[0].add(x, features, weights)
             return
         for sums, chosen in zip(self.sums, pair, strict=True):
-            sums.add(x[chosen], None if features is None else features[chosen])
+            parts = (None if part is None else part[chosen] for part in (features, weights))
+            sums.add(x[chosen], *parts)
 
     def _features(self, x: Tensor, expert_x: Tensor) -> Tensor:
         """Return `y` for rows of the model and of the expert."""

@@ -106,11 +106,10 @@ def test_plus_uses_the_first_position_alone_where_the_head_does(name: str, is_fi
 def test_only_keys_and_values_of_the_last_block_count_other_positions(name, ends, monkeypatch):
     suite, counted = suite_named(name), list[set[str]]()
 
-    def narrow(self: Streams, names: Any) -> None:
-        original(self, names)
-        counted.extend(
-            {*(b.positions.feeding or ())} for task in self.tasks for b in self.visits(task)
-        )
+    def narrow(self: Streams, block: str, names: Any) -> None:
+        original(self, block, names)
+        batches = [b for task in self.tasks for b in self.visits(task)]
+        counted.extend({*b.positions.feeding} for b in batches if b.positions.closes)
 
     original = Streams.narrow
     monkeypatch.setattr(Streams, "narrow", narrow)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from calibrations import counted_rows
+from calibrations import before_targets, counted_rows
 from oracle import Features, record
 from plus_solve_slow import GRID, Numbers, Table, solved_group
 from slots_slow import entry_and_exit, inner, mapped, matrix_of, mixtures_in, sent_to, store
@@ -17,7 +17,7 @@ from variations import size_of
 
 HELD = 4  # one in four samples is held out
 ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
-ALL_ROWS = ("k_proj", "v_proj")  # every token of the last block reaches others through them
+ALL_ROWS = ("k_proj", "v_proj")  # every token reaches others through them
 
 
 @dataclass
@@ -46,6 +46,8 @@ class RowMasks:
         self.common, self.other = counted_rows(suite, modules, in_all)
         # With auto only targets count in the last block of a decoder.
         self.last = counted_rows(suite, modules, "targets")[0] if is_auto else None
+        # Before it they weigh as much as all others of the task, if they are fewer.
+        self.heavy = heavy_targets(suite, self.common) if is_auto and not self.other else None
 
     def masks(self, name: str) -> Any:
         """Masks of every task's batches, or None."""
@@ -53,6 +55,8 @@ class RowMasks:
         block = next(b for b in self.suite.blocks if name.startswith(f"{b}."))
         if self.last and block == self.suite.blocks[-1] and not name.endswith(ALL_ROWS):
             return self.last
+        if self.heavy and block != self.suite.blocks[-1] and not name.endswith(ALL_ROWS):
+            return self.heavy
         return other.get(name, other.get(block, self.common))
 
     def biased(self, name: str) -> bool:
@@ -126,11 +130,15 @@ class Run:
             return {t: listen(m, inputs[t], block, [*names, *mixtures]) for t, m in models.items()}
 
         of_experts, ours = heard(self.experts), dict.fromkeys(self.experts, self.model)
+        even = copy.copy(self.masks)
+        even.heavy = None
         first = listen(self.model, next(iter(inputs.values())), block, names)
         for group in groups_of(first, names, self.masks):
             now = heard(ours)
             if not self.numbers.gammas:
-                self.weigh(trust_in(group, self, now))
+                # Whatever weighs more in some of them.
+                entering = next(g for g in groups_of(first, names, even) if group[0] in g)
+                self.weigh(trust_in(entering, self, now))
             self.solve_modules(group, now, of_experts)
         if not self.numbers.gammas:
             self.weigh(dict.fromkeys(self.experts, FAMILIAR))
@@ -145,21 +153,21 @@ class Run:
             gammas[task] = self.numbers.gamma * lack / min(max(value / FAMILIAR, LEAST), 1) ** 2
         self.numbers = replace(self.numbers, gammas=gammas)
 
-    def rows(self, name: str, task: str, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Flags of the rows that count for a module, and of those among them that are held out."""
+    def rows(self, name: str, task: str, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+        """Flags of the rows that count for a module, flags of those held out, and weights."""
         q, sample = self.masks.counting(name, task, seen.received[name])
         held_out = torch.isin(sample, held_out_samples(self.suite, task, self.seed))
-        return q > 0, held_out[q > 0] & (len(self.numbers.ridges) > 1)
+        return q > 0, held_out[q > 0] & (len(self.numbers.ridges) > 1), q[q > 0]
 
     def solve_modules(
         self, group: list[str], ours: Mapping[str, Seen], of_experts: Mapping[str, Seen]
     ) -> None:
         tables, biased = {}, self.masks.biased(group[0])
         for task, expert in self.experts.items():
-            used, held_out = self.rows(group[0], task, ours[task])
+            used, held_out, q = self.rows(group[0], task, ours[task])
             u = of_experts[task].outputs(group) - ours[task].outputs(group)
             x, matrix = ours[task].inputs(group[0]), parameters_of(expert, group)
-            tables[task] = Table(x[used], u[used], held_out, *matrix)
+            tables[task] = Table(x[used], u[used], held_out, q, *matrix)
         merged, base = (parameters_of(model, group) for model in (self.model, self.base))
         solved = solved_group(tables, merged, base[0], biased, self.numbers)
         new = by_name(self.model, group, solved, biased)
@@ -173,26 +181,39 @@ class Run:
         mixture, base = (model.get_submodule(name) for model in (self.model, self.base))
         tasks, biased = {}, self.masks.biased(name)
         for task, expert in self.experts.items():
-            used, held_out = self.rows(name, task, ours[task])
+            used, held_out, q = self.rows(name, task, ours[task])
             chosen = flat(ours[task].received[f"slots of {name}"])
             sides = ours[task].inputs(name), of_experts[task].inputs(name), chosen
-            tasks[task] = expert.get_submodule(name), *(side[used] for side in sides), held_out
+            tasks[task] = expert.get_submodule(name), *(side[used] for side in sides), held_out, q
         for slot in range(len(base.get_parameter("down_proj"))):
             for leaf in entry_and_exit(mixture):
                 merged, tables = matrix_of(mixture, leaf, slot), dict[str, Table]()
-                for task, (expert, x, expert_x, chosen, held_out) in tasks.items():
+                for task, (expert, x, expert_x, chosen, held_out, q) in tasks.items():
                     if tokens := sent_to(slot, chosen):
                         matrix, rows = matrix_of(expert, leaf, slot), (x[tokens], expert_x[tokens])
                         if leaf == "down_proj":
                             rows = inner(mixture, slot, rows[0]), inner(expert, slot, rows[1])
                         u = mapped(matrix, rows[1]) - mapped(merged, rows[0])
-                        tables[task] = Table(rows[0], u, held_out[tokens], *matrix)
+                        tables[task] = Table(rows[0], u, held_out[tokens], q[tokens], *matrix)
                 if tables:  # a slot without tokens stays as merged
                     start = matrix_of(base, leaf, slot)[0]
                     new = solved_group(tables, merged, start, biased, self.numbers)
                     store(mixture, leaf, slot, new)
         changed = [leaf for leaf, _ in mixture.named_parameters(recurse=False)]
         self.changed |= {f"{name}.{leaf}": None for leaf in changed}
+
+
+def heavy_targets(suite: Suite, masks: Any) -> Any:
+    """Weights of all tokens, or None if no task has fewer targets than other tokens."""
+    heavy, is_even = {}, True
+    for task, batches in suite.inputs.items():
+        flags = [before_targets(batch) for batch in batches]
+        targets = sum(int(flag.sum()) for flag in flags)
+        others = sum(int(mask.sum()) for mask in masks[task]) - targets
+        factor, is_even = max(others / targets, 1), is_even and others <= targets
+        pairs = zip(masks[task], flags, strict=True)
+        heavy[task] = [mask * (1 + (factor - 1) * flag.double()) for mask, flag in pairs]
+    return None if is_even else heavy
 
 
 def held_out_samples(suite: Suite, task: str, seed: int) -> Tensor:
@@ -255,7 +276,7 @@ def trust_in(group: list[str], run: Run, ours: Mapping[str, Seen]) -> dict[str, 
         q, _ = run.masks.counting(group[0], task, ours[task].received[group[0]])
         x = ours[task].inputs(group[0])
         tau = parameters_of(expert, group)[0] - start
-        grams[task], steps[task] = x.T @ (q[:, None] * x), tau.T @ tau
+        grams[task], steps[task] = x[q > 0].T @ x[q > 0], tau.T @ tau
 
     def mean_cosine(a: Tensor, *matrices: Tensor) -> float:
         return sum(float((a * b).sum() / (a.norm() * b.norm())) for b in matrices) / len(matrices)

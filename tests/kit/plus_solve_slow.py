@@ -20,12 +20,14 @@ SKETCHED = 16  # more outputs than this are compared through as many random sums
 class Table:
     """Rows of one task in front of modules with one input, and the expert's modules.
 
-    `u` is what the expert's modules give on its rows, less what the model's give on `x`.
+    `u` is what the expert's modules give on its rows, less what the model's give on `x`, and `q`
+    has the rows' weights.
     """
 
     x: Tensor
     u: Tensor
     held_out: Tensor
+    q: Tensor
     weight: Tensor
     bias: Tensor
 
@@ -52,12 +54,12 @@ def solved_group(
     samples, rows, lacking, energies, (weight, bias) = [], [], 0.0, 0.0, merged
     for task, of in tables.items():
         answer = of.x @ of.weight.T + of.bias
-        mismatch = (answer - of.x @ weight.T - bias).square().sum()
-        drift = max(mismatch / answer.square().sum(), torch.tensor(1e-8).to(answer))
+        mismatch = of.q @ (answer - of.x @ weight.T - bias).square().sum(1)
+        drift = max(mismatch / (of.q @ answer.square().sum(1)), torch.tensor(1e-8).to(answer))
         factor = numbers.factors.get(task, 1.0)
-        w = factor * drift**numbers.far / (of.x.T @ of.x).norm()  # Eq. 14
-        samples.append((of.x, of.u, w.expand(len(of.x)), of.held_out))
-        energy = (of.x - of.x.mean(0) if biased else of.x).square().sum()
+        w = factor * drift**numbers.far / (of.x.T @ (of.q[:, None] * of.x)).norm()  # Eq. 14
+        samples.append((of.x, of.u, w * of.q, of.held_out))
+        energy = of.q @ (of.x - of.q @ of.x / of.q.sum() if biased else of.x).square().sum(1)
         tau, gamma = of.weight - base, numbers.gammas[task]
         memory = tau * (gamma * energy / tau.square().sum().clamp_min(1e-300)).sqrt()
         rows.append((memory, memory @ (of.weight - weight).T, w.expand(len(memory))))
