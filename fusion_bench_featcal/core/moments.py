@@ -71,7 +71,7 @@ class Moments:
             self.uncounted += len(x)
         else:
             self.count.add_(weights.sum())
-            given.append(weights.sqrt())
+            given.append(weights.to(self.gram.dtype).sqrt())
         for parts in in_parts(MOST_ROWS, *given) if len(x) else ():
             rows, *features = (part.to(self.gram.dtype) for part in parts)
             root = None if weights is None else features.pop()

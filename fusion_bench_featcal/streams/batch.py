@@ -1,12 +1,13 @@
 """A batch of samples on its way through the blocks, and its positions that count."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.plurals import counted as counted_as
 from fusion_bench_featcal.errors.words import option
@@ -107,15 +108,14 @@ class StagePositions:
         by_end: By the end of a module's name, as in `families.base.Masks`.
         read: Those that are read behind the last block, or None if all of them are.
         feeding: Modules whose rows at one position reach others. They count all positions equally.
-        weights: Weights of the counted positions in other linear modules, `[n]`, or None if they
-            are equal.
+        target_weight: Weight of those in `read` in other linear modules. All others have 1.
         closes: Whether the block is the last one, where only `read` counts in other modules.
     """
 
     by_end: Mapping[str, Positions | None] = field(default_factory=dict)
     read: Positions | None = None
     feeding: frozenset[str] = frozenset()
-    weights: Tensor | None = None
+    target_weight: float = 1.0
     closes: bool = False
 
     @classmethod
@@ -134,21 +134,15 @@ class StagePositions:
         counted, is_feeding = self.kind_of(module)
         return counted if self.read is None or is_feeding or not self.closes else self.read
 
-    def weights_of(self, module: str) -> Tensor | None:
-        """Return the weights of the counted positions of a module's input, or None if equal."""
+    def weights_of(self, module: str, rows: Tensor) -> Tensor | None:
+        """Return the weights of a module's rows of counted positions, `[n]`, or None if equal."""
         is_equal = self.closes or module in self.feeding or self.has_own(module)
-        return None if is_equal else self.weights
-
-    def weighted(self, factor: float, ones: Tensor) -> "StagePositions":
-        """Return the positions with weights: a factor for those in `read`, 1 for all others.
-
-        Args:
-            factor: The factor.
-            ones: One for each position, `[batch, positions, 1]`.
-        """
-        read = self.read
-        weights = ones if read is None else read.marked(factor, 1.0, ones).view_as(ones)
-        return replace(self, weights=rows_of(weights, self.valid).flatten())
+        if self.target_weight == 1 or is_equal:
+            return None
+        like = at_least_float32(rows.new_empty(0))
+        if self.read is None:
+            return like.new_ones(len(rows))
+        return rows_of(self.read.marked(self.target_weight, 1.0, like)[:, None], self.valid)[:, 0]
 
     def kind_of(self, module: str) -> tuple[Positions | None, bool]:
         """Return what modules that count the same positions in every batch have in common."""

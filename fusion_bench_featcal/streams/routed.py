@@ -41,7 +41,7 @@ class RoutedRows:
             held_out = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
             held_out[numbers] = True
         of_expert = None if expert_x is None else rows_of(expert_x, counted)
-        weights = batch.positions.weights_of(mixture)
+        weights = batch.positions.weights_of(mixture, rows)
         return cls(rows, rows_of(slots, counted), of_expert, held_out, weights)
 
     @classmethod

@@ -134,11 +134,8 @@ class Streams:
         read = [] if self.reads_first else [batch for batch in batches if batch.positions.read]
         targets = sum(batch.positions.read.count for batch in read if batch.positions.read)
         others = sum(batch.later + batch.samples for batch in read) - targets
-        for batch in (b for b in batches if not b.is_idle) if others > targets else ():
-            hidden = batch.calibrated.hidden
-            wide = torch.promote_types(hidden.dtype, torch.float32)
-            ones = torch.ones(*hidden.shape[:-1], 1, dtype=wide, device=self.working.device)
-            batch.positions = batch.positions.weighted(others / targets, ones)
+        for batch in batches if others > targets else ():
+            batch.positions = replace(batch.positions, target_weight=others / targets)
 
     def _begun(self, model: nn.Module, inputs: Any, index: int, call: Any) -> Any:
         """Return the input of a stage's first block, from the call after the previous stage."""
@@ -234,7 +231,7 @@ class Streams:
         by its batch with most positions, in the first of all blocks with modules of equal names.
         """
         batches = [batch for of_task in self.tasks.values() for batch in of_task]
-        if block != self.last_block and all(b.positions.weights is None for b in batches):
+        if block != self.last_block and all(b.positions.target_weight == 1 for b in batches):
             return []
         ends = tuple(site.name.removeprefix(block) for site in sites)
         if ends not in self._feeding:

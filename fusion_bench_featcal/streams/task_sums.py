@@ -48,11 +48,10 @@ class LinearTaskSums:
         """
         expert_x = batch.expert_inputs.pop(self._group.name) if self._alpha > 0 else None
         counted = batch.positions.of(self._group.name)
-        weights = batch.positions.weights_of(self._group.name)
-        if self._group.convolves:  # patches are no positions
-            weights = None
         for samples, rows, expert_rows in paired_features(batch, self._group, x, expert_x):
-            pair = None
+            pair = weights = None
+            if not self._group.convolves:  # patches are no positions
+                weights = batch.positions.weights_of(self._group.name, rows)
             if len(self.sums) > 1:
                 pair = batch.fitted_and_held_out(samples, counted, rows)
             self.add_rows(rows, expert_rows, pair, weights)

@@ -32,6 +32,19 @@ def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.Monkey
     torch.testing.assert_close(whole.row_weight(0.0), 1 / (x.T @ x).norm())
 
 
+def test_a_weight_counts_a_row_so_often(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(moments, "MOST_ROWS", 4)
+    x, y = normal(1, 9, 3).double(), normal(2, 9, 2).double()
+    often = torch.tensor([2, 1, 5, 1, 1, 3, 1, 2, 1])
+    weighted, repeated = (moments.Moments.zeros(3, 2, x) for _ in range(2))
+    weighted.add(x[:5], y[:5], often[:5].float())
+    weighted.add(x[5:], y[5:], often[5:].float())
+    repeated.add(x.repeat_interleave(often, 0), y.repeat_interleave(often, 0))
+    pairs = zip(weighted.mirrored().tensors(), repeated.mirrored().tensors(), strict=True)
+    for pair in pairs:
+        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+
+
 def test_sums_of_rows_wider_than_a_tile_are_whole_products_and_symmetric():
     rows = normal(3, 50, 2 * products.SMALL + 7).double()
     sums = moments.Moments.zeros(rows.shape[1], 0, rows)

@@ -10,7 +10,7 @@ from calibrations import PLUS, assert_same, run_fast, run_slow
 from model_types import DECODER, suite_named
 from tiny_convs import tower_suite
 from tiny_languages import NEEDS_RELEASE_5
-from tiny_models import sentences, suite_of
+from tiny_models import decoder_suite, sentences, suite_of
 from torch import nn
 from tricky_models import Between, biased
 
@@ -116,6 +116,26 @@ def test_only_keys_and_values_of_the_last_block_count_other_positions(name, ends
     run_fast(suite, **PLUS)
     assert counted and all(len(names) == min(len(ends), 2) for names in counted)
     assert all(n.endswith(ends) for names in counted for n in names)
+
+
+def test_all_blocks_of_a_decoder_have_the_keys_and_values_of_the_first(monkeypatch):
+    suite, fed, asked = decoder_suite(), dict[str, set[str]](), list[str]()
+
+    def narrow(self: Streams, block: str, names: Any) -> None:
+        fed[block] = {*names}
+        narrowed(self, block, fed[block])
+
+    def feeding_in(self: Streams, batch: Any, block: str, names: Any) -> Any:
+        asked.append(block)
+        return found(self, batch, block, names)
+
+    narrowed, found = Streams.narrow, Streams._feeding_in
+    monkeypatch.setattr(Streams, "narrow", narrow)
+    monkeypatch.setattr(Streams, "_feeding_in", feeding_in)
+    run_fast(suite, **PLUS | {"decoder_rows": "auto"})
+    ends = ("self_attn.k_proj", "self_attn.v_proj")
+    assert fed == {block: {f"{block}.{end}" for end in ends} for block in suite.blocks}
+    assert {*asked} == {suite.blocks[0]} and len(suite.blocks) > 1
 
 
 def test_labels_choose_positions_of_decoders_only():
