@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The table "Nobody outvoted" of docs/results.md: FeatCal+ with weights by distances, with a polish, and ridge surgery
-# behind each (one draw, the others two). Usage: scripts/results_balance.sh [FOLDER [SUITE...]], real suites with $FEATCAL_REAL
+# behind each, in two draws. Usage: scripts/results_balance.sh [FOLDER [SUITE...]], real suites with $FEATCAL_REAL
 set -euo pipefail
 
 folder="$(realpath -m "${1:-outputs/balance}")"
@@ -9,7 +9,7 @@ suites=("${@:2}")
   qwen3moe-mini_TA6 minilm_TA6 dinov2_small_TA4 smollm2_TA4)
 
 balanced=(+method@method.upstream_mergers.balanced=featcal/plus)
-for word in balance=1 seed=42 samples_per_task=64; do
+for word in balance=1 samples_per_task=64; do
   balanced+=("method.upstream_mergers.balanced.$word")
 done
 for suite in "${suites[@]}"; do
@@ -19,6 +19,9 @@ for suite in "${suites[@]}"; do
     '+modelpool.featcal.presets.plus_balance={rule: plus, balance: 1}' 'method.upstreams=[task_arithmetic]' \
     'method.post_merging=[featcal_plus,featcal_plus_half,featcal_plus_balance]' "path.log_dir=$folder/$suite"
   rows=polish,ridge_surgery # which corrects no convolutional networks
-  "${compare[@]}" method.seed=42 "${balanced[@]}" 'method.upstreams=[featcal_plus,balanced]' "method.post_merging=[$rows]" \
-    "path.log_dir=$folder/$suite-polish"
+  case "$suite" in smollm2*) rows=ridge_surgery ;; esac # a polish takes hours
+  for seed in 42 43; do
+    "${compare[@]}" "method.seed=$seed" "${balanced[@]}" "method.upstream_mergers.balanced.seed=$seed" \
+      'method.upstreams=[featcal_plus,balanced]' "method.post_merging=[$rows]" "path.log_dir=$folder/$suite-polish/seed-$seed"
+  done
 done

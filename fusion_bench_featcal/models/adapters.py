@@ -119,7 +119,7 @@ class AdapterExpert(SourceView):
         with _merging(folder):
             copied = self._copied(structure, {*self._keys} if reads_all else trained)
             wrapped: Any = PeftModel.from_pretrained(copied, str(folder))
-            refuse_unpaired(wrapped, folder)
+            load_paired(wrapped, folder)
             wrapped.base_model._check_merge_allowed()
             self._model = wrapped.base_model.model
         self._modules = self._changed_modules(trained)
@@ -246,7 +246,7 @@ def _merging(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def checked_adapters() -> Iterator[None]:
-    """Context in which PEFT refuses adapters as `refuse_unpaired`, whoever lets it load them.
+    """Context in which PEFT refuses adapters as `load_paired`, whoever lets it load them.
 
     PEFT itself only warns, and the base is left in place of the model.
     """
@@ -257,7 +257,7 @@ def checked_adapters() -> Iterator[None]:
     def checked(kind: object, model: Any, adapter: Any, *args: object, **options: object) -> Any:
         wrapped = load.__func__(kind, model, adapter, *args, **options)
         if (Path(adapter) / WEIGHTS).is_file():
-            refuse_unpaired(wrapped, Path(adapter))
+            load_paired(wrapped, Path(adapter))
         return wrapped
 
     setattr(PeftModel, "from_pretrained", classmethod(checked))  # noqa: B010 (of another type)
@@ -267,7 +267,7 @@ def checked_adapters() -> Iterator[None]:
         setattr(PeftModel, "from_pretrained", load)  # noqa: B010
 
 
-def refuse_unpaired(wrapped: Any, adapter: Path) -> None:
+def load_paired(wrapped: Any, adapter: Path) -> None:
     """Load an adapter's tensors by transformers' names of modules, and refuse other names.
 
     PEFT renames tensors of some model types only.
