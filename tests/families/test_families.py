@@ -132,7 +132,8 @@ def test_all_blocks_of_a_decoder_have_the_keys_and_values_of_the_first(monkeypat
     narrowed, found = Streams.narrow, Streams._feeding_in
     monkeypatch.setattr(Streams, "narrow", narrow)
     monkeypatch.setattr(Streams, "_feeding_in", feeding_in)
-    run_fast(suite, **PLUS | {"decoder_rows": "auto"})
+    auto: dict[str, Any] = PLUS | {"decoder_rows": "auto"}
+    run_fast(suite, **auto)
     ends = ("self_attn.k_proj", "self_attn.v_proj")
     assert fed == {block: {f"{block}.{end}" for end in ends} for block in suite.blocks}
     assert {*asked} == {suite.blocks[0]} and len(suite.blocks) > 1
