@@ -18,6 +18,8 @@ HIDDEN = "hidden_states"
 NO_TARGET = -100
 """Label of a position without a target (ignored by the losses of transformers)."""
 
+_MEDIA = ("pixel_values", "input_features", "input_values")
+
 Masks = Mapping[str, Tensor | None]
 """Positions that count, by the end of a module's name: 1 for those that count, 0 for others,
 `[batch, positions]`, or None if all count. The name "" is for the stage's features and for all
@@ -169,16 +171,16 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     """Run a model on a batch: keyword arguments, a tuple of arguments or one tensor.
 
     Tensors are copied, because the same batch runs many times and a model may write into its
-    inputs. Images named `pixel_values` get the dtype of the model's parameters, since processors
-    return float32 and not every model casts them. They are passed by position to a model that has
-    another name for them, such as open_clip's.
+    inputs. Images and sounds get the dtype of the model's parameters, since processors return
+    float32 and not every model casts them. They are passed by position to a model that has another
+    name for them, such as open_clip's.
     """
-    if isinstance(inputs, Mapping) and "pixel_values" in inputs:
+    if isinstance(inputs, Mapping) and (media := [name for name in _MEDIA if name in inputs]):
         dtype = next(model.parameters()).dtype
-        inputs = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
+        inputs = {**inputs, **{name: inputs[name].to(dtype) for name in media}}
         parameters = inspect.signature(model.forward).parameters.values()
-        if not any(p.name == "pixel_values" or p.kind is p.VAR_KEYWORD for p in parameters):
-            inputs = inputs["pixel_values"]
+        is_named = any(p.name in media or p.kind is p.VAR_KEYWORD for p in parameters)
+        inputs = inputs if is_named else inputs[media[0]]
     if isinstance(inputs, Mapping):
         return model(**{name: _copied(value) for name, value in inputs.items()})
     return model(*map(_copied, inputs if isinstance(inputs, tuple) else (inputs,)))

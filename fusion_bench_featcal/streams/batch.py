@@ -136,8 +136,7 @@ class StagePositions:
 
     def weights_of(self, module: str, rows: Tensor) -> Tensor | None:
         """Return the weights of a module's rows of counted positions, `[n]`, or None if equal."""
-        is_equal = self.closes or module in self.feeding or self.has_own(module)
-        if self.target_weight == 1 or is_equal:
+        if self.target_weight == 1 or self.closes or self.kind_of(module)[1]:
             return None
         like = at_least_float32(rows.new_empty(0))
         if self.read is None:
@@ -146,7 +145,8 @@ class StagePositions:
 
     def kind_of(self, module: str) -> tuple[Positions | None, bool]:
         """Return what modules that count the same positions in every batch have in common."""
-        return self.by_end.get(self._end_of(module)), module in self.feeding
+        is_feeding = module in self.feeding or self.has_own(module)
+        return self.by_end.get(self._end_of(module)), is_feeding
 
     def has_own(self, module: str) -> bool:
         """Return whether a module counts other positions than the stage's features."""

@@ -23,6 +23,7 @@ from fusion_bench_featcal.families import (
     resolve_family,
 )
 from fusion_bench_featcal.families.base import captured
+from fusion_bench_featcal.streams.batch import Positions, StagePositions
 from fusion_bench_featcal.streams.streams import Streams
 
 
@@ -151,6 +152,22 @@ def test_images_get_the_dtype_of_the_model():
     model = tower_suite("resnet").merged.half()
     hidden = captured(model, {"pixel_values": images}, "resnet.embedder").hidden
     assert torch.equal(hidden, images.half())
+
+
+def test_sounds_get_the_dtype_of_the_model():
+    suite = suite_named("whisper")
+    batch = next(iter(suite.inputs.values()))[0]
+    model, sounds = suite.merged.bfloat16(), batch["input_features"].float()
+    hidden = captured(model, batch | {"input_features": sounds}, suite.blocks[0]).hidden
+    assert hidden.dtype == torch.bfloat16 and sounds.dtype == torch.float32
+
+
+def test_keys_of_an_encoder_keep_its_positions_if_they_seem_to_feed_nothing():
+    sounds, targets = Positions(torch.Size((1, 50))), Positions(torch.Size((1, 6)))
+    by_end = {"": targets, "encoder_attn.k_proj": sounds}
+    positions = StagePositions(by_end, read=targets, closes=True)
+    assert positions.of("layers.1.encoder_attn.k_proj") is sounds
+    assert positions.of("layers.1.fc1") is targets
 
 
 def test_a_reader_of_the_encoder_with_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch):
