@@ -1,22 +1,21 @@
 """Samples of texts with images, by a model's own processor, one in a batch."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusion_bench_featcal.data.chats import Turn, parsed
-from fusion_bench_featcal.data.pictures import digest_of, read_image, refuse_depth
+from fusion_bench_featcal.data.media_batches import MediaBatches
+from fusion_bench_featcal.data.pictures import digest_of, file_in, read_image, refuse_depth
 from fusion_bench_featcal.data.templates import render
 from fusion_bench_featcal.data.text_formats import CHATS, Text, read_row
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import NO_TARGET
-from fusion_bench_featcal.streams.inputs import check_token_ids
 
 IMAGES = ("image", "images")
 """Columns of a row's images."""
@@ -35,17 +34,6 @@ class ImageText:
 
     text: Text
     images: Sequence[Any]
-
-    def content(self) -> Hashable:
-        """Return what the row says and shows, which tells repeated ones.
-
-        Raises:
-            CalibrationError: As `turns`, or if an image cannot be read, by its header.
-        """
-        self.turns()
-        for image in self.images:
-            read_image(image, self.text.name, refuse_depth)
-        return repr((self.text.prompt, self.text.target)), *map(digest_of, self.images)
 
     def turns(self) -> list[Turn]:
         """Return prompt and answer as turns of parts. Images are parts without a value.
@@ -107,13 +95,7 @@ def read_image_row(row: Any, name: str, columns: Mapping[str, str]) -> ImageText
 def read_image_rows(rows: TextRows, indices: Iterable[int], home: Path) -> list[ImageText]:
     """Read some rows of a dataset. Relative paths of images start at a folder."""
     read = (read_image_row(rows[index], rows.at(index), rows.columns) for index in indices)
-    return [
-        replace(
-            row,
-            images=[home / Path(i).expanduser() if isinstance(i, str) else i for i in row.images],
-        )
-        for row in read
-    ]
+    return [replace(row, images=[file_in(home, i) for i in row.images]) for row in read]
 
 
 def _marked(turn: Any, images: list[Any]) -> Any:
@@ -131,42 +113,25 @@ def _marked(turn: Any, images: list[Any]) -> Any:
 
 
 @dataclass(eq=False)
-class ImageTextBatches:
-    """One task's samples with images. Pictures are read when they are used.
+class ImageTextBatches(MediaBatches):
+    """One task's samples with images, which are marked in their texts.
 
     Attributes:
-        rows: The samples.
-        processor: A processor of transformers for texts and images.
-        encoder: Its tokenizer, with a chat template and end tokens.
         limit: Longest row in tokens, with those of images.
     """
 
-    rows: Sequence[ImageText]
-    processor: Any
-    encoder: TextEncoder
     limit: int
 
-    @property
-    def texts(self) -> list[Text]:
-        """The samples' texts, in which images are marked."""
-        return [row.text for row in self.rows]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return map(self.inputs_of, self.rows)
-
-    def checked(self, model: nn.Module) -> list[dict[str, Tensor]]:
-        """List the batches for a model.
+    def content(self, row: ImageText) -> Hashable:
+        """Return what the row says and shows, which tells repeated ones.
 
         Raises:
-            CalibrationError: If a token id is not in its vocabulary.
+            CalibrationError: As `turns`, or if an image cannot be read, by its header.
         """
-        batches = list(self)
-        for row, batch in zip(self.rows, batches, strict=True):
-            check_token_ids(batch, model, lambda _, name=row.text.name: name)
-        return batches
+        row.turns()
+        for image in row.images:
+            read_image(image, row.text.name, refuse_depth)
+        return repr((row.text.prompt, row.text.target)), *map(digest_of, row.images)
 
     def inputs_of(self, row: ImageText) -> dict[str, Tensor]:
         """Return a row as a batch of the model's inputs, with labels of its answer.

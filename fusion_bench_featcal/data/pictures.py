@@ -31,10 +31,16 @@ def digest_of(value: Any) -> bytes:
 
 
 def _stored(value: object) -> object:
-    """Return the image of a mapping, as `datasets` stores images, or another value as it is."""
+    """Return the file of a mapping, as `datasets` stores files, or another value as it is."""
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         return value.get("bytes") or value.get("path")
     return value
+
+
+def file_in(home: Path, value: object) -> Any:
+    """Return an image or sound as a dataset stores it. Relative paths start at a folder."""
+    value = _stored(value)
+    return home / Path(value).expanduser() if isinstance(value, str) else value
 
 
 def refuse_depth(picture: Image.Image) -> None:

@@ -18,6 +18,7 @@ from fusion_bench_featcal.data.image_texts import (
 )
 from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import unloadable
+from fusion_bench_featcal.data.media_batches import MediaBatches
 from fusion_bench_featcal.data.scoring import Tests, class_tests
 from fusion_bench_featcal.data.tables import load_texts, split_of
 from fusion_bench_featcal.data.text_batches import TextBatches
@@ -100,7 +101,8 @@ def open_language_task(
     names = _OF_MODELS if of_images is None else (*_OF_MODELS, *IMAGES)
     open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=FORMATS)
     rows = TaskRows.open(task, request, open_rows)
-    read = [_image_rows(part) for part in (rows.samples, rows.tests)] if of_images else []
+    parts = (rows.samples, rows.tests) if of_images else ()
+    read = [read_image_rows(part.rows, part.indices, folder_of(part)) for part in parts]
     if of_images is not None and any(row.images for part in read for row in part):
         return _open_image_texts(rows, read[0], read[1], encoder, of_images())
     calibration, test = (
@@ -128,9 +130,10 @@ def open_language_task(
     return rows.opened(calibration, tests, calibration.columns, notes, measure=measure)
 
 
-def _image_rows(part: Part) -> list[ImageText]:
+def folder_of(part: Part) -> Path:
+    """Return the folder of a part's table, where relative paths start."""
     location, _ = split_of(part.option.partition("=")[2])
-    return read_image_rows(part.rows, part.indices, Path(location).expanduser().parent)
+    return Path(location).expanduser().parent
 
 
 def _open_image_texts(
@@ -144,19 +147,40 @@ def _open_image_texts(
     request = rows.request
     chosen = request.settings.max_length if "max_length" in request.set else None
     limit = chosen or encoder.positions
-    rows, places = rows.without_repeats(*([row.content() for row in p] for p in (samples, tested)))
     calibration = ImageTextBatches(samples, processor, encoder, limit)
-    test = replace(calibration, rows=[tested[place] for place in places])
-    tests, measure = None, ""
-    if test.rows:
-        lengths = [int((batch["labels"] != NO_TARGET).sum()) for batch in test]
-        tests = Tests(test.checked, targets_of, median(lengths) > LONG, ends=[*encoder.ends])
-        measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
     columns = dict.fromkeys(name for text in calibration.texts for name in text.columns)
     notes = ["towers, and modules between them and the decoder, are calibrated where images run"]
     if any(text.form == "prompt" for text in calibration.texts):
         notes.append("the chat template writes all prompts as turns of a user")
-    return rows.opened(calibration, tests, [*columns, "images"], notes, measure=measure)
+    return open_media(rows, calibration, tested, [*columns, "images"], notes)
+
+
+def open_media(
+    rows: TaskRows,
+    calibration: MediaBatches,
+    tested: Sequence[Any],
+    columns: Sequence[str],
+    notes: Sequence[str],
+) -> Task:
+    """Open a task of images or sounds with texts.
+
+    Args:
+        rows: The task's rows.
+        calibration: Its samples.
+        tested: Its test rows, as those of the samples.
+        columns: The columns that are read.
+        notes: Sentences on the samples.
+    """
+    parts = (calibration.rows, tested)
+    rows, places = rows.without_repeats(*([*map(calibration.content, part)] for part in parts))
+    test = replace(calibration, rows=[tested[place] for place in places])
+    tests, measure = None, ""
+    if test.rows:
+        lengths = [int((batch["labels"] != NO_TARGET).sum()) for batch in test]
+        ends = [*test.encoder.ends]
+        tests = Tests(test.checked, test.targets_of, median(lengths) > LONG, ends=ends)
+        measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
+    return rows.opened(calibration, tests, columns, notes, measure=measure)
 
 
 def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:
