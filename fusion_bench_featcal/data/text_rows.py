@@ -36,6 +36,8 @@ class TextRows:
         self.name, self.columns = name, dict(columns or {})
         self._places = getattr(rows, "places", None)
         features = getattr(rows, "features", None) or {}
+        for column in (c for c, f in features.items() if isinstance(f, datasets.Audio)):
+            rows = rows.cast_column(column, datasets.Audio(decode=False))
         self._names = {c: f.names for c, f in features.items() if hasattr(f, "names")}
         self._rows = rows.with_format(None) if hasattr(rows, "with_format") else rows
         self._positions = self._counted_positions(features)

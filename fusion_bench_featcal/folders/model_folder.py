@@ -14,16 +14,19 @@ from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import CLIP_CLASSES, ModelFiles, base_models
 
 Kind = Literal[
-    "causal", "seq2seq", "text classifier", "image classifier", "clip", "encoder", "image encoder"
-]
+    "causal", "seq2seq", "speech", "text classifier", "image classifier", "clip", "encoder",
+    "image encoder",
+]  # fmt: skip
 """Kind of models, which determines inputs and evaluation."""
+SPEECH: Kind = "speech"
 TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
 ENCODER: Kind = "encoder"
 IMAGE_ENCODER: Kind = "image encoder"
 LANGUAGE_MODELS = ("causal", "seq2seq")
-TEXT_MODELS = (*LANGUAGE_MODELS, TEXT_CLASSIFIER)
+TEXT_MODELS = (*LANGUAGE_MODELS, SPEECH, TEXT_CLASSIFIER)
 CLASSIFIERS = (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
+_SOUNDS = ("input_features", "input_values")
 _INPUTS: dict[str, Kind] = {"input_ids": ENCODER, "pixel_values": IMAGE_ENCODER}
 
 
@@ -90,12 +93,14 @@ class ModelFolder(ModelFiles):
                 return kind
         if self.is_language_model:
             return "seq2seq" if has_decoder else "causal"
+        if inputs in _SOUNDS and has_decoder and architecture.can_generate():
+            return SPEECH
         if name in base_models().values() and inputs in _INPUTS and not has_decoder:
             return _INPUTS[inputs]
         raise ValueError(
-            f"{self.label} is a {name}; featcal calibrate takes language models, text and image "
-            "classifiers and encoders, and CLIP models. Calibrate others by fusion_bench "
-            "method=featcal"
+            f"{self.label} is a {name}; featcal calibrate takes language models, speech models, "
+            "text and image classifiers and encoders, and CLIP models. Calibrate others by "
+            "fusion_bench method=featcal"
         )
 
 

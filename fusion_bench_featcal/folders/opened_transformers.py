@@ -14,11 +14,13 @@ from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import (
     IMAGE_ENCODER,
     LANGUAGE_MODELS,
+    SPEECH,
     TEXT_MODELS,
     class_names,
 )
 from fusion_bench_featcal.folders.opened import Models, Opened
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
+from fusion_bench_featcal.folders.speech import open_speech_task
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
 from fusion_bench_featcal.folders.tokenizers import warnings_on_chats, warnings_on_tokens
@@ -49,6 +51,11 @@ def open_transformers(inputs: InputModels) -> Opened:
             task: open_language_task(task, request, encoder, load, of_images)
             for task, load in loads.items()
         }
+    elif kind == SPEECH:
+        encoder = TextEncoder(processor, "seq2seq", length, positions, models.ends, models.start)
+        config: Any = models.like.empty.config
+        of_all = encoder, models.processor.of_sounds(), config.decoder_start_token_id
+        tasks = {task: open_speech_task(task, request, *of_all) for task in request.expert}
     elif kind in TEXT_MODELS:
         encoder = TextEncoder(processor, "classification", length, positions)
         tasks = _class_tasks(models, request, encoder)

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from fusion_bench_featcal.data.pictures import check_channels
 from fusion_bench_featcal.errors import CalibrationError
@@ -91,6 +97,16 @@ class SharedProcessor:
                 f"{self.option}: it has no chat template, by which rows with images are written: "
                 "give one by --chat-template FILE"
             )
+        check_processors(loaded, self.option, self._experts)
+        return loaded
+
+    def of_sounds(self) -> Any:
+        """Return the feature extractor of speech models.
+
+        Raises:
+            CalibrationError: If there is none, or experts have others.
+        """
+        loaded = read_processor(self.folder, AutoFeatureExtractor, "--tokenizer")
         check_processors(loaded, self.option, self._experts)
         return loaded
 

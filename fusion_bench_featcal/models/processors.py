@@ -1,15 +1,18 @@
-"""Tokenizers and image processors of models, and their comparison with those of experts."""
+"""Tokenizers and processors of models, and their comparison with those of experts."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import (
+    AutoFeatureExtractor,
     AutoImageProcessor,
+    AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    SequenceFeatureExtractor,
 )
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -21,6 +24,13 @@ from fusion_bench_featcal.models.other_files import refuse_links
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _IMAGE_CONFIGS = ("preprocessor_config.json", "processor_config.json")
 _CONFIGS = ("tokenizer_config.json", *_IMAGE_CONFIGS)
+_NAMES: Mapping[Any, str] = {
+    AutoTokenizer: "tokenizer",
+    AutoImageProcessor: "image processor",
+    AutoProcessor: "image processor",
+    AutoFeatureExtractor: "feature extractor",
+}
+_OF_TRANSFORMERS = ProcessorMixin | BaseImageProcessor | SequenceFeatureExtractor
 _BY_FLAG = {
     "do_resize": ("size", "resample", "size_divisor", "crop_pct"),
     "do_center_crop": ("crop_size",),
@@ -32,7 +42,7 @@ _BY_FLAG = {
 
 
 def read_processor(folder: Path, kind: Any, option: str) -> Any:
-    """Load a tokenizer, image processor or both in one object, without running code beside it.
+    """Load a tokenizer, a processor or both in one object, without running code beside it.
 
     Args:
         folder: Its folder.
@@ -45,7 +55,7 @@ def read_processor(folder: Path, kind: Any, option: str) -> Any:
     """
     refuse_links(folder)
     refuse_code(folder)
-    name = "tokenizer" if "Tokenizer" in kind.__name__ else "image processor"
+    name = _NAMES[kind]
     try:
         return kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # any error of the processor's library
@@ -98,36 +108,41 @@ def load_tokenizers(
 
 
 def check_processors(processor: object, option: str, experts: Mapping[str, Path]) -> None:
-    """Refuse experts whose image processors give other pixels.
+    """Refuse experts whose processors give other pixels, or other features of sounds.
 
     Args:
-        processor: The image processor of all inputs, alone or with a tokenizer.
+        processor: The image processor of all inputs, alone or with a tokenizer, or their feature
+            extractor.
         option: The option that names it.
         experts: An expert in the words of messages -> its folder, which may have a processor.
 
     Raises:
-        CalibrationError: If a setting of the pixels differs, naming expert, setting and values.
+        CalibrationError: If a setting differs, naming expert, setting and values.
     """
-    if not isinstance(processor, ProcessorMixin | BaseImageProcessor):  # a function of the user's
+    if not isinstance(processor, _OF_TRANSFORMERS):  # a function of the user's
         return
-    here = _pixel_settings(processor)
+    is_of_sounds = isinstance(processor, SequenceFeatureExtractor)
+    kind = AutoFeatureExtractor if is_of_sounds else AutoImageProcessor
+    here = _input_settings(processor)
     for label, folder in experts.items():
         if not any((folder / file).is_file() for file in _IMAGE_CONFIGS):
             continue
-        there = _pixel_settings(read_processor(folder, AutoImageProcessor, label))
+        there = _input_settings(read_processor(folder, kind, label))
         for name in sorted({*here, *there}, key=lambda name: not name.startswith("do_")):
             if here.get(name) != there.get(name):
                 raise CalibrationError(
-                    f"{label} has another image processor than {option}: {name} is "
+                    f"{label} has another {_NAMES[kind]} than {option}: {name} is "
                     f"{_shown(there.get(name))} there and {_shown(here.get(name))} here. Experts "
                     f"must share one: check {option}, or if the expert was tuned with this one, "
                     f"correct the {_IMAGE_CONFIGS[0]} in {folder}"
                 )
 
 
-def _pixel_settings(processor: Any) -> dict[str, object]:
-    """Return the settings of an image processor that change pixels, without those switched off."""
+def _input_settings(processor: Any) -> dict[str, object]:
+    """Return the settings that change pixels, without those switched off, or sounds' features."""
     values = getattr(processor, "image_processor", processor).to_dict()
+    if isinstance(processor, SequenceFeatureExtractor):
+        return {name: value for name, value in values.items() if isinstance(value, int | float)}
     settings = {
         name: _plain(value)
         for name, value in values.items()

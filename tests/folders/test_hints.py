@@ -10,6 +10,7 @@ import pytest
 from reports import featcal
 
 import fusion_bench_featcal
+from fusion_bench_featcal.data import speech
 from fusion_bench_featcal.errors import words
 from fusion_bench_featcal.folders import images, options, request, texts
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -21,7 +22,7 @@ FLAGS = {*re.findall(r"--[a-z][a-z-]*", featcal("calibrate", "--help").out)}
 OTHERS = {*request._ELSEWHERE, *request._OF_POOLS}
 SETTINGS = {*FeatCalSettings.names()} - OTHERS
 # Encoders take any name, `score` as a target.
-COLUMNS = {*texts._OF_MODELS, *texts._OF_CLASSIFIERS, *images._COLUMNS, "score"}
+COLUMNS = {*texts._OF_MODELS, *texts._OF_CLASSIFIERS, *images._COLUMNS, *speech.COLUMNS, "score"}
 # Keywords of functions and keys of YAML, which are no words of the command.
 OF_OTHER_DOORS = ("remarks.py", "words.py")  # remarks: of several rows, which FusionBench has
 FOREIGN = {*OTHERS, *inspect.signature(load_images).parameters} - {"path", "resume"}
