@@ -1,21 +1,15 @@
 """DC-Merge (arXiv 2603.06242): task matrices merged in one orthogonal basis for all tasks."""
 
-from collections.abc import Mapping
-
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.rows import Method
-from fusion_bench_featcal.lab.rivals.mergers import load_base, load_means
+from fusion_bench_featcal.lab.rivals.matrices import MatrixMerger, nearest_orthogonal
 from fusion_bench_featcal.settings.fields import setting
 
 
 class DCMerge(
-    Method,
+    MatrixMerger,
     option="featcal_mergers/dc_merge",
     source="Zhang et al., CVPR 2026, arXiv 2603.06242, and its code",
 ):
@@ -47,46 +41,6 @@ class DCMerge(
         5.0, "Largest ratio of singular values with `smoothing: linear`, the paper's rho.", ge=1
     )
 
-    def check(self, inputs: MethodInputs) -> None:
-        """Refuse a pool without a base. Raises a CalibrationError that names the setting."""
-        inputs.require_base("task vectors need")
-
-    def merge(self, inputs: MethodInputs) -> nn.Module:
-        """Merge a pool's experts. Raises a CalibrationError if a model cannot be loaded."""
-        device = inputs.fabric.device
-        return self.merge_models(load_base(inputs), inputs.experts(), device=device)
-
-    @torch.no_grad()
-    def merge_models(
-        self,
-        base: nn.Module,
-        experts: Mapping[str, nn.Module | ExpertSource],
-        *,
-        device: torch.device | str | None = None,
-    ) -> nn.Module:
-        """Merge experts, with one matrix of each in memory at a time.
-
-        Args:
-            base: The base model, with the structure and dtype of the result. It is not changed.
-            experts: Each task's expert: a module, or a source of its weights.
-            device: Device of the computation, by default the base's.
-
-        Returns:
-            The merged model, on the base's device.
-
-        Raises:
-            CalibrationError: If an expert's tensor is missing, of another shape or not finite.
-        """
-        model = copied_module(base)
-        weights = load_means(model, experts, 1.0)
-        for name in matrix_names(model):
-            start = base.get_parameter(name).detach().to(device)
-            start = start.to(torch.promote_types(start.dtype, torch.float32))
-            task_weights = [expert.tensor(name).to(start) for expert in weights]
-            step = self.merged_step(torch.stack(task_weights) - start)
-            model.get_parameter(name).copy_(start + self.scale * step)
-        return model
-
     def merged_step(self, steps: Float[Tensor, "t m n"]) -> Float[Tensor, "m n"]:
         """Merge the task matrices of one weight.
 
@@ -108,23 +62,6 @@ class DCMerge(
         core = mean_of_agreeing(largest_entries(cores, self.density))
         mask = torch.block_diag(*core.new_ones(tasks, rank, rank))
         return left_basis @ (core * mask) @ right_basis
-
-
-def matrix_names(model: nn.Module) -> list[str]:
-    """Return names of the weights of linear layers: matrices that belong to no embedding."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    excluded = {id(parameter) for table in tables for parameter in table.parameters()}
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and name.endswith("weight") and id(parameter) not in excluded
-    ]
-
-
-def nearest_orthogonal(x: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-    """Return the nearest matrix with orthonormal columns, or rows if it is wide."""
-    u, _, vt = torch.linalg.svd(x, full_matrices=False)
-    return u @ vt
 
 
 def smoothed(values: Float[Tensor, "t r"], how: str, ratio: float) -> Float[Tensor, "t r"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
-from fusion_bench_featcal.lab.rivals.dc_merge import nearest_orthogonal
+from fusion_bench_featcal.lab.rivals.matrices import nearest_orthogonal
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.rules.rule import Linear, Solved
 from fusion_bench_featcal.run.problem import Problem
