@@ -148,7 +148,7 @@ def deployed(model: nn.Module, added: Mapping[str, int]) -> dict[str, float]:
     """Return what a model needs at inference in addition to the merged model."""
     return {
         # In FusionBench's protocol a surgery model receives the task with every batch.
-        TASK_ID: int(getattr(model, "is_surgery_model", False)),
+        TASK_ID: int(getattr(model, "needs_task", getattr(model, "is_surgery_model", False))),
         "modules_added": len(added),
         "parameters_added": sum(added.values()),
     }

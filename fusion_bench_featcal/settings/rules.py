@@ -30,7 +30,8 @@ def _is_rule(value: object) -> bool:
     return value in ("paper", "plus") if isinstance(value, str) else hasattr(value, "turns")
 
 
-def _is_factor(value: Any) -> bool:
+def is_factor(value: Any) -> bool:
+    """Return whether a value can be a weight of a task."""
     return is_number(value) and value > 0
 
 
@@ -71,7 +72,7 @@ class RuleSettings(Settings):
         None,
         "Factors of the tasks' weights, {task: factor}. Others have 1. FeatCal+ only.",
         accepts="a mapping of tasks to numbers above 0",
-        check=lambda value: is_mapping_to(_is_factor, value),
+        check=lambda value: is_mapping_to(is_factor, value),
     )
     balance: float = setting(
         0.0,

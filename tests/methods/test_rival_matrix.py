@@ -23,12 +23,13 @@ RIVALS: dict[str, dict[str, Any]] = {
     "FeatCal": DRAW, "Distillation": TRAINED, "RegMean": DRAW, "RegMeanPlusPlus": DRAW, "Lot": DRAW,
     "ESM": DRAW, "DCMerge": {"density": 0.1}, "RidgeSurgery": DRAW, "Surgery": OURS,
     "ProbSurgery": OURS | {"hidden": 5}, "SurgeryV2": OURS | {"rank": 2}, "HARC": DRAW,
+    "SWUDI": {"time": 5.0}, "LARV": {"over": "task_arithmetic"}, "ReACT": DRAW,
 }  # fmt: skip
 CASES = [
     *((kind, "clip") for kind in RIVALS if kind != "HARC"),
     ("HARC", "mixture"),
     *((kind, "causal") for kind in ("Distillation", "Surgery")),
-    *((kind, "seq2seq") for kind in ("ESM", "ProbSurgery", "RidgeSurgery")),
+    *((kind, "seq2seq") for kind in ("ESM", "ProbSurgery", "RidgeSurgery", "ReACT")),
     *(
         pytest.param(kind, "bert", marks=[pytest.mark.slow, pytest.mark.ci])  # imports for seconds
         for kind in ("FeatCal", "DCMerge", "Distillation", "SurgeryV2")

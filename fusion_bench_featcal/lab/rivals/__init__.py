@@ -5,9 +5,9 @@ from fusion_bench_featcal.lazy import lazy_names
 _MODULES = {
     "CorrectedModel": "corrected_model", "DCMerge": "dc_merge",
     "Distillation": "distillation", "ESM": "esm", "HARC": "harc", "Lot": "lot",
-    "Polish": "polish", "ProbSurgery": "surgery",
+    "LARV": "larv", "Polish": "polish", "ProbSurgery": "surgery", "ReACT": "react",
     "RegMean": "regmean", "RegMeanPlusPlus": "regmean", "RidgeSurgery": "ridge_surgery",
-    "Surgery": "surgery", "SurgeryV2": "surgery",
+    "SWUDI": "swudi", "Surgery": "surgery", "SurgeryV2": "surgery",
 }  # fmt: skip
 _ALGORITHMS = [f"{name}Algorithm" for name in ("Method", *_MODULES) if name != "CorrectedModel"]
 

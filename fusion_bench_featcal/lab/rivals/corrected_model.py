@@ -30,6 +30,8 @@ CORRECTIONS = "corrections.safetensors"
 VARIANT = "uncorrected"
 """Part of the name of the merged model's weight file, so that the folder does not load as a plain
 model, which would silently omit the corrections."""
+ALL_TASKS = "*"
+"""Name in place of a task's of corrections that are the same for all tasks."""
 _OF_THE_MODEL = (
     "config", "generation_config", "device", "get_input_embeddings", "get_output_embeddings",
 )  # fmt: skip
@@ -62,6 +64,8 @@ class AffineModule(nn.Module):
 
 class CorrectedModel(nn.Module):
     """A frozen merged model with corrections for each task, which needs the task's name.
+
+    With corrections for `ALL_TASKS` it needs none.
 
     A language model answers and scores with the correction of the task in `task`: `with
     model.for_task("banking77"): model.generate(...)`. Without a task any use raises. The `forward`
@@ -111,12 +115,19 @@ class CorrectedModel(nn.Module):
 
     def correction(self, task: str | None) -> Any:
         """Return one task's corrections. Raises a CalibrationError if there are none."""
+        if not self.needs_task:
+            return self.corrections[0]
         if task not in self.tasks:
             raise CalibrationError(
                 f"there is no feature correction for task {task!r}: surgery methods must be told "
                 f"the task (model.task), one of {', '.join(self.tasks)}"
             )
         return self.corrections[self.tasks.index(task)]
+
+    @property
+    def needs_task(self) -> bool:
+        """Whether the corrections differ between tasks."""
+        return self.tasks != (ALL_TASKS,)
 
     @contextmanager
     def for_task(self, task: str) -> Iterator[Self]:

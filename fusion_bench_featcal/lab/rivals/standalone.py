@@ -13,11 +13,14 @@ from fusion_bench_featcal.lab.rivals.dc_merge import DCMerge
 from fusion_bench_featcal.lab.rivals.distillation import Distillation
 from fusion_bench_featcal.lab.rivals.esm import ESM
 from fusion_bench_featcal.lab.rivals.harc import HARC
+from fusion_bench_featcal.lab.rivals.larv import LARV
 from fusion_bench_featcal.lab.rivals.lot import Lot
 from fusion_bench_featcal.lab.rivals.polish import Polish
+from fusion_bench_featcal.lab.rivals.react import ReACT
 from fusion_bench_featcal.lab.rivals.regmean import RegMean, RegMeanPlusPlus
 from fusion_bench_featcal.lab.rivals.ridge_surgery import RidgeSurgery
 from fusion_bench_featcal.lab.rivals.surgery import ProbSurgery, Surgery, SurgeryV2
+from fusion_bench_featcal.lab.rivals.swudi import SWUDI
 from fusion_bench_featcal.results.run import Facts
 
 
@@ -57,12 +60,15 @@ DCMergeAlgorithm = _algorithm(DCMerge)
 DistillationAlgorithm = _algorithm(Distillation)
 ESMAlgorithm = _algorithm(ESM)
 HARCAlgorithm = _algorithm(HARC)
+LARVAlgorithm = _algorithm(LARV)
 LotAlgorithm = _algorithm(Lot)
 PolishAlgorithm = _algorithm(Polish)
 ProbSurgeryAlgorithm = _algorithm(ProbSurgery)
+ReACTAlgorithm = _algorithm(ReACT)
 RegMeanAlgorithm = _algorithm(RegMean)
 RegMeanPlusPlusAlgorithm = _algorithm(RegMeanPlusPlus)
 RidgeSurgeryAlgorithm = _algorithm(RidgeSurgery)
+SWUDIAlgorithm = _algorithm(SWUDI)
 SurgeryAlgorithm = _algorithm(Surgery)
 SurgeryV2Algorithm = _algorithm(SurgeryV2)
 

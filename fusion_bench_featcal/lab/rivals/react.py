@@ -1,0 +1,82 @@
+"""ReACT (arXiv 2511.10943): final features turned to the experts' by one matrix, in closed form."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fusion_bench_featcal.lab.rivals.corrected_model import ALL_TASKS, AffineModule
+from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
+from fusion_bench_featcal.lab.rivals.matrices import nearest_orthogonal
+from fusion_bench_featcal.settings.fields import is_mapping_to, setting
+from fusion_bench_featcal.settings.rules import is_factor
+
+
+class ReACT(FeatureCorrection, option="react", source="AAAI 2026, arXiv 2511.10943"):
+    """ReACT: one matrix behind the model, which maps its features to all experts' features.
+
+    It is a ridge regression with a rotation as anchor, in closed form. With `task_id` there is one
+    matrix per task, which needs the task's name at inference.
+    """
+
+    ridge: float = setting(
+        0.1,
+        "Pull towards each task's rotation, added to sums over samples. The paper's value.",
+        gt=0,
+    )
+    task_id: bool = setting(
+        False, "One matrix per task (one-hot wishes), in place of one for all tasks."
+    )
+    task_weights: Mapping[str, float] | None = setting(
+        None,
+        "Wishes for the one matrix of all tasks, {task: weight}. Others have 1.",
+        accepts="a mapping of tasks to numbers above 0",
+        check=lambda value: is_mapping_to(is_factor, value),
+    )
+    stream: str = setting(
+        "calibration",
+        "`calibration` fits on samples that FeatCal draws, `test_tta` on those of the test split.",
+        choices=("test_tta", "calibration"),
+    )
+
+    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
+        """Fit the matrices, in float64.
+
+        With features Z of the merged model and Y of a task's expert as rows, R the rotation with
+        the least `|Z R' - Y|` and C = Z'Z + ridge I, the task's matrix is `(Y'Z + ridge R) C^-1`.
+        That of all tasks is `(sum w (Y'Z + ridge R)) (sum w C)^-1`.
+        """
+        systems, wishes = {}, self.task_weights or {}
+        for task, of_task in lessons.items():
+            merged, expert = of_task.inputs.double(), of_task.targets[0].double()
+            cross, eye = expert.mT @ merged, torch.eye(merged.shape[1]).to(merged)
+            sums = cross + self.ridge * rotation_of(cross), merged.mT @ merged + self.ridge * eye
+            systems[task] = wishes.get(task, 1.0) * torch.stack(sums)
+        if not self.task_id:
+            systems = {ALL_TASKS: torch.stack([*systems.values()]).sum(0)}
+        dtype = next(iter(lessons.values())).inputs.dtype
+        return {
+            task: [correction(target, gram, dtype)] for task, (target, gram) in systems.items()
+        }, {}
+
+
+def rotation_of(cross: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    """Return the orthogonal R of largest `tr(R' Y'Z)`, given `Y'Z`.
+
+    In directions in which no sample decides it is the nearest to the identity.
+    """
+    u, values, vt = torch.linalg.svd(cross)
+    decides = values > len(values) * torch.finfo(values.dtype).eps * values[0]
+    rotation, eye = (u * decides) @ vt, torch.eye(len(values)).to(values)
+    others = (eye - rotation @ rotation.mT) @ (eye - rotation.mT @ rotation)
+    return nearest_orthogonal(rotation + others)
+
+
+def correction(
+    target: Float[Tensor, "d d"], gram: Float[Tensor, "d d"], dtype: torch.dtype
+) -> AffineModule:
+    """Return the correction by the matrix `target gram^-1`."""
+    matrix = torch.eye(len(gram)).to(gram) - torch.linalg.solve(gram, target, left=False)
+    shift = matrix.new_zeros(len(gram))
+    return AffineModule(matrix.to(dtype), shift.to(dtype)).requires_grad_(False)
