@@ -66,18 +66,6 @@ def paper_averages() -> str:
 # ---- the package
 
 
-def methods_table() -> str:
-    """Return a table of the rivals."""
-    from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
-
-    lines = []
-    for option, method in sorted((o, algorithm.kind) for o, algorithm in ALGORITHMS.items()):
-        kind = "merger" if hasattr(method, "merge") else "post-merging"
-        summary = (method.__doc__ or "").partition("\n")[0]
-        lines.append([f"`{option}`", kind, summary, method.source])
-    return table(["`method=`", "Kind", "Description", "Source"], lines).replace("--:", ":--")
-
-
 def options_table() -> str:
     """Return a table of the options of `featcal calibrate`."""
     from fusion_bench_featcal.folders.options import flag_of
@@ -151,7 +139,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-averages": paper_averages,
     "model-types": model_types,
     "mixtures": mixtures,
-    "methods": methods_table,
     "calibrate-options": options_table,
     "settings": settings_table,
 }

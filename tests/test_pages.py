@@ -187,3 +187,12 @@ def test_python_compiles_and_imports_public_names(page: str) -> None:
                     pytest.importorskip("sentence_transformers", minversion="6.2")
                 module: Any = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def test_every_row_of_a_comparison_has_a_line() -> None:
+    config = (REPOSITORY / "config" / "method" / "compare.yaml").read_text(encoding="utf-8")
+    rows = re.findall(r"@upstream_mergers\.(\w+):", config)
+    methods = config.partition("\npost_merging_methods:")[2].partition("\ndefault_rows:")[0]
+    rows += re.findall(r"^  (\w+):", methods, re.MULTILINE)
+    heads = re.findall(r"^\| (`[^|]*`) \|", TEXTS["comparison.md"], re.MULTILINE)
+    assert len(rows) > 25 and {*rows} <= {name for head in heads for name in INLINE.findall(head)}
