@@ -56,7 +56,7 @@ def difference(row: dict, other: dict) -> list[float]:
 
 def gain(row: dict, merged: dict) -> list[float]:
     """Return an average, its gain over the merged model and half of the gain's interval."""
-    average = np.mean([np.mean([*flags.values()]) for flags in row.values()])
+    average = np.mean([float(np.mean([*flags.values()])) for flags in row.values()])
     return [float(average), *difference(row, merged)[:2]]
 
 
