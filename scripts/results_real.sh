@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs behind docs/results.md: three suites of real pretrained weights, which $FEATCAL_REAL has.
+# The runs behind docs/results.md: four suites of real pretrained weights, which $FEATCAL_REAL has.
 # Finished cells are kept in FOLDER. Usage: scripts/results_real.sh [FOLDER [STUDY...]]
 set -euo pipefail
 
@@ -50,6 +50,7 @@ samples() { # SUITE: a few and many samples
 for study in "${studies[@]}"; do
   case "$study" in
   minilm) grid minilm_TA6 42,43 "$mergers" "$closed" "$closed,featcal_t5_settings,$trained,$slow" ;;
+  mpnet) grid mpnet_TA6 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
   dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
   smollm2) grid smollm2_TA4 42,43 "$mergers" "featcal_paper_llama_3b-targets,featcal_plus,ridge_surgery" "$closed,featcal_paper_llama_3b-targets,$trained" ;;
   minilm-samples) samples minilm_TA6 ;;

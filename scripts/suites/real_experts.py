@@ -155,6 +155,14 @@ class MiniLM(Encoder):
         return self.embeddings(model, [self.item({"text": n, "label": None}) for n in names])
 
 
+class MPNet(MiniLM):
+    """The same with a wider encoder. Its adapters have as many parameters as MiniLM's."""
+
+    RECIPE = Recipe(rank=2, epochs=2, learning_rate=2e-3)
+    BASE, POOL = "sentence-transformers/all-mpnet-base-v2", "mpnet_TA6"
+    LINEAR = r".*encoder\.layer\.\d+\..*(attn\.[qkvo]|dense)"
+
+
 class Dinov2(Encoder):
     """Class tokens against the class means of the pretrained model."""
 
@@ -221,7 +229,12 @@ class SmolLM2(Encoder):
         return loss_and_accuracy(head(hidden[is_target]), labels[is_target])
 
 
-SUITES: dict[str, type[Encoder]] = {"minilm": MiniLM, "dinov2-small": Dinov2, "smollm2": SmolLM2}
+SUITES: dict[str, type[Encoder]] = {
+    "minilm": MiniLM,
+    "mpnet": MPNet,
+    "dinov2-small": Dinov2,
+    "smollm2": SmolLM2,
+}
 
 
 def train_expert(suite: Encoder, task: str, folder: Path) -> None:
