@@ -7,7 +7,6 @@ from typing import Any
 from transformers import (
     AutoFeatureExtractor,
     AutoImageProcessor,
-    AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
     PreTrainedTokenizerBase,
@@ -24,12 +23,7 @@ from fusion_bench_featcal.models.other_files import refuse_links
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _IMAGE_CONFIGS = ("preprocessor_config.json", "processor_config.json")
 _CONFIGS = ("tokenizer_config.json", *_IMAGE_CONFIGS)
-_NAMES: Mapping[Any, str] = {
-    AutoTokenizer: "tokenizer",
-    AutoImageProcessor: "image processor",
-    AutoProcessor: "image processor",
-    AutoFeatureExtractor: "feature extractor",
-}
+_NAMES = {"Tokenizer": "tokenizer", "FeatureExtractor": "feature extractor"}
 _OF_TRANSFORMERS = ProcessorMixin | BaseImageProcessor | SequenceFeatureExtractor
 _BY_FLAG = {
     "do_resize": ("size", "resample", "size_divisor", "crop_pct"),
@@ -55,7 +49,8 @@ def read_processor(folder: Path, kind: Any, option: str) -> Any:
     """
     refuse_links(folder)
     refuse_code(folder)
-    name = _NAMES[kind]
+    named = (name for part, name in _NAMES.items() if part in kind.__name__)
+    name = next(named, "image processor")
     try:
         return kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # any error of the processor's library

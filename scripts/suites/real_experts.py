@@ -78,7 +78,7 @@ class Encoder:
     BASE: str  # published name of the weights
     LINEAR: str  # pattern of the adapted modules, in the names of any release
     POOL: str  # configuration of the task pool
-    POOLING: Any
+    POOLING: Any = None  # None for language models
     load: Callable[[str], Any]  # task -> its train split
 
     def __init__(self, weights: Path) -> None:
@@ -115,7 +115,7 @@ class Encoder:
         config: Any = OmegaConf.load(MODEL_POOLS / f"{self.POOL}.yaml")
         template = OmegaConf.to_container(config.test_datasets)
         data = {task: OmegaConf.create(v) for task, v in filled(template, self.TASKS).items()}
-        if "tokenizer" in config:
+        if self.POOLING is None:
             return TextTaskPool(data, tokenizer=str(self.weights))
         files = {task: folder / task / HEAD for task in self.TASKS}
         heads = {task: {"file": str(file)} for task, file in files.items() if file.is_file()}
