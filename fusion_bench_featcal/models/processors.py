@@ -49,8 +49,7 @@ def read_processor(folder: Path, kind: Any, option: str) -> Any:
     """
     refuse_links(folder)
     refuse_code(folder)
-    named = (name for part, name in _NAMES.items() if part in kind.__name__)
-    name = next(named, "image processor")
+    name = _name_of(kind)
     try:
         return kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # any error of the processor's library
@@ -59,6 +58,11 @@ def read_processor(folder: Path, kind: Any, option: str) -> Any:
         raise CalibrationError(
             f"the {name} in {folder} cannot be loaded: {_cause(folder, error)}. Check {option}"
         ) from error
+
+
+def _name_of(kind: type) -> str:
+    named = (name for part, name in _NAMES.items() if part in kind.__name__)
+    return next(named, "image processor")
 
 
 def has_processor(folder: Path, *, is_image: bool) -> bool:
@@ -126,7 +130,7 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
         for name in sorted({*here, *there}, key=lambda name: not name.startswith("do_")):
             if here.get(name) != there.get(name):
                 raise CalibrationError(
-                    f"{label} has another {_NAMES[kind]} than {option}: {name} is "
+                    f"{label} has another {_name_of(kind)} than {option}: {name} is "
                     f"{_shown(there.get(name))} there and {_shown(here.get(name))} here. Experts "
                     f"must share one: check {option}, or if the expert was tuned with this one, "
                     f"correct the {_IMAGE_CONFIGS[0]} in {folder}"
