@@ -127,7 +127,7 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
         if not any((folder / file).is_file() for file in _IMAGE_CONFIGS):
             continue
         there = _input_settings(read_processor(folder, kind, label))
-        for name in sorted({*here, *there}, key=lambda name: not name.startswith("do_")):
+        for name in sorted({*here, *there}, key=lambda name: (not name.startswith("do_"), name)):
             if here.get(name) != there.get(name):
                 raise CalibrationError(
                     f"{label} has another {_name_of(kind)} than {option}: {name} is "
