@@ -1,7 +1,6 @@
 """LARV (arXiv 2602.09413): a factor per block on the experts' steps, before they are merged."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -9,11 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import resolve_family, stages_of
-from fusion_bench_featcal.lab.rivals.matrices import MatrixMerger, matrix_names, steps_of
-from fusion_bench_featcal.lab.rivals.mergers import load_means
+from fusion_bench_featcal.lab.rivals.matrices import MatrixMerger, ReadSteps, matrix_names
 from fusion_bench_featcal.settings import Blocks
 from fusion_bench_featcal.settings.fields import setting
 
@@ -42,23 +38,14 @@ class LARV(
         0.5, "Largest distance of a block's factor from 1. 0: the merger alone.", ge=0, le=1
     )
 
-    @torch.no_grad()
-    def merge_models(
-        self,
-        base: nn.Module,
-        experts: Mapping[str, nn.Module | ExpertSource],
-        *,
-        device: torch.device | str | None = None,
-    ) -> nn.Module:
-        """Merge experts. Takes and raises the same as other mergers of matrices.
+    def merge_into(self, model: nn.Module, read: ReadSteps) -> None:
+        """Merge all parameters of a model, in place.
 
         Raises:
             CalibrationError: If no block has a linear weight.
         """
-        model = copied_module(base)
-        weights = load_means(model, experts, 1.0)
-        read = partial(steps_of, base=base, experts=weights, device=device)
-        gates, matrices = self.gates(model, read), matrix_names(model)
+        matrices = matrix_names(model)
+        gates = self.gates(model, matrices, read)
         for name, parameter in model.named_parameters():
             start, steps = read(name)
             block = next((block for block in gates if name.startswith(f"{block}.")), None)
@@ -67,19 +54,18 @@ class LARV(
             if self.over == "iso_c":
                 step = isotropic(step) if name in matrices else step / len(steps)
             parameter.copy_(start + self.scale * step)
-        return model
 
     def gates(
-        self, model: nn.Module, read: Callable[[str], tuple[Tensor, Tensor]]
+        self, model: nn.Module, matrices: Sequence[str], read: ReadSteps
     ) -> dict[str, Float[Tensor, " t"]]:
-        """Return the factors of each block with linear weights. `read` returns base and steps.
+        """Return the factors of each block with some of the linear weights.
 
         Raises:
             CalibrationError: If there is no such block.
         """
         stages, proxies = stages_of(resolve_family(self.family, model), model), {}
         for block in (block for stage in stages for block in stage):
-            names = [name for name in matrix_names(model) if name.startswith(f"{block}.")]
+            names = [name for name in matrices if name.startswith(f"{block}.")]
             if names:
                 rows = torch.stack([proxies_of(*read(name)) for name in names])
                 proxies[block] = rows.nanmean(0)

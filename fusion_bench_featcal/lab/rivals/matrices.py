@@ -1,6 +1,7 @@
 """Mergers without data, which merge the linear weights one by one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -12,6 +13,9 @@ from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.lab.rivals.mergers import load_base, load_means
 from fusion_bench_featcal.settings.fields import setting
+
+ReadSteps = Callable[[str], tuple[Tensor, Tensor]]
+"""Returns a parameter of the base and the experts' steps from it, by name, as `steps_of`."""
 
 
 class MatrixMerger(Method):
@@ -54,10 +58,14 @@ class MatrixMerger(Method):
         """
         model = copied_module(base)
         weights = load_means(model, experts, 1.0)
-        for name in matrix_names(model):
-            start, steps = steps_of(name, base, weights, device)
-            model.get_parameter(name).copy_(start + self.scale * self.merged_step(steps))
+        self.merge_into(model, partial(steps_of, base=base, experts=weights, device=device))
         return model
+
+    def merge_into(self, model: nn.Module, read: ReadSteps) -> None:
+        """Merge into the experts' mean, in place."""
+        for name in matrix_names(model):
+            start, steps = read(name)
+            model.get_parameter(name).copy_(start + self.scale * self.merged_step(steps))
 
     def merged_step(self, steps: Float[Tensor, "t m n"]) -> Float[Tensor, "m n"]:
         """Merge the task matrices of one weight."""
