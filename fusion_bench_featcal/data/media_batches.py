@@ -52,6 +52,10 @@ class MediaBatches(ABC):
         """Return logits and targets of a batch, as the function of this name."""
         return targets_of(model, batch)
 
+    def labels_of(self, row: Any) -> Tensor:
+        """Return a row's labels, `[1, tokens]`."""
+        return self.inputs_of(row)["labels"]
+
     @abstractmethod
     def content(self, row: Any) -> Hashable:
         """Return what tells repeated rows.

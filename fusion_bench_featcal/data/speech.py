@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.data.generation import targets_of
 from fusion_bench_featcal.data.media_batches import MediaBatches
 from fusion_bench_featcal.data.pictures import file_in
 from fusion_bench_featcal.data.text_formats import Text, read_row
@@ -81,11 +80,15 @@ class SpeechBatches(MediaBatches):
         """
         rate = self.processor.sampling_rate
         features = self.processor(self._wave(row), sampling_rate=rate, return_tensors="pt")
-        return {**features, "labels": torch.tensor([self._labels(row.text)])}
+        return {**features, "labels": self.labels_of(row)}
+
+    def labels_of(self, row: Speech) -> Tensor:
+        """Return a row's labels, `[1, tokens]`, without reading the sound."""
+        return torch.tensor([self._labels(row.text)])
 
     def targets_of(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits and targets, without the first tokens, which are no words."""
-        logits, targets = targets_of(model, batch)
+        logits, targets = super().targets_of(model, batch)
         targets[:, : self._prefix] = NO_TARGET
         return logits, targets
 

@@ -18,7 +18,9 @@ HIDDEN = "hidden_states"
 NO_TARGET = -100
 """Label of a position without a target (ignored by the losses of transformers)."""
 
-_MEDIA = ("pixel_values", "input_features", "input_values")
+SOUNDS = ("input_features", "input_values")
+"""Names of a model's inputs of sounds."""
+_MEDIA = ("pixel_values", *SOUNDS)
 
 Masks = Mapping[str, Tensor | None]
 """Positions that count, by the end of a module's name: 1 for those that count, 0 for others,

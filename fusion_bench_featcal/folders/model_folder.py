@@ -9,6 +9,7 @@ from fusion_bench_featcal.data.labels import are_unnamed
 from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.families import EveryPosition, Family, Stack, find_stack, resolve_family
+from fusion_bench_featcal.families.base import SOUNDS
 from fusion_bench_featcal.folders.request import labelled
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import CLIP_CLASSES, ModelFiles, base_models
@@ -26,7 +27,6 @@ IMAGE_ENCODER: Kind = "image encoder"
 LANGUAGE_MODELS = ("causal", "seq2seq")
 TEXT_MODELS = (*LANGUAGE_MODELS, SPEECH, TEXT_CLASSIFIER)
 CLASSIFIERS = (TEXT_CLASSIFIER, IMAGE_CLASSIFIER)
-_SOUNDS = ("input_features", "input_values")
 _INPUTS: dict[str, Kind] = {"input_ids": ENCODER, "pixel_values": IMAGE_ENCODER}
 
 
@@ -93,7 +93,7 @@ class ModelFolder(ModelFiles):
                 return kind
         if self.is_language_model:
             return "seq2seq" if has_decoder else "causal"
-        if inputs in _SOUNDS and has_decoder and architecture.can_generate():
+        if inputs in SOUNDS and has_decoder and architecture.can_generate():
             return SPEECH
         if name in base_models().values() and inputs in _INPUTS and not has_decoder:
             return _INPUTS[inputs]

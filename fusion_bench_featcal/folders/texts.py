@@ -176,7 +176,7 @@ def open_media(
     test = replace(calibration, rows=[tested[place] for place in places])
     tests, measure = None, ""
     if test.rows:
-        lengths = [int((batch["labels"] != NO_TARGET).sum()) for batch in test]
+        lengths = [int((test.labels_of(row) != NO_TARGET).sum()) for row in test.rows]
         ends = [*test.encoder.ends]
         tests = Tests(test.checked, test.targets_of, median(lengths) > LONG, ends=ends)
         measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
