@@ -223,7 +223,7 @@ class Streams:
         """Return whether some positions may count less in a block, equally in all processes."""
         return self.decoder_rows == "auto" or (self.reads_first and block == self.last_block)
 
-    def feeding(self, block: str, sites: Iterable[Site]) -> list[str]:
+    def feeding(self, block: str, sites: Sequence[Site]) -> list[str]:
         """Return modules whose rows at one position reach others, such as keys and values.
 
         The model decides it, not the labels of a batch: whether other positions reach the first or,
@@ -237,7 +237,7 @@ class Streams:
         if ends not in self._feeding:
             read = ([b for b in of if b.positions.read] for of in self.tasks.values())
             largest = [max(of, key=lambda batch: batch.later) for of in read if of]
-            names = [f"{block}{end}" for end in ends]
+            names = [site.name for site in sites]
             found = [name for batch in largest for name in self._feeding_in(batch, block, names)]
             self._feeding[ends] = [name.removeprefix(block) for name in found]
         return [f"{block}{end}" for end in self._feeding[ends]]

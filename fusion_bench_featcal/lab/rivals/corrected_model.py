@@ -126,7 +126,7 @@ class CorrectedModel(nn.Module):
 
     @property
     def needs_task(self) -> bool:
-        """Whether the corrections differ between tasks."""
+        """Return whether the corrections differ between tasks."""
         return self.tasks != (ALL_TASKS,)
 
     @contextmanager
