@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
 
+from decoder_rows import merged_of
 from sides import machine
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -101,16 +102,6 @@ def experts_of(builder: FarBuilder, base: nn.Module, folder: Path) -> dict[str, 
     return {task: loaded(text.path(SUITE, task)) for task in text.TA6} | {FAR.name: loaded(place)}
 
 
-def merged_of(base: nn.Module, experts: Mapping[str, nn.Module]) -> nn.Module:
-    """Merge by task arithmetic."""
-    merged = copy.deepcopy(base).requires_grad_(False)
-    for name, parameter in merged.named_parameters():
-        start = base.get_parameter(name).detach()
-        for expert in experts.values():
-            parameter += SCALE * (expert.get_parameter(name).detach() - start)
-    return merged
-
-
 def accuracies(builder: FarBuilder, model: nn.Module) -> dict[str, float]:
     """Return a model's share of right answers on each task, in per cent."""
     return {task: 100 * builder.accuracy(model, task) for task in TASKS}
@@ -120,7 +111,7 @@ def rows_of(
     builder: FarBuilder, base: nn.Module, experts: Mapping[str, nn.Module], samples: int, seed: int
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield each calibrated model's name, and its accuracies by task."""
-    merged = merged_of(base, experts)
+    merged = merged_of(base, experts, SCALE)
     for rows in ROWS:
         batches = {task: builder.batches(task, samples, seed) for task in TASKS}
         result = calibrate(merged, base, experts, batches, decoder_rows=rows, progress=False)
@@ -139,7 +130,10 @@ def main() -> None:
     base = loaded(shipped)
     experts = experts_of(builder, base, options.folder)
     of_experts = {task: 100 * builder.accuracy(experts[task], task) for task in TASKS}
-    by_name = {"experts": [of_experts], "merged": [accuracies(builder, merged_of(base, experts))]}
+    by_name = {
+        "experts": [of_experts],
+        "merged": [accuracies(builder, merged_of(base, experts, SCALE))],
+    }
     for seed in options.seeds:
         for name, values in rows_of(builder, base, experts, options.samples, seed):
             by_name.setdefault(name, []).append(values)

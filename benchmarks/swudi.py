@@ -18,16 +18,14 @@ from fusion_bench_featcal.lab.rivals.matrices import matrix_names
 from fusion_bench_featcal.suites import image, text
 
 TIMES = 2, 5, 20, 100, 300, 1e6
-CLIP_TASKS = "mnist", "fashion_mnist", "notmnist", "optdigits", "latin", "greek"
-T5_TASKS = "snips_intent", "banking77", "clinc_domain", "clinc_home", "clinc_work", "clinc_auto"
 SUITES = {
     "clip-vit-mini_TA6": (
         CLIPVisionModel,
-        [image.path(), *(image.path(f"mini_{task}") for task in CLIP_TASKS)],
+        [image.path(), *(image.path(task) for task in image.TA6)],
     ),
     "flan-t5-mini_TA6": (
         AutoModelForSeq2SeqLM,
-        [text.path("flan-t5-mini", name) for name in ("pretrained", *T5_TASKS)],
+        [text.path("flan-t5-mini", name) for name in ("pretrained", *text.TA6)],
     ),
 }
 
