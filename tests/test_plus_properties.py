@@ -1,6 +1,7 @@
 """FeatCal+ with few or equal samples, and its trust in samples."""
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from tricky_models import biased, plain, stack_suite
 from variations import models_of, size_of
 
 from fusion_bench_featcal import FeatCalSettings, Plus, calibrate
+from fusion_bench_featcal.rules.plus import RIDGES, largest_of_equal, ridge_of_least_error
 from fusion_bench_featcal.run import trust
 
 
@@ -49,6 +51,30 @@ def test_of_ridges_with_equal_errors_up_to_rounding_the_largest_is_taken(is_solv
     settings: dict[str, Any] = PLUS | {"rule": Plus(0.0, ridges=ridges)}
     modules = run_fast(suite, **settings).log.of_kind("module")
     assert {record["ridge"] for record in modules} == {ridges[-1]}
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        *([abs(k - best) for k in range(6)] for best in range(6)),
+        [math.inf, math.inf, math.inf, 2.0, 1.0, 3.0],  # unsolved ones
+        [5.0, 3.0, 1.0, 1.005, 1.009, 4.0],  # equal to rounding
+        [0.0] * 6,
+    ],
+)
+def test_the_ridge_of_least_error_is_found_without_trying_all(errors: list[float]):
+    pairs, tried = {r: (e, 0.01) for r, e in zip(RIDGES, errors, strict=True)}, list[float]()
+
+    def error_of(ridge: float) -> tuple[float, float]:
+        tried.append(ridge)
+        return pairs[ridge]
+
+    assert ridge_of_least_error(RIDGES[::-1], error_of) == largest_of_equal(pairs)
+    assert len(tried) == len({*tried}) <= 4
+
+
+def test_without_any_finite_error_a_ridge_of_one_percent_is_taken():
+    assert ridge_of_least_error((1e-4, 1.0), lambda _: (math.inf, 0.0)) == 1e-2
 
 
 def test_zero_inputs_change_nothing_and_without_a_base_samples_alone_count():

@@ -4,7 +4,7 @@ The mathematics is in docs/method.md.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import multiply
+from fusion_bench_featcal.core.products import quadratic
 from fusion_bench_featcal.core.solve import PROBES, UnsolvedError, random_signs, solve_ridge
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import EPS, GroupSums, Linear, Rule, Solved, check_number
@@ -214,7 +214,7 @@ class PlusSums:
         )
         if not (held_out.count > 0 and fitted.count > 0):
             return WITHOUT_HELD_OUT
-        means, errors = fitted.means(centred=self._centred), dict[float, tuple[float, float]]()
+        means = fitted.means(centred=self._centred)
         if not fitted.varies(means):  # one row, or equal ones, of modules with a bias
             return WITHOUT_HELD_OUT
         scale = means.gram.diagonal().mean()
@@ -223,18 +223,46 @@ class PlusSums:
         # plus `|u|^2`, which no ridge changes and which is therefore never summed.
         # The terms of an error are sums of at least `width` products, which round independently.
         rounding = torch.finfo(gram.dtype).eps * len(gram) ** 0.5
-        for ridge in self._rule.ridges:
+
+        def error_of(ridge: float) -> tuple[float, float]:
             try:
                 step, _ = solve_ridge(gram, right, ridge)
             except UnsolvedError:  # a smaller one than float64 resolves
-                continue
+                return math.inf, 0.0
             step = step.to(gram.dtype)
             bias = means.y - step @ means.x if self._centred else torch.zeros_like(means.y)
             fit = torch.cat([(step * held_out.cross).flatten(), bias * held_out.y])
             terms = torch.cat([energies(Linear(step, bias), held_out), -2 * fit]).double()
-            errors[ridge] = float(terms.sum()), float(terms.abs().sum()) * rounding
-        finite = {ridge: pair for ridge, pair in errors.items() if math.isfinite(sum(pair))}
-        return largest_of_equal(finite) if finite else WITHOUT_HELD_OUT
+            error = float(terms.sum())
+            return error if math.isfinite(error) else math.inf, float(terms.abs().sum()) * rounding
+
+        return ridge_of_least_error(self._rule.ridges, error_of)
+
+
+def ridge_of_least_error(
+    ridges: Iterable[float], error_of: Callable[[float], tuple[float, float]]
+) -> float:
+    """Return the ridge of least error, as of `largest_of_equal`.
+
+    Errors fall towards the best ridge and rise behind it. Therefore it is sought from the middle
+    upwards, then downwards, and ridges behind a worse one are not tried.
+
+    Args:
+        ridges: The ridges.
+        error_of: Returns a ridge's error, infinite if it cannot be used, and the rounding of that.
+    """
+    ladder, errors = sorted(ridges), dict[float, tuple[float, float]]()
+    middle = (len(ladder) - 1) // 2
+    for ridge in ladder[middle:]:
+        errors[ridge] = error_of(ridge)
+        if largest_of_equal(errors) < ridge:
+            break
+    for ridge in reversed(ladder[:middle]):
+        if largest_of_equal(errors) > min(errors):
+            break
+        errors[ridge] = error_of(ridge)
+    best = largest_of_equal(errors)
+    return best if math.isfinite(errors[best][0]) else WITHOUT_HELD_OUT
 
 
 def largest_of_equal(errors: Mapping[float, tuple[float, float]]) -> float:
@@ -255,7 +283,7 @@ def energy(linear: Linear, rows: Moments) -> Tensor:
 def energies(linear: Linear, rows: Moments) -> Tensor:
     """Return the sums of `|W x|^2`, `2 b' W x` and `|b|^2` over rows, `[3]`."""
     weight, bias = linear
-    square = (multiply(weight, rows.gram, symmetric=True) * weight).sum()
+    square = quadratic(weight, rows.gram)
     mixed = 2 * bias @ (weight @ rows.x)
     return torch.stack([square, mixed, rows.count * bias.square().sum()])
 

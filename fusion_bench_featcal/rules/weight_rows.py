@@ -7,7 +7,13 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import multiply
+from fusion_bench_featcal.core.products import (
+    add_lower_gram,
+    factor_of,
+    mirror_lower,
+    multiply,
+    multiply_by_rows,
+)
 from fusion_bench_featcal.core.solve import UnsolvedError, solve_ridge
 from fusion_bench_featcal.rules.rule import Linear
 
@@ -26,7 +32,7 @@ class WeightRows:
     With the second moment `A_i` and the weight `w_i` of `PlusSums`:
 
     Attributes:
-        gram: `A = sum_i w_i A_i`, `[d, d]`.
+        gram: `A = sum_i w_i A_i`, `[d, d]`, of which `share` completes the upper triangle.
         cross: `C_A = sum_i w_i (W_i - W) A_i`, `[m, d]`.
         energy: Weighted energy of the samples, a scalar.
         mismatch: Weighted sum of `|(W_i - W) x + b_i - b|^2` over samples, a scalar.
@@ -54,9 +60,18 @@ class WeightRows:
             energy: Energy of the task's samples times its weight.
             mismatch: Sum of `|(W_i - W) x + b_i - b|^2` over them times its weight.
         """
-        memory, share = remembered(expert - self._base), gamma * energy
-        self.gram.addcmul_(memory, share)
-        self.cross.addcmul_(multiply(step, memory, symmetric=True), share)
+        tau = expert - self._base
+        # Rows whose Gram matrix is `w_i A_i`. They are 0 for the base itself.
+        tau.div_(tau.norm().clamp_min(torch.finfo(tau.dtype).tiny)).mul_((gamma * energy).sqrt())
+        factor, (outputs, inputs) = factor_of(tau), tau.shape
+        if 2 * outputs < inputs:  # `(W_i - W) tau'` is smaller than the Gram matrix
+            add_lower_gram(self.gram, factor)
+            self.cross.add_(multiply(multiply_by_rows(step, tau), tau))
+        else:
+            gram = torch.zeros_like(self.gram)
+            add_lower_gram(gram, factor)
+            self.gram.add_(mirror_lower(gram))
+            self.cross.add_(multiply(step, gram, symmetric=True))
         self.energy.add_(energy)
         self.mismatch.add_(mismatch)
 
@@ -78,6 +93,7 @@ class WeightRows:
             merged: The merged modules.
             probes: Combinations of outputs that represent them all, `[r, m]`.
         """
+        mirror_lower(self.gram)
         facts: dict[str, float] = dict.fromkeys(("gamma", "e", "eo", "f"), 0.0)
         scale, mismatch = self.gram.diagonal().mean(), self.mismatch / samples.count
         if not bool((scale > 0) & (mismatch > 0)):
@@ -92,9 +108,3 @@ class WeightRows:
         gamma = self.gram.diagonal().sum() / self.energy
         asked, e, eo = read_back([gamma, error / mismatch, error / output])
         return {"gamma": asked, "e": e, "eo": eo, "f": 1 / (1 + asked * e * eo / TOLERATED)}
-
-
-def remembered(tau: Tensor) -> Tensor:
-    """Return `tau' tau / |tau|_F^2`, `[d, d]`, which is 0 for the base itself."""
-    unit = tau / tau.norm().clamp_min(torch.finfo(tau.dtype).tiny)
-    return multiply(unit.mT.contiguous(), unit)

@@ -35,6 +35,21 @@ def test_linear_maps_of_any_layout_and_dtype_are_right(monkeypatch: pytest.Monke
 
 
 @needs_onednn
+@pytest.mark.parametrize("kernel", [kernels.TORCH, kernels.ONEDNN])
+def test_quadratic_forms_agree_with_sums_over_rows(monkeypatch: pytest.MonkeyPatch, kernel: str):
+    monkeypatch.setattr(products, "SMALL", 3)  # four strips, the last one narrower
+    weight, rows = torch.randn(5, 11), torch.randn(20, 11)
+    moment = rows.T @ rows
+    expected = (rows.double() @ weight.double().T).square().sum()
+    with kernels.using_kernel(kernel):
+        total = products.quadratic(weight, moment)
+    # Sums of at most 11 and 20 products in float32, of terms that are not all positive.
+    terms = (weight.abs() @ moment.abs() * weight.abs()).sum()
+    bound = 31 * torch.finfo(torch.float32).eps * terms
+    assert abs(total - expected) <= bound
+
+
+@needs_onednn
 def test_both_libraries_give_one_model(monkeypatch: pytest.MonkeyPatch):
     suite, results = clip_suite(tasks=2).to(torch.float32), {}
     for kernel in (kernels.TORCH, kernels.ONEDNN):
