@@ -12,20 +12,27 @@ from transformers import (
     CLIPVisionModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MPNetConfig,
+    MPNetModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 BATCH, TOKENS, TARGETS, VOCABULARY = 16, 128, 8, 1000
+SENTENCE, SOUND = 16, 250  # tokens of a short text, positions of five seconds
 SLOTS, SLOTS_PER_TOKEN = 32, 4
 WIDTHS = {
     "vit-b-32": (768, 3072, 12, 32),
     "vit-l-14": (1024, 4096, 16, 14),
     "t5-base": (768, 2048, 12, 0),
+    "mpnet": (768, 3072, 12, 0),
+    "whisper-base": (512, 2048, 8, 0),
     "llama-narrow": (768, 2048, 12, 4),
     "llama-small": (1024, 3584, 16, 4),
     "llama-1b": (2048, 8192, 32, 8),
@@ -48,6 +55,14 @@ def build(name: str, layers: int) -> Any:
             num_layers=layers, feed_forward_proj="gated-gelu", decoder_start_token_id=0,
         )  # fmt: skip
         return T5ForConditionalGeneration(config).eval()
+    if name.startswith("whisper"):
+        config = WhisperConfig(
+            vocab_size=VOCABULARY, d_model=width, encoder_layers=layers, decoder_layers=layers,
+            encoder_ffn_dim=inner, decoder_ffn_dim=inner, encoder_attention_heads=heads,
+            decoder_attention_heads=heads, max_source_positions=SOUND, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, begin_suppress_tokens=None,
+        )  # fmt: skip
+        return WhisperForConditionalGeneration(config).eval()
     sizes: dict[str, Any] = {
         "hidden_size": width,
         "intermediate_size": inner,
@@ -56,6 +71,8 @@ def build(name: str, layers: int) -> Any:
     }
     if name.startswith("vit"):
         return CLIPVisionModel(CLIPVisionConfig(patch_size=last, **sizes)).eval()
+    if name == "mpnet":
+        return MPNetModel(MPNetConfig(vocab_size=VOCABULARY, **sizes)).eval()
     sizes |= {"num_key_value_heads": last, "vocab_size": VOCABULARY, "tie_word_embeddings": True}
     if name.startswith("qwen3moe"):  # the weights of the dense one, in routed experts
         routed = {"moe_intermediate_size": inner // SLOTS, "num_experts": SLOTS}
@@ -93,16 +110,22 @@ def load(folder: Path, name: str, layers: int) -> Any:
 
 
 def batches(
-    name: str, task: int, samples: int, length: int = TOKENS
+    name: str, task: int, samples: int, length: int | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield a task's random images, or texts without padding."""
+    """Yield a task's random images, sounds with texts, or texts without padding."""
     generator = torch.Generator().manual_seed(task)
+    length = length or (SENTENCE if name == "mpnet" else TOKENS)
     for start in range(0, samples, BATCH):
         size = min(BATCH, samples - start)
         if name.startswith("vit"):
             yield {"pixel_values": torch.randn(size, 3, 224, 224, generator=generator)}
             continue
-        ids = torch.randint(VOCABULARY, (size, length), generator=generator)
+        if name.startswith("whisper"):
+            sounds = torch.randn(size, 80, 2 * SOUND, generator=generator)
+            labels = torch.randint(3, VOCABULARY, (size, SENTENCE), generator=generator)
+            yield {"input_features": sounds, "labels": labels}
+            continue
+        ids = torch.randint(3, VOCABULARY, (size, length), generator=generator)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if name.startswith("t5"):
             batch["labels"] = torch.randint(VOCABULARY, (size, TARGETS), generator=generator)
