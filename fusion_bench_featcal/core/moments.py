@@ -96,9 +96,10 @@ class Moments:
         for total, part in zip(self.tensors(), other.tensors(), strict=True):
             total.addcmul_(part.to(total.dtype), weight.to(total.dtype))
 
-    def __add__(self, other: "Moments") -> "Moments":
-        """Return the sums over the rows of both."""
-        return Moments(*torch._foreach_add(self.tensors(), other.tensors()))
+    def __iadd__(self, other: "Moments") -> "Moments":
+        """Add other sums in place."""
+        torch._foreach_add_(self.tensors(), other.tensors())
+        return self
 
     def means(self, *, centred: bool) -> "Moments":
         """Return means over rows. `count` does not change.

@@ -136,24 +136,28 @@ class PlusSums:
     def add(
         self, task: str, expert: Linear, rows: Moments, held_out: Moments | None = None
     ) -> None:
-        """Add a task's targets once in full, and random combinations of the held-out ones."""
+        """Add a task's targets once in full, and random combinations of the held-out ones.
+
+        All samples give the targets, and held-out ones are subtracted where ridges are compared:
+        one set of `[m, d]` sums in place of two. `rows` become the sums over both, so that there is
+        no third one.
+        """
         anchor, rule = self._targets.anchor, self._rule
-        # All samples give the targets, and held-out ones are subtracted where ridges are compared:
-        # one set of `[m, d]` sums in place of two.
-        whole = rows if held_out is None else rows + held_out
+        if held_out is not None:
+            rows += held_out
         step = expert.minus(anchor)
-        mismatch = energy(step, whole)
-        drift = mismatch / energy(expert, whole).clamp_min(EPS)
-        weight = whole.row_weight(EPS) * drift.clamp_min(LEAST_DRIFT) ** rule.far
+        mismatch = energy(step, rows)
+        drift = mismatch / energy(expert, rows).clamp_min(EPS)
+        weight = rows.row_weight(EPS) * drift.clamp_min(LEAST_DRIFT) ** rule.far
         weight = weight * rule.task_weights.get(task, 1.0)
         if self._rows is not None:
-            of_samples = weight * whole.energy(centred=self._centred)
+            of_samples = weight * rows.energy(centred=self._centred)
             gamma = rule.gammas.get(task, rule.gamma)
             self._rows.add(expert.weight, step.weight, gamma, of_samples, weight * mismatch)
-        self._targets.add(whole, expert, weight)
+        self._targets.add(rows, expert, weight)
         # `Targets` sums `u x'` without biases, as the paper's system has none (Eq. 17). Here they
         # are part of the target.
-        self._targets.sums.cross.addr_(step.bias, whole.x * weight)
+        self._targets.sums.cross.addr_(step.bias, rows.x * weight)
         if held_out is not None:
             self._held_out.merge(self._probed(held_out, expert, step), weight)
 
