@@ -93,43 +93,71 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
+def _benchmark(name: str) -> tuple[list[list[str]], str]:
+    """Return the rows of a benchmark's table, and its first sentence on machine and versions."""
+    text = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text(encoding="utf-8")
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return rows[1:], text.strip().rpartition("\n\n")[2].partition(". ")[0]
+
+
+def _left(heads: list[str], lines: list[list[str]]) -> str:
+    return table(heads, lines).replace("--:", ":--")
+
+
+KINDS = {
+    "decoder": "language model",
+    "reward model": "language model",
+    "translator": "encoder-decoder",
+    "text recognition": "encoder-decoder",
+    "vision tower": "image classifier or encoder",
+    "packed images": "image classifier or encoder",
+    "image classifier": "image classifier or encoder",
+    "speech encoder": "speech model",
+    "speech model of waves": "speech model",
+    "image-text model": "image-text model, samples of texts",
+    "image-text model, images": "image-text model, samples with images",
+}
+"""Kind in the benchmark -> kind in the documentation, where they differ."""
+MIXTURE = "mixture of experts"
+FIRST = ("language model", MIXTURE, "encoder-decoder", "text classifier")
+
+
 def model_types() -> str:
-    """Return the tested model types by kind and family, and the largest distance."""
-    text = (ROOT / "benchmarks" / "results" / "model_types.md").read_text(encoding="utf-8")
-    rows = [line[2:-2].split(" | ") for line in text.splitlines() if "| same" in line]
-    types: dict[tuple[str, str, str], list[str]] = {}
-    for name, kind, family, _, _, _, stays in rows:
-        parts = dict.fromkeys(re.findall(r"(\w+(?:\.\*)?)`", stays))
-        key = kind, family, ", ".join(f"`{part}`" for part in parts)
-        types.setdefault(key, []).append(f"`{name}`")
-    lines = [
-        [kind, family, ", ".join(names), stays] for (kind, family, stays), names in types.items()
-    ]
+    """Return the tested model types by kind, with the modules that stay as merged."""
+    rows, versions = _benchmark("model_types")
+    types: dict[str, dict[str, None]] = {kind: {} for kind in FIRST}
+    stays: dict[str, dict[str, list[str]]] = {}
+    for name, kind, *_, left in (row for row in rows if row[1] != "mixture"):
+        kind = KINDS.get(kind, kind)
+        types.setdefault(kind, {})[f"`{name}`"] = None
+        if parts := dict.fromkeys(re.findall(r"(\w+(?:\.\*)?)`", left)):
+            key = ", ".join(f"`{part}`" for part in parts)
+            stays.setdefault(kind, {}).setdefault(key, []).append(f"`{name}`")
+    outcomes = [outcome for _, outcome, *_ in _benchmark("mixtures")[0]]
+    calibrated = sum(outcome.startswith("calibrated") for outcome in outcomes)
+    types[MIXTURE] = {f"[{calibrated} types](#mixtures)": None}
+    cells = {
+        kind: "<br>".join(f"{parts}: {', '.join(names)}" for parts, names in groups.items())
+        for kind, groups in stays.items()
+    }
+    cells[MIXTURE] = "routers, `conv1d`"
+    lines = [[kind, ", ".join(names), cells.get(kind, "")] for kind, names in types.items()]
+    heads = ["Models", "Model types that run", "Stays as merged, with embeddings and heads"]
     largest = max((row[4] for row in rows), key=float)
-    heads = ["Kind", "Family", "Model types", "Stays as merged, beside embeddings and heads"]
-    grouped = table(heads, lines).replace("--:", ":--")
-    versions = text.strip().rpartition("\n\n")[2].partition(". ")[0]
     distance = f"Largest distance of a parameter, relative to its norm: {largest}."
-    return f"{grouped}\n\n{distance} {versions}."
+    return f"{_left(heads, lines)}\n\n{distance} {versions}."
 
 
 def mixtures() -> str:
-    """Return the types of mixtures by the outcome for their routed experts, and the layout."""
-    text = (ROOT / "benchmarks" / "results" / "mixtures.md").read_text(encoding="utf-8")
-    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    types: dict[tuple[str, str], list[str]] = {}
-    for name, outcome, layout, *_ in rows:
+    """Return the types of mixtures by the outcome for their routed experts."""
+    rows, versions = _benchmark("mixtures")
+    types: dict[str, list[str]] = {"calibrated": [], "as merged": [], "refused": []}
+    for name, outcome, *_ in rows:
         kind, _, setting = outcome.partition(":")[0].partition(" with ")
-        key = kind, layout if kind == "calibrated" else ""
-        types.setdefault(key, []).append(f"{name} ({setting})" if setting else name)
-    kinds = ["calibrated", "as merged", "refused"]
-    lines = [
-        [kind, layout, ", ".join(names)]
-        for (kind, layout), names in sorted(types.items(), key=lambda item: kinds.index(item[0][0]))
-    ]
-    grouped = table(["Routed experts", "Layout", "Model types"], lines).replace("--:", ":--")
+        types[kind].append(f"{name} ({setting})" if setting else name)
+    lines = [[kind, ", ".join(names)] for kind, names in types.items()]
     largest = max((number for row in rows for number in row[3:6] if number), key=float)
-    versions = text.strip().rpartition("\n\n")[2].partition(". ")[0]
+    grouped = _left(["Routed experts", "Model types"], lines)
     return f"{grouped}\n\nLargest distance to the slow references: {largest}. {versions}."
 
 
