@@ -140,7 +140,7 @@ def model_types() -> str:
         kind: "<br>".join(f"{parts}: {', '.join(names)}" for parts, names in groups.items())
         for kind, groups in stays.items()
     }
-    cells[MIXTURE] = "routers, `conv1d`"
+    cells[MIXTURE] = "routers, convolutions"
     lines = [[kind, ", ".join(names), cells.get(kind, "")] for kind, names in types.items()]
     heads = ["Models", "Model types that run", "Stays as merged, with embeddings and heads"]
     largest = max((row[4] for row in rows), key=float)
