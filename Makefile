@@ -81,6 +81,7 @@ docs: $(DOCS)/.installed ## build the documentation in site/; a warning is an er
 	$(DOCS)/bin/python scripts/check_site.py site
 
 build: $(VENV)/.installed ## build sdist and wheel in dist/ and test their installation
+	$(PYTHON) scripts/check_release.py
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist suites

@@ -18,6 +18,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from check_release import PLACEHOLDER
+
 ROOT = Path(__file__).resolve().parent.parent
 DRY_RUN = ("method=featcal", "modelpool=clip-vit-base-patch32_TA8", "dry_run=true")
 BUNDLED = ("method=featcal", "modelpool=clip-vit-mini_TA6")
@@ -25,7 +27,6 @@ PLUGIN, SUITES = "fusion_bench_featcal", "fusion_bench_featcal_suites"
 HYDRA_PLUGIN = f"hydra_plugins/{PLUGIN}/__init__.py"
 MOST_MB = {PLUGIN: 1, SUITES: 90}
 EXAMPLE_ADDRESS = re.compile(rb"https?://[\w.-]*\bexample\.(?:com|net|org)[^\s\"')>\]]*")
-PLACEHOLDER = b"https://example.org/fusion_bench_featcal"  # the repository's, in pyproject.toml
 FOLDERS = """
 import json
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -103,7 +104,7 @@ def check_sdist(sdist: Path) -> None:
 def check_addresses(place: str, content: bytes) -> None:
     """Check that no example address but the repository's placeholder is published."""
     for address in EXAMPLE_ADDRESS.findall(content):
-        if not address.startswith(PLACEHOLDER):
+        if not address.decode().startswith(PLACEHOLDER):
             sys.exit(f"{place} has the address {address.decode()}")
 
 
