@@ -12,6 +12,7 @@ import yaml
 from configs import REPOSITORY
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
+from reports import featcal
 
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.suites import paths
@@ -59,7 +60,11 @@ def test_a_tagged_commit_with_the_placeholder_is_no_release(tmp_path: Path):
 
 
 def test_versions_agree():
-    assert CITATION["version"] == __version__
-    assert re.findall(r"version = \{(.+)\}", CITING) == [__version__]
+    """The command, both distributions, the pin of the suites, and both citations."""
+    folders = REPOSITORY, REPOSITORY / "suites"
+    versions = [ProjectMetadata(str(folder), PluginManager()).version for folder in folders]
+    bibtex = re.findall(r"version = \{(.+)\}", CITING)
+    command = featcal("--version").out.strip().removeprefix("featcal ")
+    assert [command, CITATION["version"], *versions, *bibtex] == [__version__] * 5
     extra = PROJECT["project"]["optional-dependencies"]["suites"]
     assert extra == [f"{paths.PACKAGE}=={__version__}"]
