@@ -161,12 +161,28 @@ def mixtures() -> str:
     return f"{grouped}\n\nLargest distance to the slow references: {largest}. {versions}."
 
 
+def coverage() -> str:
+    """Return how often intervals hold, the lowest and the highest figure of each kind."""
+    text = (ROOT / "benchmarks" / "results" / "interval_coverage.md").read_text(encoding="utf-8")
+    lines = text.partition("\n## ")[0].splitlines()
+    head, _, *rows = (line[2:-2].split(" | ") for line in lines if line.startswith("|"))
+    cells: dict[str, list[list[str]]] = {}
+    for kind, _, *figures in rows:
+        cells.setdefault(kind, []).append(figures)
+    ranges = [
+        [kind, *(f"{min(of, key=float)} to {max(of, key=float)}" for of in zip(*rows, strict=True))]
+        for kind, rows in cells.items()
+    ]
+    return table([head[0], *head[2:]], ranges)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     **RESULT_PARTS,
     "paper-commands": paper_commands,
     "paper-averages": paper_averages,
     "model-types": model_types,
     "mixtures": mixtures,
+    "coverage": coverage,
     "calibrate-options": options_table,
     "settings": settings_table,
 }

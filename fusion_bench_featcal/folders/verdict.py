@@ -11,7 +11,7 @@ from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.tasks import FEW_ROWS
 from fusion_bench_featcal.results.notes import Note
-from fusion_bench_featcal.results.statistics import student
+from fusion_bench_featcal.results.statistics import OF_DIFFERENCES, student
 
 _WORSE = 0.1
 """Smallest excess loss of an expert over the merged model. An expert may use other words."""
@@ -28,6 +28,13 @@ class Mean(NamedTuple):
         """Return the mean of float64 values, `[rows]`."""
         half = student(values.numpy())[0] if len(values) > 1 else math.inf
         return cls(float(values.mean()), half)
+
+    @classmethod
+    def of_flags(cls, before: Tensor, after: Tensor) -> "Mean":
+        """Return the mean rise of flags, bool `[rows]`, in points."""
+        values = after.double() - before.double()
+        half = student(values.numpy(), OF_DIFFERENCES)[0] if len(values) > 1 else math.inf
+        return cls(100 * float(values.mean()), 100 * half)
 
     @property
     def is_above(self) -> bool:
@@ -63,7 +70,7 @@ class TaskChange(NamedTuple):
         """Compare the scores of two models on the same rows."""
         accuracy = None
         if before.correct is not None and after.correct is not None:
-            accuracy = Mean.of(100 * (after.correct.double() - before.correct.double()))
+            accuracy = Mean.of_flags(before.correct, after.correct)
         return cls(len(after.losses), Mean.of(after.losses - before.losses), accuracy)
 
     @property

@@ -1,9 +1,12 @@
-"""Differences between rows with 95 % intervals: over test items by exact variances, over seeds.
+"""Differences between rows with 95 % intervals: over test items, and over seeds.
 
 Two rows answer the same items, so their flags are paired. The average over tasks of paired means
 has the variance `sum_t var(d_t) / n_t / T^2`, with `d_t` the items' differences (each a mean over
-the seeds), `n_t` items and `T` tasks. From three seeds on, Student's interval over them is added:
-half of the interval is the root of the sum of squares of both halves.
+the seeds), `n_t` items and `T` tasks. `var` has half an item more for each row, which that row
+alone has right: without them intervals are too narrow where few items differ. That of a row's own
+value has two items right and two wrong more (Agresti and Coull, 1998). From three seeds on,
+Student's interval over them is added: half of the interval is the root of the sum of squares of
+both halves. `benchmarks/interval_coverage.py` simulates how often they hold.
 """
 
 import math
@@ -22,6 +25,8 @@ LEVEL = 0.95
 NORMAL = 1.959964  # quantile of the normal distribution for 95 %
 LEAST_SEEDS = 3
 """Smallest number of seeds with an interval. Student's interval of two is 12.7 standard errors."""
+OF_DIFFERENCES, _OF_VALUES = {-1.0: 0.5, 1.0: 0.5}, {0.0: 2.0, 1.0: 2.0}
+"""Value -> number of items that the variance of differences of flags, or of flags, has more."""
 
 BySeed = Mapping[Any, Mapping[str, NDArray[Any]]]
 """Seed -> task -> flags per test item `[items]`, or one value `[1]` of a whole test set. The seed
@@ -59,7 +64,7 @@ def difference(row: BySeed, other: BySeed) -> Difference | None:
         return None
     gains = _paired([_of_seed(row, s) for s in seeds], [_of_seed(other, s) for s in seeds])
     value, count = float(np.mean([gain.mean() for gain in gains])), len(seeds)
-    half, p_seeds = _interval(gains)
+    half, p_seeds = _interval(gains, OF_DIFFERENCES)
     if count == 2 or half is None:
         return Difference(value, None, count, None)
     items = [gain.mean(axis=0) for gain in gains]
@@ -69,22 +74,33 @@ def difference(row: BySeed, other: BySeed) -> Difference | None:
     return Difference(value, half, count, max(p, p_seeds, p_sign))
 
 
-def _interval(values: Sequence[NDArray[Any]]) -> tuple[float | None, float]:
+def _interval(
+    values: Sequence[NDArray[Any]], added: Mapping[float, float]
+) -> tuple[float | None, float]:
     """Return half of the 95 % interval of the average over tasks, and the p-value over seeds.
 
     Args:
         values: For each task `[seeds, items]`, or `[seeds, 1]` of a whole test set.
+        added: Value -> number of items of this value that the variance has more.
     """
     seeds, has_items = len(values[0]), all(value.shape[1] > 1 for value in values)
     if not has_items and seeds < LEAST_SEEDS:
         return None, 0.0
     items = [value.mean(axis=0) for value in values] if has_items else []
-    variance = sum(item.var(ddof=1) / item.size for item in items)
+    variance = sum(_variance(item, added) for item in items)
     half, p_seeds = NORMAL * math.sqrt(variance) / len(values), 0.0
     if seeds >= LEAST_SEEDS:
         of_seeds, p_seeds = student(np.mean([value.mean(axis=1) for value in values], axis=0))
         half = math.hypot(half, of_seeds)
     return half, p_seeds
+
+
+def _variance(items: NDArray[Any], added: Mapping[float, float]) -> float:
+    """Return the variance of the mean of items, with further ones by value and number."""
+    values = np.append(items, [*added])
+    weights = np.append(np.ones(items.size), [*added.values()])
+    mean = np.average(values, weights=weights)
+    return float(np.average((values - mean) ** 2, weights=weights) / weights.sum())
 
 
 def halves(row: BySeed) -> dict[str, float]:
@@ -98,7 +114,7 @@ def halves(row: BySeed) -> dict[str, float]:
     values = {task: np.stack([of[task] for of in draws]).astype(float) for task in shared}
     parts = {task: [value] for task, value in values.items()}
     parts |= {AVERAGE: [*values.values()]} if values else {}
-    intervals = {name: _interval(part)[0] for name, part in parts.items()}
+    intervals = {name: _interval(part, _OF_VALUES)[0] for name, part in parts.items()}
     return {name: half for name, half in intervals.items() if half is not None}
 
 
@@ -108,17 +124,21 @@ def common_seeds(row: BySeed, other: BySeed) -> list[object]:
     return sorted(seeds, key=str)
 
 
-def student(values: Sequence[float] | NDArray[Any]) -> tuple[float, float]:
+def student(
+    values: Sequence[float] | NDArray[Any], added: Mapping[float, float] | None = None
+) -> tuple[float, float]:
     """Return half of Student's 95 % interval of the mean of draws, and the p-value of its t test.
 
     Args:
         values: Two or more draws.
+        added: As in `OF_DIFFERENCES`, for differences of flags.
     """
     from scipy import stats  # slow to import
 
-    count, error = len(values), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    count, mean = len(values), float(np.mean(values))
+    variance = _variance(np.asarray(values), added) if added else np.var(values, ddof=1) / count
+    error = math.sqrt(variance)
     half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
-    mean = float(np.mean(values))
     p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
     return half, p
 

@@ -46,8 +46,9 @@ def test_an_expert_that_loses_to_the_merged_model_is_noted(losses, right, is_wea
 MERGED = noisy(1.0, 10)
 # A mean of -0.005 with a standard error of 0.005.
 UNCLEAR = score(0.99 + NOISE + 0.1 * (torch.arange(20) == 0), 0)
-# The half interval of four more right of twenty, by Student's t of 19 degrees of freedom.
-HALF = 100 * 2.0930240544 * float(((torch.arange(20) // 4) == 2).double().std()) / 20**0.5
+# The half interval of four more right of twenty, by Student's t of 19 degrees of freedom, with half
+# a row more for each model.
+HALF = 100 * 2.0930240544 * ((5 / 21 - (4 / 21) ** 2) / 21) ** 0.5
 MORE_RIGHT = f"accuracy +20.0 ± {HALF:.1f} points, loss -0.250 ± 0.000"
 
 
@@ -58,7 +59,7 @@ MORE_RIGHT = f"accuracy +20.0 ± {HALF:.1f} points, loss -0.250 ± 0.000"
         (MERGED, MERGED, True, "; within the 95 % interval: a", "loss +0.000 ± 0.000"),
         (MERGED, noisy(math.nan), False, "on 0 of 1 task by Student's 95 % interval; worse: a "
          "(loss +nan). Try", "+nan"),
-        (noisy(1.0, 15), noisy(0.9, 5), False, "; worse: a (accuracy -50.0 ± 24.0", "-50.0"),
+        (noisy(1.0, 15), noisy(0.9, 5), False, "; worse: a (accuracy -50.0 ± 24.9", "-50.0"),
         (noisy(1.0), noisy(1.1), False, "; worse: a (loss +0.100 ± 0.000). Try this.", "+0.100"),
         (noisy(1.0), UNCLEAR, True, "within the 95 % interval: a", "loss -0.005 ± 0.010"),
         (score([1.0], 0), score([0.5], 0), True, "too few rows to compare (below 5): a (1 row)",

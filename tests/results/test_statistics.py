@@ -7,6 +7,7 @@ from typing import Any
 import check_statistics
 import numpy as np
 import pytest
+from interval_coverage import difference_holds
 from reports import featcal, leave_rows, leave_run, rows_of
 
 from fusion_bench_featcal.results.statistics import difference
@@ -62,6 +63,15 @@ def test_half_of_the_intervals_cover_the_truth_as_often_as_they_say() -> None:
         result: Any = difference(row, merged)
         covered += abs(result.value - 0.1) <= result.half
     assert abs(covered / draws - 0.95) < 4 * (0.95 * 0.05 / draws) ** 0.5
+
+
+@pytest.mark.parametrize("tasks", [1, 6])
+@pytest.mark.parametrize("change", [(0.03, 0.01), (0.01, 0.003)])
+def test_intervals_hold_where_few_of_fifty_items_differ(tasks: int, change: Any) -> None:
+    """Without the added items they held in 48 and 78 % on one task, and in 93 % on six."""
+    random = np.random.default_rng(1)
+    held = sum(difference_holds(random, 50, change, tasks, 1) for _ in range(400))
+    assert held / 400 > 0.95
 
 
 def test_rows_are_compared_over_the_seeds_that_both_have(tmp_path: Path) -> None:
