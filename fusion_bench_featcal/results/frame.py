@@ -12,7 +12,7 @@ from fusion_bench_featcal.errors import ReportError
 
 from .columns import AVERAGE, COST, OF_ROWS, of_setting, of_value
 from .joining import SAMPLES, Results, as_key, label
-from .run import ACCURACY, BASE, EXPERTS, OF_TESTS, Row, grouped, with_average
+from .run import ACCURACY, BASE, EXPERTS, OF_TESTS, TASK_ID, Row, grouped, with_average
 from .statistics import BySeed, Difference, common_seeds, difference, halves
 
 LEAST_GAP = 0.01
@@ -73,6 +73,12 @@ class FrameLine:
     def cost(self) -> dict[str, float]:
         """Means over the seeds of what all rows measured."""
         return _means([row.cost for row in self.rows])
+
+    @property
+    def needs_task_id(self) -> bool | None:
+        """Whether inference needs the task of each input, or None if it is unknown."""
+        value = self.cost.get(TASK_ID)
+        return None if value is None else bool(value)
 
     @property
     def samples(self) -> str:
@@ -164,9 +170,9 @@ class Frame:
         return [task for task in tasks if task != AVERAGE]
 
     @property
-    def lower_is_better(self) -> bool:
-        """True for losses and the like."""
-        return any(word in self.metric for word in _LOWER)
+    def sign(self) -> int:
+        """1 if higher values are better, -1 for losses and the like."""
+        return -1 if any(word in self.metric for word in _LOWER) else 1
 
     def by_suite(self) -> dict[str, "Frame"]:
         """Return suite -> the part of the frame, with the settings that differ in it."""
@@ -208,7 +214,7 @@ def frame_of(results: Results, metric: str | None = None) -> Frame:
             f"--metric: no row has {metric!r}; there are {', '.join(results.metrics) or 'none'}"
         )
     lines = [line for line in _lines(results, metric) if line.values or not results.metrics]
-    sign = -1 if Frame(metric, ()).lower_is_better else 1
+    sign = Frame(metric, ()).sign
     return Frame(metric, [_compared(line, lines, sign) for line in lines], results.labels)
 
 

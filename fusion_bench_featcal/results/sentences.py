@@ -1,20 +1,19 @@
 """Sentences on the frame of results: verdicts, the meaning of columns, and notes."""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from fusion_bench_featcal.errors.plurals import counted
 
 from .frame import LEAST_GAP, Frame, FrameLine
+from .leaders import leaders
 from .notes import WARNING, Note, sentences_of
 from .run import (
     ACCURACY,
     DRIFT,
     EXPERTS,
-    FEATCAL,
-    FEATCAL_PLUS,
     INPUTS,
     REFERENCES,
-    TASK_ID,
     grouped,
     label_texts,
 )
@@ -27,31 +26,31 @@ RARELY = 0.1
 
 
 def verdicts(frame: Frame, notes: Iterable[Note]) -> list[str]:
-    """Return the verdicts of the runs, or else a sentence on each FeatCal row and merger.
+    """Return the verdicts of the runs, and the best row of each suite with several.
 
-    Without such a row, it is on every row made from a merged model.
+    Without verdicts of runs, a single repair of a suite is compared with its merged model.
     """
     of_runs = [note for note in notes if note.is_conclusion]
+    best = leaders(frame)
     if of_runs:
-        return sentences_of(of_runs)
-    compared = [line for line in frame.lines if line.gain]
-    product = [line for line in compared if line.first.name in (FEATCAL, FEATCAL_PLUS)]
-    alike = grouped(
-        product or compared, lambda line: (line.first.suite, line.first.merger, line.first.name)
-    )
-    several = len(frame.by_suite()) > 1
-    return [
-        f"verdict{f' on {suite}' * several}: {_verdict(lines, frame)}"
-        for (suite, *_), lines in alike.items()
-    ]
+        return [*sentences_of(of_runs), *chain(*best.values())]
+    texts = list[str]()
+    for suite, part in frame.by_suite().items():
+        compared = [line for line in part.lines if line.gain]
+        on = f" on {suite}" if len(frame.by_suite()) > 1 else ""
+        texts += best.get(suite) or [
+            f"verdict{on}: {_verdict(lines, frame)}"
+            for lines in grouped(compared, lambda of: (of.first.merger, of.first.name)).values()
+        ]
+    return texts
 
 
 def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
     """Write how a row compares with its merged model, at one point or over all."""
-    unit, row, sign = Unit.of(frame.metric), lines[0].first, -1 if frame.lower_is_better else 1
+    unit, row = Unit.of(frame.metric), lines[0].first
     points = "points" if frame.metric == ACCURACY else f"in {frame.metric}"
     ordered = sorted(
-        (sign * of.gain.value, n, of.gain, of) for n, of in enumerate(lines) if of.gain
+        (frame.sign * of.gain.value, n, of.gain, of) for n, of in enumerate(lines) if of.gain
     )
     ends = [(unit.difference(gain), of) for *_, gain, of in (ordered[0], ordered[-1])]
     if len(lines) > 1:
@@ -91,7 +90,7 @@ def legend(frame: Frame) -> list[str]:
         "share: of the gap from merged to experts; worst task: least share, its value": has_shares,
         "worst task: least gain, its value": has_worst,
         "task id: inference needs the task of each input":
-            any(line.cost.get(TASK_ID) for line in of_lines),
+            any(line.needs_task_id for line in of_lines),
         f"samples per task: {samples}": samples,
     }  # fmt: skip
     return [text for text, applies in meanings.items() if applies]

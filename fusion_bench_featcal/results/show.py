@@ -13,7 +13,7 @@ from .frame import Frame, FrameLine, frame_of
 from .joining import Results, join
 from .lines import LINES_FILE, RUN_FILE, csv_of, csv_text
 from .notes import Note
-from .run import TASK_ID, Run, short_label
+from .run import Run, short_label
 from .sentences import sentences, verdicts
 from .statistics import Difference
 from .tables import ABSENT, Table, Unit, console, page, print_lines, share_text
@@ -64,7 +64,7 @@ def _with_names(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
         ("MiB", lambda of: _cost(of, "peak_rss_bytes", _MIB, ".0f")),
         ("GPU\nMiB", lambda of: _cost(of, "peak_accelerator_bytes", _MIB, ".0f")),
         ("GPU\nWh", lambda of: _cost(of, "gpu_energy_wh", 1, ".3g")),
-        ("task\nid", lambda of: _yes(of.cost.get(TASK_ID))),
+        ("task\nid", lambda of: _yes(of.needs_task_id)),
     ]
     columns += [(names[t], lambda of, t=t: unit.value(of.values.get(t))) for t in frame.tasks]
     cells = [(head, [cell(line) for line in frame.lines]) for head, cell in columns]
@@ -73,7 +73,7 @@ def _with_names(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
          [str(line.first.labels.get(key, ABSENT)) for line in frame.lines])
         for key in frame.labels
     ]  # fmt: skip
-    cells = [*settings, *((head, of) for head, of in cells if {*of} - {ABSENT, _yes(0)})]
+    cells = [*settings, *((head, of) for head, of in cells if {*of} - {ABSENT, _yes(False)})]
     title = f"{suite}: {frame.metric}{', %' if unit.factor == 100 else ''}"
     lines = [(heading_of(of), [texts[n] for _, texts in cells]) for n, of in enumerate(frame.lines)]
     heads = [head for head, _ in cells]
@@ -95,7 +95,7 @@ def worst_text(line: FrameLine, names: Mapping[str, str], unit: Unit) -> str:
     return " ".join(text for text in texts if text != ABSENT)
 
 
-def _yes(value: float | None) -> str:
+def _yes(value: bool | None) -> str:
     return ABSENT if value is None else "yes" if value else "no"
 
 

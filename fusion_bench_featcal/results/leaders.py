@@ -1,0 +1,123 @@
+"""The first sentence of a report: the best row, its lead, and the tasks on which it is worse."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from fusion_bench_featcal.errors.plurals import counted
+
+from .columns import AVERAGE
+from .frame import Frame, FrameLine, paired, share_tests
+from .run import ACCURACY, REFERENCES, label_texts
+from .statistics import BySeed, Difference, difference
+from .tables import Unit
+
+
+def leaders(frame: Frame) -> dict[str, list[str]]:
+    """Return suite -> a sentence on its best row, in a sweep for each of its points.
+
+    Where only some rows need the task of each input, it is on the best of both kinds. Base and
+    experts do not take part. Suites with a single repair and its merged model are left out.
+    """
+    suites, texts = frame.by_suite(), dict[str, list[str]]()
+    for suite, part in suites.items():
+        for point, lines in _points(part):
+            place = ", ".join([suite] * (len(suites) > 1) + label_texts(point))
+            place = f" ({place})" if place else ""
+            one_model = [line for line in lines if not line.needs_task_id]
+            with_task_id = [line for line in lines if line.needs_task_id]
+            if one_model and with_task_id:
+                lead = _Lead.of(one_model, part)
+                second = _Lead(with_task_id[0], lead.line, part)
+                text = f"best one model{place}: {lead.text}; best with task id: {second.text}"
+            elif len(lines) > 2 or (len(lines) == 2 and not any(line.gain for line in lines)):
+                text = f"best{place}: {_Lead.of(lines, part).text}"
+            else:
+                continue
+            texts.setdefault(suite, []).append(text)
+    return texts
+
+
+def _points(frame: Frame) -> Iterator[tuple[Mapping[str, object], list[FrameLine]]]:
+    """Yield the labels of each point, and its models of equal tests from the best to the worst."""
+    lines = [of for of in frame.lines if of.values and of.first.name not in REFERENCES]
+    points = list[Mapping[str, object]]()
+    for line in sorted(lines, key=lambda line: -len(line.first.labels)):
+        # A row without a setting is a row of all its values.
+        if not any(line.first.labels.items() <= point.items() for point in points):
+            points.append(line.first.labels)
+    lines.sort(key=lambda line: -frame.sign * line.values[AVERAGE])
+    for point in points:
+        labels = [line.first.labels.items() for line in lines]
+        here = [line for line, of in zip(lines, labels, strict=True)
+                if all(point.get(key, value) == value for key, value in of)]  # fmt: skip
+        models = dict[object, FrameLine]()
+        for line in (line for line in here if share_tests(line, here[0])):
+            # An upstream merger may be the repair of another one.
+            models.setdefault((line.first.name, *line.values.items()), line)
+        yield point, [*models.values()]
+
+
+class _Lead(NamedTuple):
+    """A row compared with another one."""
+
+    line: FrameLine
+    other: FrameLine | None
+    frame: Frame
+
+    @classmethod
+    def of(cls, lines: Sequence[FrameLine], frame: Frame) -> "_Lead":
+        """Compare the first two rows, the better over their common seeds with the other."""
+        lead = cls(lines[0], lines[1] if len(lines) > 1 else None, frame)
+        if lead.other and lead.gain and frame.sign * lead.gain.value < 0:
+            return cls(lead.other, lead.line, frame)
+        return lead
+
+    @property
+    def gain(self) -> Difference | None:
+        """The difference, or None without another row or a common seed."""
+        return difference(*paired(self.line, self.other)) if self.other else None
+
+    @property
+    def text(self) -> str:
+        """Names of both rows, difference with interval, and the tasks on which the row is worse."""
+        name, gain = self._name(self.line), self.gain
+        if self.other is None:
+            return name
+        other = self._name(self.other)
+        if gain is None:
+            return f"{name} (no seed in common with {other})"
+        points = "points" if self.frame.metric == ACCURACY else f"in {self.frame.metric}"
+        points = f"{Unit.of(self.frame.metric).difference(gain)} {points}"
+        if gain.half is not None and abs(gain.value) <= gain.half:
+            text = f"{name} and {other} tie ({points}), the first"
+        else:
+            text = f"{name}, {points} {'over' if gain.value > 0 else 'from'} {other}"
+            text += f" ({counted(gain.seeds, 'seed')}, no interval)" * (gain.half is None) + ","
+        return f"{text} {self._worse(self.line, self.other)}"
+
+    def _worse(self, line: FrameLine, other: FrameLine) -> str:
+        """Write on how many tasks a row is worse in the table's digits, and on which most."""
+        unit, sign, pair = Unit.of(self.frame.metric), self.frame.sign, paired(line, other)
+        tasks = [task for task in line.values if task != AVERAGE]
+        gains = {task: difference(*(_task(row, task) for row in pair)) for task in tasks}
+        worse = {
+            task: gain
+            for task, gain in gains.items()
+            if gain and sign * round(unit.factor * gain.value, unit.digits) < 0
+        }
+        if not worse:
+            return "worse on no task"
+        task = min(worse, key=lambda task: sign * worse[task].value)
+        text = f"{task} ({unit.difference(worse[task])})"
+        if len(worse) == 1:
+            return f"worse on {text}"
+        return f"worse on {len(worse)} of {len(gains)} tasks, most on {text}"
+
+    def _name(self, line: FrameLine) -> str:
+        """Return a row's name, with its merger if several have a row of this name."""
+        rows = [of.first for of in self.frame.lines if of.first.name == line.first.name]
+        return line.first.title if len({row.merger for row in rows}) > 1 else line.first.name
+
+
+def _task(row: BySeed, task: str) -> BySeed:
+    return {seed: {task: values[task]} for seed, values in row.items()}
