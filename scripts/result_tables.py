@@ -296,6 +296,7 @@ def rows_figure() -> str:
             panels.setdefault(title, {})[REAL[suite].split(",")[0]] = at
     figure = curves(panels, "block", "median over modules")
     figure.axes[0].set_yscale("log")
+    figure.axes[0].yaxis.set_major_formatter("{x:g}")
     return svg(figure)
 
 
@@ -307,7 +308,7 @@ def accuracies_figure() -> str:
         for line in frame_of(results_of(suite)).lines:
             if line.first.name in DRAWN_ROWS:
                 rows[DRAWN_ROWS[line.first.name]][category] = estimate_of(line)
-    return svg(dots({"": rows}, "average accuracy, % (bars: 95 % interval)"))
+    return svg(dots({"": rows}, "average accuracy, %\nbars: 95 % interval"))
 
 
 def diagnosis_part() -> str:

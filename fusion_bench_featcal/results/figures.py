@@ -1,7 +1,8 @@
 """Figures in matplotlib: values by category, and curves along an axis.
 
-References and FeatCal's rows have fixed looks, FeatCal's the strongest, and other rows the next of
-a list. Figures have a white background. matplotlib comes with the extra `lab` and is only imported
+Marks of all rows have equal areas and lines, and are hollow, so that intervals are visible in front
+of them. References and FeatCal's rows have fixed colours and shapes, and other rows the next of a
+list. Figures have a white background. matplotlib comes with the extra `lab` and is only imported
 for drawing.
 """
 
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import prepare_directory, write_atomic
@@ -29,12 +32,16 @@ if TYPE_CHECKING:
 
 _INK, _GREY = "#222222", "#8c8c8c"
 _LOOKS = {
-    "base": ("#a6a6a6", "x", 5), "experts": ("#595959", "*", 9), MERGED: (_GREY, "s", 5),
-    "featcal": ("#0072b2", "o", 8), "featcal_plus": ("#d01c1f", "D", 8),
+    "base": ("#7a7a7a", "X"), "experts": (_INK, "P"), MERGED: ("#6b6b6b", "s"),
+    "featcal": ("#0072b2", "o"), "featcal_plus": ("#c2410c", "D"),
 }  # fmt: skip
-"""Colour, mark and size of rows. Marks differ, too, for readers with colour blindness."""
-_OTHER_COLOURS = ("#66b399", "#d9a5c3", "#e3b45c", "#a48dc2", "#b8a07e")
-_OTHER_MARKS = ("<", "h", "p", "v", "^", "P")
+"""Colour and shape of rows. Shapes differ, too, for readers with colour blindness."""
+_OTHER_COLOURS = ("#00795c", "#a03c78", "#8a6100", "#5b4db1", "#00798c")
+_OTHER_MARKS = ("^", "v", "<", ">", "p", "h")
+_SIZES = (
+    dict.fromkeys("sD", 5.3) | {"o": 6.0} | dict.fromkeys("phPX", 6.8) | dict.fromkeys("^v<>", 7.0)
+)
+"""Sizes of marks with nearly equal areas."""
 _STYLE: dict[Any, Any] = {
     "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": _GREY,
@@ -46,6 +53,7 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "featcal",  # equal figures give equal files
 }  # fmt: skip
+_BARS: dict[str, Any] = {"elinewidth": 1.1, "capsize": 2, "barsabove": True}
 
 
 class ErrorBar(NamedTuple):
@@ -66,7 +74,7 @@ def figures_of(frame: Frame) -> "dict[str, Figure]":
     """
     metric, suites = frame.metric, frame.by_suite()
     unit = f"{metric}, %" if Unit.of(metric).factor == 100 else metric
-    bars = " (bars: 95 % interval)" * any(line.halves for line in frame.lines)
+    bars = "\nbars: 95 % interval" * any(line.halves for line in frame.lines)
     figures: dict[str, Figure] = {}
     for suite, part in suites.items() if frame.tasks else ():
         ending = f"-{suite}" if len(suites) > 1 else ""
@@ -80,13 +88,20 @@ def figures_of(frame: Frame) -> "dict[str, Figure]":
 
 
 def _by_task(frame: Frame) -> Panels:
-    """Return the values of a suite's rows, a panel for each merger."""
-    panels, mergers = dict[str, Any](), dict.fromkeys(of.first.merger for of in frame.lines)
-    for merger in [name for name in mergers if name] or [""]:
-        for line in (of for of in frame.lines if of.first.merger in (merger, "")):
+    """Return the values of a suite's rows, a panel for each merger with repairs.
+
+    Mergers without repairs are rows of every panel. The base is left out, because it is so far
+    below the others that their differences would be invisible.
+    """
+    lines = [line for line in frame.lines if line.first.name != BASE] or frame.lines
+    repaired = dict.fromkeys(line.first.merger for line in lines if line.first.is_repair)
+    panels = dict[str, Any]()
+    for merger in repaired or [""]:
+        for line in (of for of in lines if of.first.merger not in repaired.keys() - {merger}):
             tasks = (task for task in (AVERAGE, *frame.tasks) if task in line.values)
             values = {task: estimate_of(line, task) for task in tasks}
-            panels.setdefault(merger, {})[name_of(line)] = values
+            name = name_of(line) if line.first.merger in repaired else line.first.name
+            panels.setdefault(merger, {})[name] = values
     return panels
 
 
@@ -98,7 +113,8 @@ def estimate_of(line: FrameLine, task: str = AVERAGE) -> ErrorBar:
 
 def name_of(line: FrameLine) -> str:
     """Return a row's name in figures."""
-    return MERGED if line.is_merged else line.first.name
+    name = MERGED if line.is_merged else line.first.name
+    return f"{name} (task id)" if line.needs_task_id else name
 
 
 def _along(frame: Frame, key: str) -> Panels:
@@ -151,16 +167,17 @@ def dots(panels: Panels, label: str) -> "Figure":
     """
     categories = _names(values for rows in panels.values() for values in rows.values())
     styles = marks(_names(panels.values()))
-    height = 0.5 + len(categories) * (0.2 + 0.11 * max(map(len, panels.values())))
-    figure, grid = _frame(panels, (2.8, height), label)
+    height = 0.5 + len(categories) * (0.2 + 0.13 * max(map(len, panels.values())))
+    figure, grid = _frame(panels, (2.75, height), label)
     for axes, rows in zip(grid, panels.values(), strict=True):
         for number, (row, values) in enumerate(rows.items()):
             shift = 0.7 * ((number + 0.5) / len(rows) - 0.5)
             heights = [categories.index(name) + shift for name in values]
             means, halves = ([part[n] for part in values.values()] for n in (0, 1))
-            axes.errorbar(means, heights, xerr=_bars(halves), elinewidth=1.3, linestyle="none",
+            axes.errorbar(means, heights, xerr=_bars(halves), linestyle="none", **_BARS,
                           **styles[row])  # fmt: skip
         axes.grid(visible=False, axis="y")
+    _begin(grid, label)
     grid[0].set_yticks(range(len(categories)), categories)
     grid[0].set_ylim(len(categories) - 0.5, -0.5)
     _legend(figure, styles, "none")
@@ -184,11 +201,23 @@ def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> 
     for axes, rows in zip(grid, panels.values(), strict=True):
         for row, values in rows.items():
             means, halves = ([part[n] for part in values.values()] for n in (0, 1))
-            axes.errorbar(list(values), means, yerr=_bars(halves), elinewidth=1.3, linewidth=1.5,
-                          linestyle=line, **styles[row])  # fmt: skip
+            axes.errorbar(list(values), means, yerr=_bars(halves), linewidth=1.5, linestyle=line,
+                          **_BARS, **styles[row])  # fmt: skip
         _scale(axes, _names(rows.values()))
     _legend(figure, styles, line)
     return figure
+
+
+def _begin(grid: "Sequence[Axes]", label: str) -> None:
+    """Give all panels one horizontal axis, which begins a little below all values and says so."""
+    ends = np.concatenate([np.asarray(line.get_xdata()) for of in grid for line in of.get_lines()])
+    lowest, highest = float(ends.min()), float(ends.max())
+    step = 10 ** math.floor(math.log10(highest - lowest or 1)) / 5
+    start = step * math.floor(lowest / step)
+    for axes in grid:
+        axes.set_xlim(start, highest + 0.03 * (highest - start or 1))
+        if start > 0:
+            axes.set_xlabel(f"{label}\naxis begins at {start:g}")
 
 
 def _bars(halves: Sequence[float]) -> Sequence[float] | None:
@@ -208,13 +237,12 @@ def _scale(axes: "Axes", positions: Sequence[Any]) -> None:
 
 def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the look of each row, as keywords of `Axes.plot`."""
-    others = zip(cycle(_OTHER_COLOURS), cycle(_OTHER_MARKS), cycle([5]), strict=False)
+    others = zip(cycle(_OTHER_COLOURS), cycle(_OTHER_MARKS), strict=False)
     styles: dict[str, dict[str, object]] = {}
     for name in names:
-        colour, mark, size = _LOOKS[name] if name in _LOOKS else next(others)
-        styles[name] = {"color": colour, "marker": mark, "markersize": size,
-                        "markeredgewidth": 1.6 if mark == "x" else 0.0,
-                        "zorder": 3 if size == 8 else 2}  # fmt: skip
+        colour, mark = _LOOKS[name] if name in _LOOKS else next(others)
+        styles[name] = {"color": colour, "marker": mark, "markersize": _SIZES[mark],
+                        "markerfacecolor": "white", "markeredgewidth": 1.1}  # fmt: skip
     return styles
 
 
@@ -233,7 +261,7 @@ def _frame(
         raise ReportError("there is nothing to draw")
     across = min(3, len(panels))
     down = math.ceil(len(panels) / across)
-    figure = Figure(figsize=(1.3 + size[0] * across, 0.5 + size[1] * down))
+    figure = Figure(figsize=(1.1 + size[0] * across, 0.5 + size[1] * down))
     grid = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
     for axes in grid[len(panels) :]:
         axes.remove()

@@ -99,12 +99,32 @@ def test_the_page_has_the_table_a_figure_and_links(written: Any) -> None:
 def test_figures_have_the_tables_numbers(written: Any, tmp_path: Path) -> None:
     figures = figures_of(frame_of(join_folders([written[0] / "runs"])))
     points = drawn_points(figures["accuracy"])
-    assert list(points) == ["base", "experts", "merged", "featcal"]
+    assert list(points) == ["experts", "merged", "featcal"]
     assert points["featcal"][:, 0] == pytest.approx([75.0] * 3)  # cars, dtd and their average
     figures = figures_of(frame_of(join_folders([leave_cells(tmp_path)])))
     points = drawn_points(figures["accuracy-samples_per_task"])
     assert points["featcal"].ravel() == pytest.approx([8, 62.8, 64, 68.4])
     assert points["experts"].ravel() == pytest.approx([8, 90, 64, 90])
+
+
+def test_marks_of_all_rows_weigh_the_same_and_the_axis_begins_below_the_least(tmp_path) -> None:
+    """Mergers without repairs are rows of the panel, and the base is left out."""
+    cost = {"task_id_at_inference": 1.0}
+    leave_rows(tmp_path / "a", {"base": 0.1, "experts": 0.9, "ties": 0.62, "featcal": 0.8})
+    leave_rows(tmp_path / "b", {"surgery": 0.7}, cost=cost)
+    leave_run(tmp_path / "c", {"regmean": 0.65}, merger="regmean", suite="toy", items=False)
+    figure = figures_of(frame_of(join_folders([tmp_path])))["accuracy"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["ties"]
+    assert list(drawn_points(figure)) == [
+        "experts", "merged", "featcal", "surgery (task id)", "regmean"
+    ]  # fmt: skip
+    axes: Any = figure.axes[0]
+    assert axes.get_xlim()[0] == 62.0
+    assert axes.get_xlabel() == "accuracy, %\naxis begins at 62"
+    marks = [bars.lines[0] for bars in axes.containers]
+    assert {mark.get_markerfacecolor() for mark in marks} == {"white"}
+    assert {(mark.get_markeredgewidth(), mark.get_alpha()) for mark in marks} == {(1.1, None)}
+    assert all(5 < mark.get_markersize() <= 7 for mark in marks)
 
 
 def test_names_of_users_are_text(tmp_path: Path) -> None:
