@@ -23,7 +23,9 @@ def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.Monkey
     first.add(x[:4], y[:4])
     second.add(x[4:], y[4:])
     expected = x.T @ x, y.T @ x, x.sum(0), y.sum(0), torch.tensor(9.0, dtype=torch.float64)
-    for sums in (whole.mirrored(), first.mirrored() + second.mirrored()):
+    both = first.mirrored()
+    both += second.mirrored()
+    for sums in (whole.mirrored(), both):
         for pair in zip(sums.tensors(), expected, strict=True):
             torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
     means = whole.means(centred=True)
