@@ -171,6 +171,8 @@ def test_react_is_a_ridge_regression_with_a_rotation_as_anchor(samples: int) -> 
     one = rivals.ReACT(task_weights={"b": 3.0}).fit_all(lessons)[0]
     assert list(one) == ["*"]
     assert_close(one["*"][0](x), x @ replayed(pairs, [1, 3, 1]).T)
+    with pytest.raises(ValueError, match=r"task_weights\.bb is unknown"):
+        rivals.ReACT(task_weights={"bb": 3.0}).fit_all(lessons)
     by_task = rivals.ReACT(task_id=True).fit_all(lessons)[0]
     for (task, modules), pair in zip(by_task.items(), pairs, strict=True):
         assert task in lessons

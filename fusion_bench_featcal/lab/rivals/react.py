@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.lab.rivals.corrected_model import ALL_TASKS, AffineModule
 from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
 from fusion_bench_featcal.lab.rivals.matrices import nearest_orthogonal
@@ -48,6 +49,7 @@ class ReACT(FeatureCorrection, option="react", source="AAAI 2026, arXiv 2511.109
         That of all tasks is `(sum w (Y'Z + ridge R)) (sum w C)^-1`.
         """
         systems, wishes = {}, self.task_weights or {}
+        refuse_unknown(wishes, lessons, "task_weights.")
         for task, of_task in lessons.items():
             merged, expert = of_task.inputs.double(), of_task.targets[0].double()
             cross, eye = expert.mT @ merged, torch.eye(merged.shape[1]).to(merged)
