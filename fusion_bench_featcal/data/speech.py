@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from fusion_bench_featcal.data.media_batches import MediaBatches
 from fusion_bench_featcal.data.pictures import file_in
 from fusion_bench_featcal.data.text_formats import Text, read_row
 from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.data.text_samples import pad_rows
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import NO_TARGET
 
@@ -81,6 +82,13 @@ class SpeechBatches(MediaBatches):
         rate = self.processor.sampling_rate
         features = self.processor(self._wave(row), sampling_rate=rate, return_tensors="pt")
         return {**features, "labels": self.labels_of(row)}
+
+    def joined(self, rows: Sequence[Speech]) -> dict[str, Tensor]:
+        """Return several rows as one batch, with -100 behind labels."""
+        batches = [self.inputs_of(row) for row in rows]
+        labels = [batch.pop("labels")[0].tolist() for batch in batches]
+        features = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        return {**features, "labels": pad_rows(labels, NO_TARGET, left=False)}
 
     def labels_of(self, row: Speech) -> Tensor:
         """Return a row's labels, `[1, tokens]`, without reading the sound."""

@@ -63,6 +63,14 @@ def split_of(location: str) -> tuple[str, str | None]:
     return name, split
 
 
+def home_of(data: object) -> Path:
+    """Return the folder of a table `PATH` or `PATH:SPLIT`, where relative paths in it start.
+
+    Those of other data start at the working directory.
+    """
+    return Path(split_of(data)[0]).expanduser().parent if isinstance(data, str) else Path()
+
+
 def load_texts(path: str, split: str = "train") -> FileRows | datasets.Dataset:
     """Load a table of texts, without running code of a dataset.
 

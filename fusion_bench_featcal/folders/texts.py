@@ -20,7 +20,7 @@ from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.media_batches import MediaBatches
 from fusion_bench_featcal.data.scoring import Tests, class_tests
-from fusion_bench_featcal.data.tables import load_texts, split_of
+from fusion_bench_featcal.data.tables import home_of, load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import FORMATS
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -132,8 +132,7 @@ def open_language_task(
 
 def folder_of(part: Part) -> Path:
     """Return the folder of a part's table, where relative paths start."""
-    location, _ = split_of(part.option.partition("=")[2])
-    return Path(location).expanduser().parent
+    return home_of(part.option.partition("=")[2])
 
 
 def _open_image_texts(

@@ -16,7 +16,8 @@ from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import unloadable
-from fusion_bench_featcal.data.tables import load_texts, split_of
+from fusion_bench_featcal.data.speech import SpeechBatches, read_speech
+from fusion_bench_featcal.data.tables import home_of, load_texts, split_of
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_limits import NO_LIMIT
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -26,7 +27,7 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.fusionbench.processors import text_kind
+from fusion_bench_featcal.fusionbench.processors import is_of_speech, text_kind
 from fusion_bench_featcal.models.hub import note_data_set
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
@@ -43,6 +44,7 @@ def calibration_batches(
     device: torch.device | str | None = None,
     positions: int = NO_LIMIT,
     ends: frozenset[int] = frozenset(),
+    start: int | None = None,
 ) -> dict[str, object]:
     """Draw every task's calibration samples from a model pool.
 
@@ -58,10 +60,12 @@ def calibration_batches(
         device: Device on which experts generate targets, by default the one they are loaded on.
         positions: Positions of text models, as of `positions_of`.
         ends: End tokens of text models, as of `end_tokens`.
+        start: Token with which decoders of speech models begin.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
-        or `{"input_ids", "attention_mask", "labels"}`, each `[batch, length]`, int64.
+        or `{"input_ids", "attention_mask", "labels"}`, each `[batch, length]`, int64. For sounds
+        `{"input_features": [1, bins, frames], "labels": [1, length]}`.
 
     Raises:
         CalibrationError: If a task has no data, or its data cannot be loaded or is empty. During
@@ -71,9 +75,13 @@ def calibration_batches(
     split = settings.calibration_split
     check_tasks_have_data(task_names, getattr(modelpool, f"{split}_dataset_names"), split)
     kind, size = text_kind(modelpool), batch_size_of(settings.batch_size, device)
-    name = type(modelpool).__name__
+    name, is_of_sounds = type(modelpool).__name__, is_of_speech(modelpool)
     if kind == "classification" and settings.calibration_targets == "generated":
         raise CalibrationError(f"{name} generates no text: set method.calibration_targets=labels")
+    if is_of_sounds and settings.calibration_targets == "generated":
+        raise CalibrationError(
+            f"{name} needs texts of sounds: set method.calibration_targets=labels"
+        )
     if kind is not None and settings.calibration_corruption is not None:
         raise CalibrationError(f"{name} has texts: set method.calibration_corruption=null")
     batches = {}
@@ -82,8 +90,14 @@ def calibration_batches(
         indices = draw_samples(len(rows), task, settings)
         if isinstance(rows, ImageItems):
             batches[task] = ImageBatches(rows, indices, size, processor)
+            continue
+        tokenizer = processor.tokenizer if is_of_sounds else processor
+        encoder = TextEncoder(tokenizer, kind, settings.max_length, positions, ends)  # type: ignore[arg-type]
+        if is_of_sounds:
+            home = home_of(_entry(modelpool, task, split))
+            sounds = [read_speech(rows, index, home) for index in indices]
+            batches[task] = SpeechBatches(sounds, processor.feature_extractor, encoder, start)
         else:
-            encoder = TextEncoder(processor, kind, settings.max_length, positions, ends)  # type: ignore[arg-type]
             load_expert = partial(load_pool_model, modelpool, task)
             batches[task] = TextBatches(rows, indices, settings, encoder, load_expert, device)
     return batches
@@ -148,7 +162,7 @@ def _open(
     """Open a task's dataset without reading its items, nor labels of images."""
     setting, is_text = _setting(task, split, settings), text_kind(modelpool) is not None
     name = f"task {task!r}, {setting}"
-    entry = (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
+    entry = _entry(modelpool, task, split)
     path = entry.get("path") if isinstance(entry, Mapping) else entry
     place = f"{setting}={path!r}" if isinstance(path, str) else setting
     with at(place, cause=unloadable):
@@ -165,6 +179,10 @@ def _open(
             change = settings.calibration_corruption
             rows = corrupted(rows, change["kind"], change["severity"], settings.seed, task)
         return ImageItems(rows, name=name, label_column=None)
+
+
+def _entry(modelpool: BaseModelPool, task: str, split: str) -> Any:
+    return (getattr(modelpool, f"_{split}_datasets", None) or {}).get(task)
 
 
 def _setting(task: str, split: str, settings: FeatCalSettings | None) -> str:

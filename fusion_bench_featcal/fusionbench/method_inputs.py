@@ -20,7 +20,11 @@ from fusion_bench_featcal.fusionbench.data import (
     with_own_data,
 )
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
-from fusion_bench_featcal.fusionbench.processors import load_input_processor, text_kind
+from fusion_bench_featcal.fusionbench.processors import (
+    is_of_speech,
+    load_input_processor,
+    text_kind,
+)
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -116,6 +120,7 @@ class MethodInputs:
             device=self.fabric.device,
             positions=positions,
             ends=self.models.ends if text_kind(pool) else frozenset(),
+            start=self.models.start if is_of_speech(pool) else None,
         )
 
     def require_base(self, purpose: str, instead: str = "") -> None:

@@ -182,6 +182,13 @@ class PoolModels(dict[str, PoolModel]):
                 ends |= end_tokens(*(model.folders if model.module is None else [model.module]))
         return frozenset(ends)
 
+    @property
+    def start(self) -> int | None:
+        """Token with which decoders begin, as the first model's config has it."""
+        module: Any = self.first.module
+        config = (self.first.config or {}) if module is None else module.config.to_dict()
+        return config.get("decoder_start_token_id")
+
     def fetch(self) -> None:
         """Download at once all files that the hub's cache lacks. Raises as `fetch_all`."""
         locations = [

@@ -7,7 +7,7 @@ from typing import Any
 from fusion_bench import instantiate
 from omegaconf import OmegaConf
 from torch import nn
-from transformers import AutoImageProcessor, AutoTokenizer, CLIPProcessor
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, CLIPProcessor
 
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.pictures import check_channels
@@ -23,9 +23,11 @@ from fusion_bench_featcal.models.processors import (
     read_processor,
 )
 
+_SPEECH = "SpeechPool"
 # By name, because importing FusionBench's pools of language models takes seconds.
 _KINDS: Mapping[str, TextKind] = {
     "Seq2SeqLMPool": "seq2seq",
+    _SPEECH: "seq2seq",
     "CausalLMPool": "causal",
     "SequenceClassificationModelPool": "classification",
     "GPT2ForSequenceClassificationPool": "classification",
@@ -38,6 +40,11 @@ def text_kind(modelpool: object) -> TextKind | None:
     """Return the kind of a pool's text models, from its class or a parent, or None."""
     names = [parent.__name__ for parent in type(modelpool).__mro__]
     return next((_KINDS[name] for name in names if name in _KINDS), None)
+
+
+def is_of_speech(modelpool: object) -> bool:
+    """Return whether a pool has speech models, whose texts belong to sounds."""
+    return any(parent.__name__ == _SPEECH for parent in type(modelpool).__mro__)
 
 
 def load_input_processor(models: PoolModels) -> Any:
@@ -54,6 +61,10 @@ def load_input_processor(models: PoolModels) -> Any:
         for name, expert in models.experts.items()
         if expert.folders
     }
+    if is_of_speech(modelpool):
+        processor = _loaded(models, "processor", AutoProcessor)
+        check_processors(processor, "modelpool.processor", folders)
+        return processor
     if text_kind(modelpool) is not None:
         tokenizer = _loaded(models, "tokenizer", AutoTokenizer)
         load_tokenizers(tokenizer, "modelpool.tokenizer", folders)  # raises

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.tasks.encoder_pool import EncoderTaskPool
     from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
     from fusion_bench_featcal.tasks.open_clip import OpenClipTaskPool
+    from fusion_bench_featcal.tasks.speech_pool import SpeechTaskPool
     from fusion_bench_featcal.tasks.text_pool import TextTaskPool
     from fusion_bench_featcal.tasks.text_rows import load_chats, load_glue
 
@@ -22,6 +23,7 @@ __all__ = [
     "EncoderTaskPool",
     "LMEvalTaskPool",
     "OpenClipTaskPool",
+    "SpeechTaskPool",
     "TextTaskPool",
     "corrupted",
     "load_chats",
@@ -36,6 +38,7 @@ __getattr__ = lazy_names(
         "EncoderTaskPool": ".encoder_pool",
         "LMEvalTaskPool": ".harness",
         "OpenClipTaskPool": ".open_clip",
+        "SpeechTaskPool": ".speech_pool",
         "TextTaskPool": ".text_pool",
         "corrupted": "..data.corruptions",
         "load_chats": ".text_rows",

@@ -1,0 +1,119 @@
+"""`SpeechTaskPool`: speech models, scored by the words of their transcripts."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoProcessor
+
+import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+
+# isort: split
+from fusion_bench import BaseTaskPool
+
+from fusion_bench_featcal.data.generation import GREEDY, row_losses
+from fusion_bench_featcal.data.loading import unloadable
+from fusion_bench_featcal.data.scoring import Score
+from fusion_bench_featcal.data.speech import Speech, SpeechBatches, read_speech
+from fusion_bench_featcal.data.tables import home_of, load_texts
+from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
+from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.word_errors import word_errors, words
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.fusionbench.processors import load_part
+from fusion_bench_featcal.modules.models import device_of
+from fusion_bench_featcal.settings.fields import is_integer
+from fusion_bench_featcal.streams.inputs import to_device
+from fusion_bench_featcal.tasks.item_pool import ItemPool
+
+
+class SpeechTaskPool(ItemPool, BaseTaskPool):
+    """Evaluates speech models on sounds and what is said in them.
+
+    `accuracy` is word accuracy: 1 - word error rate of the greedy transcripts, at least 0, in small
+    letters and without punctuation. Tasks have no `item_correct`. `loss` is the cross-entropy per
+    target token, averaged over rows.
+    """
+
+    _config_mapping = BaseTaskPool._config_mapping | {
+        "_test_datasets": "test_datasets",
+        "_processor": "processor",
+        "batch_size": "batch_size",
+    }
+
+    def __init__(
+        self,
+        test_datasets: Mapping[str, Any] | None = None,
+        *,
+        processor: object,
+        batch_size: int = 16,
+        **unknown: object,
+    ) -> None:
+        """Check the settings. `opened` loads data and processor.
+
+        Args:
+            test_datasets: Task name -> rows, a path, a hub id or a configuration with `_target_`.
+                Rows have `audio` and `text`. By default the model pool's.
+            processor: Feature extractor and tokenizer: a folder, a hub id, a configuration or the
+                object.
+            batch_size: Sounds that are transcribed at once.
+            **unknown: Refused, except for keys that all FusionBench configurations have.
+
+        Raises:
+            ValueError: For unknown keys, and values that are not accepted.
+        """
+        refuse_unknown(unknown, SpeechTaskPool._config_mapping.values(), "taskpool.")
+        if not is_integer(batch_size, 1):
+            raise ValueError(f"taskpool.batch_size must be a whole number >= 1, got {batch_size!r}")
+        super().__init__()
+        self._test_datasets, self._processor = test_datasets, processor
+        self.batch_size = batch_size
+
+    @cached_property
+    def opened(self) -> dict[str, Any]:
+        """The processor is loaded, too."""
+        self.processor = load_part("taskpool.processor", self._processor, AutoProcessor)
+        return super().opened
+
+    def _open(self, task: str, rows: object, setting: str) -> list[Speech]:
+        home = home_of(rows)
+        if isinstance(rows, str):
+            with at(setting, cause=unloadable):
+                rows = load_texts(rows, "test")
+        opened = TextRows(rows, f"task {task!r}, {setting}")
+        if not len(opened):
+            raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
+        return [read_speech(opened, index, home) for index in range(len(opened))]
+
+    @torch.no_grad()
+    def _score(self, model: Any, task: str) -> Score:
+        rows, processor = self.test_dataloaders[task], self.processor
+        limits = positions_of(model), end_tokens(model)
+        encoder = TextEncoder(processor.tokenizer, "seq2seq", None, *limits)
+        start = model.config.decoder_start_token_id
+        batches = SpeechBatches(rows, processor.feature_extractor, encoder, start)
+        most = 2 * max(batches.labels_of(row).shape[1] for row in rows)
+        errors, losses = 0, list[Tensor]()
+        with self.fabric.autocast():
+            for first in range(0, len(rows), self.batch_size):
+                some = rows[first : first + self.batch_size]
+                batch = to_device(batches.joined(some), device_of(model))
+                # Sounds are encoded once, for losses and transcripts.
+                features = batch.pop("input_features").to(next(model.parameters()).dtype)
+                heard = model.get_encoder()(features)
+                batch["encoder_outputs"] = heard
+                losses.append(row_losses(*batches.targets_of(model, batch)).double().cpu())
+                tokens = model.generate(encoder_outputs=heard, max_new_tokens=most, **GREEDY)
+                written = processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+                errors += sum(map(word_errors, map(_text, some), written))
+        count = sum(len(words(_text(row))) for row in rows)
+        return Score(max(0, 1 - errors / count), torch.cat(losses), None)
+
+
+def _text(row: Speech) -> str:
+    return str(row.text.target)
