@@ -32,7 +32,9 @@ FEW = {"samples_per_task": 4, "steps": 1, "presets": "{}", "iter_num": 1}
 DOWNLOADS = "HF_HUB_OFFLINE is set"  # the first model would be fetched
 # Task pools that cannot start here, with the reason. All others are of the hub, or start.
 REFUSED = {
-    "dinov2_small_TA4|minilm_TA6|mpnet_TA6|smollm2_TA4": "no pretrained weights '.*' in the folder",
+    "dinov2_small_TA4|minilm_TA6|mpnet_TA6|smollm2_TA4|whisper_TA4": (
+        "no pretrained weights '.*' in the folder"
+    ),
     "mergebench_llama": "this task pool needs lm-eval",
     "open-clip-vit-mini_TA6": "needs open_clip, which cannot be imported",
 }

@@ -10,6 +10,8 @@ T = TypeVar("T")
 
 WEIGHTS_VARIABLE = "FEATCAL_REAL"
 """Environment variable with the folder of fetched weights (default: `weights`)."""
+SPEECH_MODEL = "whisper-5s"
+"""Name of the base that is made with the speech of its suite."""
 PACKAGE = "fusion_bench_featcal_suites"
 """Package with the models and data, a distribution of its own."""
 
@@ -60,10 +62,11 @@ def weights_path(name: str) -> str:
     """
     root = Path(os.environ.get(WEIGHTS_VARIABLE) or "weights").expanduser().absolute()
     if not (root / name / "config.json").is_file():
+        is_made = name == SPEECH_MODEL
+        words = "make_speech.py FOLDER" if is_made else f"fetch_weights.py FOLDER {name}"
         raise FileNotFoundError(
             f"no pretrained weights {name!r} in the folder {root}: fetch them by `python "
-            f"scripts/fetch_weights.py FOLDER {name}` in a source checkout, and set "
-            f"{WEIGHTS_VARIABLE}=FOLDER"
+            f"scripts/{words}` in a source checkout, and set {WEIGHTS_VARIABLE}=FOLDER"
         )
     return str(root / name)
 

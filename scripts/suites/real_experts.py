@@ -22,10 +22,20 @@ from safetensors.torch import save_file
 from suite_training import loss_and_accuracy, stage_generator, train, write_json
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+)
 
 from fusion_bench_featcal.data.embeddings import Pooling, class_logits
+from fusion_bench_featcal.data.speech import SpeechBatches, read_speech
+from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_formats import read_row
+from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.families.base import NO_TARGET
@@ -229,11 +239,52 @@ class SmolLM2(Encoder):
         return loss_and_accuracy(head(hidden[is_target]), labels[is_target])
 
 
+class Whisper(Encoder):
+    """Transcripts of sounds of at most 5 seconds. The head is the model's own."""
+
+    TASKS = ("caribbean", "fast", "noisy", "welsh")
+    RECIPE = Recipe(rank=2, rows=300, epochs=2, batch_size=8, learning_rate=2e-3)
+    BASE, POOL = "openai/whisper-base", "whisper_TA4"
+    LINEAR = r".*model\.(en|de)coder\.layers\.\d+\..*([qkv]_proj|out_proj|fc1|fc2)"
+
+    def __init__(self, weights: Path) -> None:
+        super().__init__(weights)
+        encoder = TextEncoder(AutoTokenizer.from_pretrained(weights), "seq2seq")
+        extractor = AutoFeatureExtractor.from_pretrained(weights)
+        start = self.model().config.decoder_start_token_id
+        self.batches = SpeechBatches((), extractor, encoder, start)
+
+    def model(self) -> Any:
+        """Return the speech model."""
+        return AutoModelForSpeechSeq2Seq.from_pretrained(self.weights).eval()
+
+    def load(self, task: str) -> Any:
+        """Return the train split of a task."""
+        table = self.weights / "speech" / task / "train.jsonl"
+        rows = TextRows(load_texts(str(table)), task)
+        return [read_speech(rows, number, table.parent) for number in range(len(rows))]
+
+    def item(self, row: Any) -> tuple[Any, None]:
+        """Return a row, whose sound is read in each epoch."""
+        return row, None
+
+    def head(self, model: Any, task: str, items: Items) -> None:
+        """Return nothing: the model has a head."""
+
+    def scores(self, model: Any, items: Items, head: Any) -> tuple[Tensor, float]:
+        """Return loss and accuracy on a batch's words."""
+        batch = self.batches.joined([row for row, _ in items])
+        logits, targets = self.batches.targets_of(model, batch)
+        is_target = targets != NO_TARGET
+        return loss_and_accuracy(logits[is_target], targets[is_target])
+
+
 SUITES: dict[str, type[Encoder]] = {
     "minilm": MiniLM,
     "mpnet": MPNet,
     "dinov2-small": Dinov2,
     "smollm2": SmolLM2,
+    "whisper-5s": Whisper,
 }
 
 
