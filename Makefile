@@ -98,6 +98,7 @@ tables: $(VENV)/.installed ## write the tables and figures of README and docs
 	$(BIN)/python scripts/write_tables.py
 
 nightly: lint docs weights build ## run everything, slow tests and other environments included (hours)
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/make_speech.py "$(WEIGHTS)"
 	FEATCAL_REAL="$(abspath $(WEIGHTS))" $(MAKE) test TESTS=
 	$(MAKE) test-4.57 TESTS=
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/nox --envdir .venv-nox

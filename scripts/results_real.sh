@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs behind docs/results.md: four suites of real pretrained weights, which $FEATCAL_REAL has.
+# The runs behind docs/results.md: five suites of real pretrained weights, which $FEATCAL_REAL has.
 # Finished cells are kept in FOLDER. Usage: scripts/results_real.sh [FOLDER [STUDY...]]
 set -euo pipefail
 
@@ -53,6 +53,12 @@ for study in "${studies[@]}"; do
   mpnet) grid mpnet_TA6 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
   dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
   smollm2) grid smollm2_TA4 42,43 "$mergers" "featcal_paper_llama_3b-targets,featcal_plus,ridge_surgery" "$closed,featcal_paper_llama_3b-targets,$trained" ;;
+  whisper) # transcripts take most of the time: one draw, and few rows
+    compare whisper_TA4 whisper_TA4 method.seed=42 method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
+      'method.post_merging=[featcal,featcal_plus]'
+    compare whisper_TA4 whisper_TA4-with-data method.seed=42 method.samples_per_task=64 \
+      'method.upstreams=[regmean_plusplus,lot]' 'method.post_merging=[]'
+    ;;
   minilm-samples) samples minilm_TA6 ;;
   dinov2-samples) samples dinov2_small_TA4 ;;
   unlike-minilm)

@@ -32,11 +32,6 @@ class MediaBatches(ABC):
         """The samples' texts."""
         return [row.text for row in self.rows]
 
-    @property
-    def samples(self) -> int:
-        """Number of samples."""
-        return len(self.rows)
-
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -42,7 +42,7 @@ from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.fusionbench.task_lists import filled
 from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.suites import image, text
-from fusion_bench_featcal.tasks import EncoderTaskPool, TextTaskPool
+from fusion_bench_featcal.tasks import EncoderTaskPool, SpeechTaskPool, TextTaskPool
 
 SEED = 0
 TASK_ARITHMETIC_SCALE = 0.3
@@ -277,6 +277,11 @@ class Whisper(Encoder):
         logits, targets = self.batches.targets_of(model, batch)
         is_target = targets != NO_TARGET
         return loss_and_accuracy(logits[is_target], targets[is_target])
+
+    def task_pool(self, folder: Path) -> Any:
+        """Return the suite's task pool."""
+        data = {task: str(self.weights / "speech" / task / "test.jsonl") for task in self.TASKS}
+        return SpeechTaskPool(data, processor=str(self.weights))
 
 
 SUITES: dict[str, type[Encoder]] = {

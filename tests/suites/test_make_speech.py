@@ -1,11 +1,21 @@
 """Speech of the suite whisper_TA4: its sentences, and the base for short sounds."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 pytest.importorskip("soundfile", reason="extra `speech`")
 
 from make_speech import SPLITS, TASKS, welsh, with_language, with_noise
+
+from fusion_bench_featcal.suites.paths import SPEECH_MODEL, weights_path
+
+
+def test_a_missing_base_is_named_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FEATCAL_REAL", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"`python scripts/make_speech\.py FOLDER` in"):
+        weights_path(SPEECH_MODEL)
 
 
 def test_numbers_in_welsh():

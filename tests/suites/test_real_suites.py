@@ -11,7 +11,12 @@ from reports import featcal
 from fusion_bench_featcal.results import join_folders
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
-SUITES = {"minilm_TA6": "minilm", "dinov2_small_TA4": "dinov2-small", "smollm2_TA4": "smollm2"}
+SUITES = {
+    "minilm_TA6": "minilm",
+    "dinov2_small_TA4": "dinov2-small",
+    "smollm2_TA4": "smollm2",
+    "whisper_TA4": "whisper-5s",
+}
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 

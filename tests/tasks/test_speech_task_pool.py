@@ -16,6 +16,7 @@ from fusion_bench_featcal.data.speech import SpeechBatches
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.data.word_errors import word_errors
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
+from fusion_bench_featcal.lab.rivals.ridge_surgery import RidgeSurgery
 from fusion_bench_featcal.pools import SpeechPool
 from fusion_bench_featcal.tasks import SpeechTaskPool
 
@@ -90,7 +91,7 @@ def test_a_pool_is_calibrated_on_its_sounds(tables: dict[str, str]):
     settings = FeatCalSettings(samples_per_task=4)
     batches = inputs.batches(settings)
     assert [batch["labels"].shape[0] for batch in batches["one"]] == [1] * 4
-    assert batches["one"].start == START and batches["one"].samples == 4
+    assert batches["one"].start == START
     merged = speech_model(3)
     result = calibrate(merged, base, inputs.experts(), batches, settings, progress=False)
 
@@ -107,6 +108,9 @@ def test_a_pool_is_calibrated_on_its_sounds(tables: dict[str, str]):
     generated = FeatCalSettings(samples_per_task=4, calibration_targets="generated")
     with pytest.raises(CalibrationError, match=r"set method\.calibration_targets=labels"):
         inputs.batches(generated)
+    surgery: Any = RidgeSurgery
+    with pytest.raises(CalibrationError, match="corrects no speech models: leave it out"):
+        surgery().find_site(inputs)
 
 
 def test_a_row_without_text_is_named(tmp_path: Path):

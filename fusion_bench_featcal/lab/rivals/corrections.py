@@ -13,7 +13,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.fusionbench.processors import GENERATORS, text_kind
+from fusion_bench_featcal.fusionbench.processors import GENERATORS, is_of_speech, text_kind
 from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.lab.rivals.corrected_model import CorrectedModel
 from fusion_bench_featcal.lab.rivals.features import (
@@ -112,6 +112,8 @@ class FeatureCorrection(SampleSettings, Texts):
             CalibrationError: If the models have none.
         """
         models, kind = inputs.models, text_kind(inputs.modelpool)
+        if is_of_speech(inputs.modelpool):
+            raise CalibrationError(f"{self.name} corrects no speech models: leave it out")
         if kind in GENERATORS and not self.language_models:
             raise CalibrationError(f"{self.name} corrects no language models: leave it out")
         if kind in GENERATORS:
