@@ -108,7 +108,7 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
                 heard = model.get_encoder()(features)
                 batch["encoder_outputs"] = heard
                 losses.append(row_losses(*batches.targets_of(model, batch)).double().cpu())
-                tokens = model.generate(encoder_outputs=heard, max_new_tokens=most, **GREEDY)
+                tokens = model.generate(encoder_outputs=heard, max_length=most, **GREEDY)
                 written = processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
                 errors += sum(map(word_errors, map(_text, some), written))
         count = sum(len(words(_text(row))) for row in rows)
