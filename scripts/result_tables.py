@@ -35,7 +35,10 @@ REAL = {
     "minilm_TA6": "MiniLM, real pretrained weights",
     "dinov2_small_TA4": "DINOv2, real pretrained weights",
     "smollm2_TA4": "SmolLM2, real pretrained weights",
+    "whisper_TA4": "Whisper, real pretrained weights",
 }
+ONE_MERGER = "whisper_TA4"
+"""The suite of real weights that was run on task arithmetic alone."""
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
 STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
 """Suites of `scripts/results_starts.sh`."""
@@ -329,7 +332,11 @@ def result_figures() -> dict[str, str]:
 
 RESULT_PARTS: dict[str, Callable[[], str]] = {
     **{f"results-{suite}": partial(results_part, suite) for suite in (*SUITES, *REAL)},
-    **{f"mergers-{suite}": partial(grid, f"{suite}-mergers", "merger") for suite in REAL},
+    **{
+        f"mergers-{suite}": partial(grid, f"{suite}-mergers", "merger")
+        for suite in REAL
+        if suite != ONE_MERGER
+    },
     **{f"few-{suite}": partial(few_table, suite) for suite in FEW},
     **{f"starts-{suite}": partial(grid, f"{suite}-starts", "merger") for suite in STARTS},
     **{
