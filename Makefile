@@ -97,6 +97,7 @@ results: $(VENV)/.installed ## run the quick grid of docs/results again (25 minu
 tables: $(VENV)/.installed ## write the tables and figures of README and docs
 	$(BIN)/python scripts/write_tables.py
 
+nightly: MODELS := minilm mpnet dinov2-small smollm2
 nightly: lint docs weights build ## run everything, slow tests and other environments included (hours)
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/make_speech.py "$(WEIGHTS)"
 	FEATCAL_REAL="$(abspath $(WEIGHTS))" $(MAKE) test TESTS=

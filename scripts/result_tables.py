@@ -33,12 +33,13 @@ SUITES = {
 }
 REAL = {
     "minilm_TA6": "MiniLM, real pretrained weights",
+    "mpnet_TA6": "MPNet, real pretrained weights",
     "dinov2_small_TA4": "DINOv2, real pretrained weights",
     "smollm2_TA4": "SmolLM2, real pretrained weights",
     "whisper_TA4": "Whisper, real pretrained weights",
 }
-ONE_MERGER = "whisper_TA4"
-"""The suite of real weights that was run on task arithmetic alone."""
+ONE_MERGER = ("mpnet_TA6", "whisper_TA4")
+"""Suites of real weights that were run on task arithmetic alone."""
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
 STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
 """Suites of `scripts/results_starts.sh`."""
@@ -335,13 +336,13 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
     **{
         f"mergers-{suite}": partial(grid, f"{suite}-mergers", "merger")
         for suite in REAL
-        if suite != ONE_MERGER
+        if suite not in ONE_MERGER
     },
     **{f"few-{suite}": partial(few_table, suite) for suite in FEW},
     **{f"starts-{suite}": partial(grid, f"{suite}-starts", "merger") for suite in STARTS},
     **{
         f"samples-{suite}": partial(grid, f"{suite}-samples", "samples_per_task")
-        for suite in ("minilm_TA6", "dinov2_small_TA4")
+        for suite in ("minilm_TA6", "mpnet_TA6", "dinov2_small_TA4")
     },
     **{f"unlike-{suite}": partial(unlike_table, suite) for suite in UNLIKE},
     "routed-experts": partial(grid, f"{MIXTURE}-slots", "samples_per_task"),

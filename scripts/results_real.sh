@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs behind docs/results.md: five suites of real pretrained weights, which $FEATCAL_REAL has.
+# The runs behind docs/results.md: six suites of real pretrained weights, which $FEATCAL_REAL has.
 # Finished cells are kept in FOLDER. Usage: scripts/results_real.sh [FOLDER [STUDY...]]
 set -euo pipefail
 
@@ -50,7 +50,18 @@ samples() { # SUITE: a few and many samples
 for study in "${studies[@]}"; do
   case "$study" in
   minilm) grid minilm_TA6 42,43 "$mergers" "$closed" "$closed,featcal_t5_settings,$trained,$slow" ;;
-  mpnet) grid mpnet_TA6 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
+  mpnet) # on task arithmetic alone, and what trains in one draw: two hours and a half
+    on_one=(method.samples_per_task=64 'method.upstreams=[task_arithmetic]')
+    balance='+modelpool.featcal.presets.plus_balance={rule: plus, balance: 1}'
+    compare mpnet_TA6 mpnet_TA6 method.seed=42,43 "${on_one[@]}" "method.post_merging=[$closed]"
+    compare mpnet_TA6 mpnet_TA6-balance method.seed=42,43 "${on_one[@]}" 'method.post_merging=[featcal_plus_balance]' "$balance"
+    compare mpnet_TA6 mpnet_TA6-with-data method.seed=42,43 method.samples_per_task=64 \
+      'method.upstreams=[regmean_plusplus,lot]' 'method.post_merging=[]'
+    compare mpnet_TA6 mpnet_TA6-trained method.seed=42 "${on_one[@]}" \
+      'method.post_merging=[surgery_calibration,surgery_v2_calibration]' "${in_short[@]:1:1}"
+    compare mpnet_TA6 mpnet_TA6-few method.seed=42,43 "${on_one[@]}" "method.post_merging=[$closed]" method.samples_per_task=8
+    compare mpnet_TA6 mpnet_TA6-many method.seed=42 "${on_one[@]}" "method.post_merging=[$closed]" method.samples_per_task=256
+    ;;
   dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
   smollm2) grid smollm2_TA4 42,43 "$mergers" "featcal_paper_llama_3b-targets,featcal_plus,ridge_surgery" "$closed,featcal_paper_llama_3b-targets,$trained" ;;
   whisper) # transcripts take most of the time: one draw, and few rows

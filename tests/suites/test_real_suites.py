@@ -13,6 +13,7 @@ from fusion_bench_featcal.results import join_folders
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 SUITES = {
     "minilm_TA6": "minilm",
+    "mpnet_TA6": "mpnet",
     "dinov2_small_TA4": "dinov2-small",
     "smollm2_TA4": "smollm2",
     "whisper_TA4": "whisper-5s",
