@@ -54,23 +54,27 @@ def test_of_ridges_with_equal_errors_up_to_rounding_the_largest_is_taken(is_solv
 
 
 @pytest.mark.parametrize(
-    "errors",
+    ("errors", "trials"),  # by ridge, from 1e-4 to 10
     [
-        *([abs(k - best) for k in range(6)] for best in range(6)),
-        [math.inf, math.inf, math.inf, 2.0, 1.0, 3.0],  # unsolved ones
-        [5.0, 3.0, 1.0, 1.005, 1.009, 4.0],  # equal to rounding
-        [0.0] * 6,
+        ([9.0, 8.0, 7.0, 1.0, 2.0, 3.0], 4),
+        ([9.0, 8.0, 1.0, 2.0, 3.0, 4.0], 5),
+        ([9.0, 1.0, 2.0, 3.0, 4.0, 5.0], 6),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 6),
+        ([3.0, 3.0, 3.0, 4.0, 5.0, 2.0], 4),  # of few held-out rows
+        ([5.0, 3.0, 1.0, 1.005, 1.009, 4.0], 4),  # equal to rounding
+        ([math.inf, math.inf, math.inf, 2.0, 1.0, 3.0], 4),  # unsolved ones
+        ([0.0] * 6, 4),
     ],
 )
-def test_the_ridge_of_least_error_is_found_without_trying_all(errors: list[float]):
+def test_of_small_ridges_only_those_that_may_be_best_are_tried(errors: list[float], trials: int):
     pairs, tried = {r: (e, 0.01) for r, e in zip(RIDGES, errors, strict=True)}, list[float]()
 
     def error_of(ridge: float) -> tuple[float, float]:
         tried.append(ridge)
         return pairs[ridge]
 
-    assert ridge_of_least_error(RIDGES[::-1], error_of) == largest_of_equal(pairs)
-    assert len(tried) == len({*tried}) <= 4
+    assert ridge_of_least_error(RIDGES, error_of) == largest_of_equal(pairs)
+    assert tried == sorted(RIDGES, reverse=True)[:trials]
 
 
 def test_without_any_finite_error_a_ridge_of_one_percent_is_taken():

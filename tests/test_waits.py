@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion_bench_featcal import Plus
 from fusion_bench_featcal.experts import LazyModel
 
-BOTH_TRIED = Plus(ridges=(1e-2, 1.0))  # of more ridges the errors decide how many are tried
+BOTH_TRIED = Plus(ridges=(1e-2, 1.0))  # of smaller ridges the errors decide how many are tried
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
 
 

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import quadratic
-from fusion_bench_featcal.core.solve import PROBES, UnsolvedError, random_signs, solve_ridge
+from fusion_bench_featcal.core.solve import (
+    PROBES,
+    SINGLE_RIDGE,
+    UnsolvedError,
+    random_signs,
+    solve_ridge,
+)
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import EPS, GroupSums, Linear, Rule, Solved, check_number
 from fusion_bench_featcal.rules.targets import Targets
@@ -248,21 +254,16 @@ def ridge_of_least_error(
 ) -> float:
     """Return the ridge of least error, as of `largest_of_equal`.
 
-    Errors fall towards the best ridge and rise behind it. Therefore it is sought from the middle
-    upwards, then downwards, and ridges behind a worse one are not tried.
+    Small ridges are solved in float64, which takes twice the time. They are tried from the largest
+    one downwards, until one is not the best so far.
 
     Args:
         ridges: The ridges.
         error_of: Returns a ridge's error, infinite if it cannot be used, and the rounding of that.
     """
-    ladder, errors = sorted(ridges), dict[float, tuple[float, float]]()
-    middle = (len(ladder) - 1) // 2
-    for ridge in ladder[middle:]:
-        errors[ridge] = error_of(ridge)
-        if largest_of_equal(errors) < ridge:
-            break
-    for ridge in reversed(ladder[:middle]):
-        if largest_of_equal(errors) > min(errors):
+    errors = dict[float, tuple[float, float]]()
+    for ridge in sorted(ridges, reverse=True):
+        if ridge < SINGLE_RIDGE and errors and largest_of_equal(errors) > min(errors):
             break
         errors[ridge] = error_of(ridge)
     best = largest_of_equal(errors)
