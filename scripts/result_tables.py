@@ -44,6 +44,8 @@ README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "min
 STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
 """Suites of `scripts/results_starts.sh`."""
 MIXTURE = "qwen3moe-mini_TA6"
+RIVALS = ("llama-mini_TA6", "flan-t5-mini_TA6", "clip-vit-mini_TA6")
+"""Suites of `scripts/results_rivals.sh`."""
 FEW = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", MIXTURE)
 """Suites of `scripts/results_few.sh`."""
 UNLIKE = {
@@ -339,6 +341,7 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
         if suite not in ONE_MERGER
     },
     **{f"few-{suite}": partial(few_table, suite) for suite in FEW},
+    **{f"rivals-{suite}": partial(grid, f"{suite}-rivals", "merger") for suite in RIVALS},
     **{f"starts-{suite}": partial(grid, f"{suite}-starts", "merger") for suite in STARTS},
     **{
         f"samples-{suite}": partial(grid, f"{suite}-samples", "samples_per_task")
