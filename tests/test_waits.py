@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion_bench_featcal import Plus
 from fusion_bench_featcal.experts import LazyModel
 
-BOTH_TRIED = Plus(ridges=(1e-2, 1.0))  # of smaller ridges the errors decide how many are tried
+# Of smaller ridges the errors decide how many are tried.
+SETTINGS: dict[str, Any] = PLUS | {"rule": Plus(ridges=(1e-2, 1.0))}
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
 
 
@@ -49,7 +50,7 @@ def test_the_host_waits_for_blocks_and_not_for_their_tasks_or_batches(monkeypatc
         monkeypatch.setattr(LazyModel, "stored", read)
         suite = clip_suite(tasks=tasks, sizes=sizes, depth=layers)
         with Posing(), counted:
-            run_fast(suite, device=torch.device("cuda"), **PLUS | {"rule": BOTH_TRIED})
+            run_fast(suite, device=torch.device("cuda"), **SETTINGS)
         return counted.number
 
     few, more = (2, (4, 4)), (3, (4, 2, 2))
