@@ -151,7 +151,7 @@ def test_featcal_plus_is_one_method_by_any_name_and_its_rule_has_its_values(tmp_
     for name, value in samples.items():
         paper = getattr(FeatCalSettings().completed, name)
         words = [str(word).lower() for word in (paper, value)]
-        assert re.search(rf"`{name}` \| `?{words[0]}`? \| `?{words[1]}\b", table)
+        assert re.search(rf"\| `{name}` \| `?{words[0]}`? \| `?{words[1]}`? \|", table)
 
 
 def test_settings_are_copied_with_changes_and_never_changed():

@@ -93,6 +93,13 @@ def add_lower_gram(into: Tensor, rows: Tensor) -> None:
         add_product(into[start:stop, :stop], strip, rows.narrow(columns, 0, stop))
 
 
+def gram_of(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
+    """Return `rows' rows`, computed in its lower triangle."""
+    gram = rows.new_zeros(rows.shape[1], rows.shape[1])
+    add_lower_gram(gram, factor_of(rows))
+    return mirror_lower(gram)
+
+
 def strip_of(width: int, rows: Tensor, blocks: int = COLUMN_BLOCKS) -> int:
     """Return the width of strips in which a symmetric product of some width is computed.
 

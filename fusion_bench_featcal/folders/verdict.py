@@ -24,17 +24,16 @@ class Mean(NamedTuple):
     half: float
 
     @classmethod
-    def of(cls, values: Tensor) -> "Mean":
-        """Return the mean of float64 values, `[rows]`."""
-        half = student(values.numpy())[0] if len(values) > 1 else math.inf
+    def of(cls, values: Tensor, added: Mapping[float, float] | None = None) -> "Mean":
+        """Return the mean of float64 values, `[rows]`, with `added` as in `student`."""
+        half = student(values.numpy(), added)[0] if len(values) > 1 else math.inf
         return cls(float(values.mean()), half)
 
     @classmethod
     def of_flags(cls, before: Tensor, after: Tensor) -> "Mean":
         """Return the mean rise of flags, bool `[rows]`, in points."""
-        values = after.double() - before.double()
-        half = student(values.numpy(), OF_DIFFERENCES)[0] if len(values) > 1 else math.inf
-        return cls(100 * float(values.mean()), 100 * half)
+        rise = cls.of(after.double() - before.double(), OF_DIFFERENCES)
+        return cls(100 * rise.value, 100 * rise.half)
 
     @property
     def is_above(self) -> bool:

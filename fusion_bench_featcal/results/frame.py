@@ -76,7 +76,7 @@ class FrameLine:
 
     @property
     def needs_task_id(self) -> bool | None:
-        """Whether inference needs the task of each input, or None if it is unknown."""
+        """True if inference needs the task of each input, None if that is unknown."""
         value = self.cost.get(TASK_ID)
         return None if value is None else bool(value)
 

@@ -209,19 +209,23 @@ class PlusSums:
         held_out.cross.addcmul_(self._probes @ rows.cross, part)
         return facts
 
-    def _best_ridge(self, sums: Moments) -> float:
-        """Return the ridge whose step from the other samples has the least error on held-out ones.
-
-        Random combinations of the outputs represent them all.
-        """
+    def _fitted(self, sums: Moments) -> Moments:
+        """Return moments of combinations of the targets of the other samples."""
         held_out, probes = self._held_out, self._probes
-        fitted = Moments(
+        return Moments(
             sums.gram - held_out.gram,
             probes @ sums.cross - held_out.cross,
             sums.x - held_out.x,
             probes @ sums.y - held_out.y,
             sums.count - held_out.count,
         )
+
+    def _best_ridge(self, sums: Moments) -> float:
+        """Return the ridge whose step from the other samples has the least error on held-out ones.
+
+        Random combinations of the outputs represent them all.
+        """
+        held_out, fitted = self._held_out, self._fitted(sums)
         if not (held_out.count > 0 and fitted.count > 0):
             return WITHOUT_HELD_OUT
         means = fitted.means(centred=self._centred)

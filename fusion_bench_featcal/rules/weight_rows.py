@@ -10,6 +10,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import (
     add_lower_gram,
     factor_of,
+    gram_of,
     mirror_lower,
     multiply,
     multiply_by_rows,
@@ -63,14 +64,13 @@ class WeightRows:
         tau = expert - self._base
         # Rows whose Gram matrix is `w_i A_i`. They are 0 for the base itself.
         tau.div_(tau.norm().clamp_min(torch.finfo(tau.dtype).tiny)).mul_((gamma * energy).sqrt())
-        factor, (outputs, inputs) = factor_of(tau), tau.shape
+        outputs, inputs = tau.shape
         if 2 * outputs < inputs:  # `(W_i - W) tau'` is smaller than the Gram matrix
-            add_lower_gram(self.gram, factor)
+            add_lower_gram(self.gram, factor_of(tau))
             self.cross.add_(multiply(multiply_by_rows(step, tau), tau))
         else:
-            gram = torch.zeros_like(self.gram)
-            add_lower_gram(gram, factor)
-            self.gram.add_(mirror_lower(gram))
+            gram = gram_of(tau)
+            self.gram.add_(gram)
             self.cross.add_(multiply(step, gram, symmetric=True))
         self.energy.add_(energy)
         self.mismatch.add_(mismatch)

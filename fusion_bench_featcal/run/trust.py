@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import multiply
+from fusion_bench_featcal.core.products import gram_of, quadratic
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.run.log import exchanged_samples
 from fusion_bench_featcal.run.problem import Problem
@@ -80,17 +80,17 @@ def likenesses(
     base = group.linear(problem.base.tensor, torch.float32).weight
     norms, total = dict[str, Tensor](), base.new_zeros(group.inputs, group.inputs)
     for task in streams.tasks:
-        square = multiply((tau := step_of(problem, group, task, base)).mT.contiguous(), tau)
+        square = gram_of(step_of(problem, group, task, base))
         norms[task] = square.norm().clamp_min(torch.finfo(square.dtype).tiny)
         total.add_(square.div_(norms[task]))
-        del square, tau  # frees memory before the next task
+        del square  # frees memory before the next task
     processes.add_up([total])
     rows = {task: list[Tensor]() for task in streams.tasks}
     for number in range(-1, len(problem.tasks)):
         moment = total if number < 0 else moment_of(problem, block, group, number, total)
         for task, row in rows.items():
             tau = step_of(problem, group, task, base)
-            row.append(multiply(tau, moment, symmetric=True).mul_(tau).sum() / norms[task])
+            row.append(quadratic(tau, moment) / norms[task])
     mine = {task: torch.stack(row).tolist() for task, row in rows.items()}
     gathered = {task: row for part in processes.gather(mine) for task, row in part.items()}
     table = torch.tensor([gathered[task] for task in problem.tasks], dtype=torch.float64)

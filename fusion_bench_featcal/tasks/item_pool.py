@@ -10,11 +10,36 @@ from fusion_bench.mixins import LightningFabricMixin
 from fusion_bench.utils import count_parameters
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Score
+from fusion_bench_featcal.data.tables import load_texts
+from fusion_bench_featcal.data.text_rows import TextRows
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.config_checks import refuse_missing_paths
 from fusion_bench_featcal.fusionbench.processors import build_part
 from fusion_bench_featcal.run.progress import progress_bar
+
+
+def opened_rows(task: str, rows: object, setting: str) -> TextRows:
+    """Open a task's test rows: a table or a data set by its name, or the rows themselves.
+
+    Args:
+        task: The task.
+        rows: A path, a hub id, or rows.
+        setting: The setting that names them, for messages.
+
+    Raises:
+        CalibrationError: If they cannot be loaded, or there are none.
+    """
+    if isinstance(rows, str):
+        with at(setting, cause=unloadable):
+            rows = load_texts(rows, "test")
+    opened = TextRows(rows, f"task {task!r}, {setting}")
+    if not len(opened):
+        raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
+    return opened
 
 
 class ItemPool(LightningFabricMixin):

@@ -14,22 +14,18 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 from fusion_bench import BaseTaskPool
 
 from fusion_bench_featcal.data.generation import GREEDY, row_losses
-from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.data.speech import Speech, SpeechBatches, read_speech
-from fusion_bench_featcal.data.tables import home_of, load_texts
+from fusion_bench_featcal.data.tables import home_of
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
-from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.data.word_errors import word_errors, words
-from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.settings.fields import is_integer
 from fusion_bench_featcal.streams.inputs import to_device
-from fusion_bench_featcal.tasks.item_pool import ItemPool
+from fusion_bench_featcal.tasks.item_pool import ItemPool, opened_rows
 
 
 class SpeechTaskPool(ItemPool, BaseTaskPool):
@@ -81,13 +77,7 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
         return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> list[Speech]:
-        home = home_of(rows)
-        if isinstance(rows, str):
-            with at(setting, cause=unloadable):
-                rows = load_texts(rows, "test")
-        opened = TextRows(rows, f"task {task!r}, {setting}")
-        if not len(opened):
-            raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
+        home, opened = home_of(rows), opened_rows(task, rows, setting)
         return [read_speech(opened, index, home) for index in range(len(opened))]
 
     @torch.no_grad()

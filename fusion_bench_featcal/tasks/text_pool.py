@@ -20,9 +20,7 @@ from fusion_bench_featcal.data.generation import (
     spearman,
     targets_of,
 )
-from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import Score, Tests
-from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
@@ -30,12 +28,11 @@ from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder, TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import is_integer
-from fusion_bench_featcal.tasks.item_pool import ItemPool
+from fusion_bench_featcal.tasks.item_pool import ItemPool, opened_rows
 
 
 class TextTaskPool(ItemPool, BaseTaskPool):
@@ -109,12 +106,7 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> TextRows:
-        if isinstance(rows, str):
-            with at(setting, cause=unloadable):
-                rows = load_texts(rows, "test")
-        opened = TextRows(rows, f"task {task!r}, {setting}")
-        if not len(opened):
-            raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
+        opened = opened_rows(task, rows, setting)
         _require_target(opened.read(0))
         return opened
 
