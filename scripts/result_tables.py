@@ -13,6 +13,7 @@ from fusion_bench_featcal.lab.diagnosis.views import (
     diagnosis_tables,
 )
 from fusion_bench_featcal.results import Results, frame_of, summary
+from fusion_bench_featcal.results.against import against
 from fusion_bench_featcal.results.figures import ErrorBar, curves, dots, estimate_of, svg
 from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
@@ -44,8 +45,23 @@ README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "min
 STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
 """Suites of `scripts/results_starts.sh`."""
 MIXTURE = "qwen3moe-mini_TA6"
-RIVALS = ("llama-mini_TA6", "flan-t5-mini_TA6", "clip-vit-mini_TA6")
-"""Suites of `scripts/results_rivals.sh`."""
+EIGHT = "clip-vit-mini_all8"
+RIVALS = {
+    ("task_arithmetic", "task_arithmetic"): "task arithmetic",
+    ("task_arithmetic", "featcal_plus"): "task arithmetic, FeatCal+",
+    ("task_arithmetic", "react"): "task arithmetic, ReACT",
+    ("swudi", "swudi"): "SWUDI",
+    ("swudi", "featcal"): "SWUDI, featcal",
+    ("swudi", "featcal_plus"): "SWUDI, FeatCal+",
+    ("swudi", "react"): "SWUDI, ReACT",
+    ("larv", "larv"): "LARV over Iso-C",
+    ("larv", "featcal_plus"): "LARV over Iso-C, FeatCal+",
+    ("task_arithmetic", "react_task_id"): "*task arithmetic, ReACT*",
+    ("task_arithmetic", "ridge_surgery"): "*task arithmetic, ridge surgery*",
+    ("swudi", "react_task_id"): "*SWUDI, ReACT*",
+    ("swudi", "ridge_surgery"): "*SWUDI, ridge surgery*",
+}
+"""Mergers and rows of `scripts/results_rivals.sh`, with their labels."""
 FEW = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", MIXTURE)
 """Suites of `scripts/results_few.sh`."""
 UNLIKE = {
@@ -84,6 +100,9 @@ README_ROWS = {
 }
 """Labels and rows of README's table. The first row that a suite has is taken."""
 AVERAGE = "accuracy.average"
+NUMBER = "samples_per_task"
+LEVEL = 0.05
+"""Largest p-value of a difference."""
 MEASURED_COSTS = ("seconds", "peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh")
 DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
               "experts": "experts"}  # fmt: skip
@@ -193,27 +212,29 @@ def grid(name: str, label: str) -> str:
     return f"{table(['', *heads], lines)}\n\n{measured(results)}"
 
 
-def few_table(suite: str) -> str:
+def few_table() -> str:
     """Return FeatCal+'s averages by merger and samples, and the runs that harm a task."""
-    results, label = results_of(f"{suite}-few"), "samples_per_task"
     harms: dict[str, dict[int, list[bool]]] = {FEATCAL: {}, FEATCAL_PLUS: {}}
-    for folder, run in results.runs.items():
-        for line in frame_of(join({folder: run})).lines:
-            if line.first.name in harms:
-                of_number = harms[line.first.name].setdefault(line.first.settings[label], [])
-                of_number.append(min(line.gains.values()) < 0)
+    cells: dict[tuple[str, str], dict[Any, str]] = {}
+    for suite in FEW:
+        results = results_of(f"{suite}-few")
+        for folder, run in results.runs.items():
+            for line in frame_of(join({folder: run})).lines:
+                if line.first.name in harms:
+                    of_number = harms[line.first.name].setdefault(line.first.settings[NUMBER], [])
+                    of_number.append(min(line.gains.values()) < 0)
+        for record in summary(results).to_dict("records"):
+            if record["row"] in (record["merger"], FEATCAL_PLUS):
+                at = "merged" if record["row"] == record["merger"] else record[NUMBER]
+                key = SUITES[suite].split(",")[0], record["merger"]
+                cells.setdefault(key, {})[at] = percent(record)
     numbers = sorted(harms[FEATCAL_PLUS])
-    cells: dict[str, dict[Any, str]] = {}
-    for record in summary(results).to_dict("records"):
-        if record["row"] in (record["merger"], FEATCAL_PLUS):
-            at = "merged" if record["row"] == record["merger"] else record[label]
-            cells.setdefault(record["merger"], {})[at] = percent(record)
-    lines = [[merger, *(of[at] for at in ("merged", *numbers))] for merger, of in cells.items()]
+    lines = [[*key, *(of[at] for at in ("merged", *numbers))] for key, of in cells.items()]
     for name, of_rule in harms.items():
         counts = (f"{sum(of_rule[n])} of {len(of_rule[n])}" for n in numbers)
-        lines.append([f"runs of {name} with a task below merged", "", *counts])
-    heads = ["", "merged", f"samples: {numbers[0]}", *map(str, numbers[1:])]
-    return f"{table(heads, lines)}\n\n{measured(results)}"
+        lines.append(["all", f"runs of {name} with a task below merged", "", *counts])
+    heads = ["", "merger", "merged", f"samples: {numbers[0]}", *map(str, numbers[1:])]
+    return f"{table(heads, lines)}\n\n{measured(results_of(f'{FEW[0]}-few'))}"
 
 
 def unlike_table(suite: str) -> str:
@@ -264,31 +285,81 @@ def balance_table() -> str:
 
     A second table has the seconds, with those of the row before.
     """
-    folders = {path.name.removesuffix("-balance") for path in RESULTS.glob("*-balance")}
-    suites = [suite for suite in (*SUITES, *REAL, "clip-vit-mini_all8") if suite in folders]
+    suites = suites_with("balance")
     cells, seconds = dict[tuple[str, ...], str](), dict[tuple[str, ...], str]()
     for suite in suites:
         names = [f"{suite}-{part}" for part in ("balance", "polish")]
         found = [name for name in names if (RESULTS / name).exists()]
         of_all = [record for n in found for record in summary(results_of(n)).to_dict("records")]
-        experts = next(record for record in of_all if record["row"] == "experts")
-        tasks = [key for key in experts if key.startswith("accuracy.") and key != AVERAGE]
         for record in of_all:
             key = suite, record["merger"], record["row"]
-            missed = max(experts[task] - record[task] for task in tasks)
-            cells[key] = f"{100 * record[AVERAGE]:.1f} ({100 * missed:.1f})"
+            cells[key] = average_and_missed(record, of_all)
             cost = record["cost.seconds"]
             if record["merger"] != "task_arithmetic":
                 cost = record["cost.seconds_with_merger"]
             seconds[key] = f"{cost:.0f}" if cost == cost else "-"
-    labels = SUITES | REAL | {"clip-vit-mini_all8": "CLIP with eight tasks"}
-    heads = ["", *(labels[suite].split(",")[0] for suite in suites)]
-    tables = [
-        table(heads, [[label, *(of.get((s, *row), "-") for s in suites)]
-                      for row, label in BALANCED.items()])
-        for of in (cells, seconds)
-    ]  # fmt: skip
+    tables = [by_suite(suites, BALANCED, of) for of in (cells, seconds)]
     return f"{tables[0]}\n\nSeconds, with those of all steps:\n\n{tables[1]}"
+
+
+def suites_with(kind: str) -> list[str]:
+    """Return the suites that have a folder of this kind in docs/results."""
+    folders = {path.name.removesuffix(f"-{kind}") for path in RESULTS.glob(f"*-{kind}")}
+    return [suite for suite in (*SUITES, EIGHT, *REAL) if suite in folders]
+
+
+def average_and_missed(record: dict[str, Any], records: Iterable[dict[str, Any]]) -> str:
+    """Return a row's average, and in brackets the most points that a task misses its expert by."""
+    experts = next(of for of in records if of["row"] == "experts")
+    tasks = [key for key in experts if key.startswith("accuracy.") and key != AVERAGE]
+    missed = max(experts[task] - record[task] for task in tasks)
+    return f"{100 * record[AVERAGE]:.1f} ({100 * missed:.1f})"
+
+
+def by_suite(
+    suites: Sequence[str],
+    rows: Mapping[tuple[str, str], str],
+    cells: Mapping[tuple[str, ...], str],
+) -> str:
+    """Return a table with a line for each merger and row, and a column for each suite."""
+    labels = SUITES | REAL | {EIGHT: "CLIP with eight tasks"}
+    heads = ["", *(labels[suite].split(",")[0] for suite in suites)]
+    lines = [[text, *(cells.get((s, *row), "-") for s in suites)] for row, text in rows.items()]
+    return table(heads, lines)
+
+
+def differing(results: Results) -> dict[str, str]:
+    """Return row -> above or below, of one draw's rows that differ from FeatCal+ by Holm's test."""
+    records = against(results, f"task_arithmetic/{FEATCAL_PLUS}").to_dict("records")
+    return {
+        of["row"]: "above" if of["difference"] > 0 else "below"
+        for of in records
+        if of["adjusted"] < LEVEL
+    }
+
+
+def rivals_table() -> str:
+    """Return averages by suite, what misses most, and what differs from FeatCal+; and seconds.
+
+    A cell has the word above or below if its average differs from that of FeatCal+ after task
+    arithmetic in each draw, with Holm's correction over all differences of the draw.
+    """
+    suites = suites_with("rivals")
+    cells, seconds = dict[tuple[str, ...], str](), dict[tuple[str, ...], str]()
+    for suite in suites:
+        results = results_of(f"{suite}-rivals")
+        words = [differing(join({folder: run})) for folder, run in results.runs.items()]
+        of_all = summary(results).to_dict("records")
+        for record in (of for of in of_all if of["merger"]):
+            merger, row = record["merger"], record["row"]
+            title = merger if row == merger else f"{merger}/{row}"
+            agreed = {of.get(title) for of in words}
+            parts = [average_and_missed(record, of_all), *(agreed if len(agreed) == 1 else ())]
+            cells[suite, merger, row] = " ".join(filter(None, parts))
+            seconds[suite, merger, row] = f"{record['cost.seconds']:.1f}"
+    tables = [by_suite(suites, RIVALS, of) for of in (cells, seconds)]
+    machine = measured(results_of(f"{suites[0]}-rivals"))
+    return f"{tables[0]}\n\nSeconds of each step alone:\n\n{tables[1]}\n\n{machine}"
 
 
 def rows_figure() -> str:
@@ -340,17 +411,17 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
         for suite in REAL
         if suite not in ONE_MERGER
     },
-    **{f"few-{suite}": partial(few_table, suite) for suite in FEW},
-    **{f"rivals-{suite}": partial(grid, f"{suite}-rivals", "merger") for suite in RIVALS},
     **{f"starts-{suite}": partial(grid, f"{suite}-starts", "merger") for suite in STARTS},
     **{
-        f"samples-{suite}": partial(grid, f"{suite}-samples", "samples_per_task")
+        f"samples-{suite}": partial(grid, f"{suite}-samples", NUMBER)
         for suite in ("minilm_TA6", "mpnet_TA6", "dinov2_small_TA4")
     },
     **{f"unlike-{suite}": partial(unlike_table, suite) for suite in UNLIKE},
-    "routed-experts": partial(grid, f"{MIXTURE}-slots", "samples_per_task"),
+    "routed-experts": partial(grid, f"{MIXTURE}-slots", NUMBER),
     "routers": partial(grid, f"{MIXTURE}-routers", "merger"),
+    "few": few_table,
     "balance": balance_table,
+    "rivals": rivals_table,
     "four-bits": four_bits_table,
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,
