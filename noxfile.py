@@ -25,14 +25,13 @@ nox.options.error_on_missing_interpreters = False
 nox.options.reuse_venv = "yes"
 
 
-def install(session: nox.Session, extras: str, *, fusion_bench: str = "") -> None:
-    """Install the package with extras, and with another FusionBench if one is given."""
+def install(session: nox.Session, extras: str, **versions: str) -> None:
+    """Install the package with extras, and with other versions than the pinned ones if given."""
     pins = "".join((PINS / f"{name}.txt").read_text("utf-8") for name in ("shared", "default"))
     pins = pins.replace("-c shared.txt\n", "")
-    if fusion_bench:
-        pins = re.sub(
-            r"^fusion-bench==", f"fusion-bench{fusion_bench} # ", pins, flags=re.MULTILINE
-        )
+    for name, version in versions.items():
+        package = name.replace("_", "-")
+        pins = re.sub(rf"^{package}==", f"{package}{version} # ", pins, flags=re.MULTILINE)
     constraints = Path(session.create_tmp(), "constraints.txt")
     constraints.write_text(pins, encoding="utf-8")
     session.install("--constraint", str(constraints), *PIP_ARGS, "--editable", f".[{extras}]")
@@ -43,6 +42,19 @@ def install(session: nox.Session, extras: str, *, fusion_bench: str = "") -> Non
 def tests(session: nox.Session, fusion_bench: str) -> None:
     """Run `make test` with each Python, and with FusionBench's oldest and newest release."""
     install(session, "test", fusion_bench=fusion_bench)
+    test(session)
+
+
+@nox.session
+def torch(session: nox.Session) -> None:
+    """Run `make test` with the newest torch. PIP_ARGS may name an index of CPU wheels."""
+    install(session, "test", torch=">=2.13")
+    session.run("python", "-c", "import torch; print(torch.__version__)")
+    test(session)
+
+
+def test(session: nox.Session) -> None:
+    """Run the tests of `make test`."""
     words = ["--numprocesses", "2", "--dist", "loadfile", "-m", "not slow"]
     session.run("python", "-m", "pytest", *words, "--override-ini", "addopts=--strict-markers")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.run.result import CalibrationResult
     from fusion_bench_featcal.settings import FeatCalSettings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CalibrationError",

@@ -1,3 +1,3 @@
 """Models and data of the suites bundled with fusion_bench_featcal, in the folder `data`."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
