@@ -1,51 +1,44 @@
-"""Tables and figures of the runs in docs/results, which scripts/results*.sh write."""
+"""Tables of the runs in docs/results."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from statistics import mean
 from typing import Any
 
-from fusion_bench_featcal.lab.diagnosis.views import (
-    by_block,
-    diagnosis_figures,
-    diagnosis_tables,
+from result_figures import DIAGNOSIS
+from result_records import (
+    AVERAGE,
+    REAL,
+    RESULTS,
+    SUITES,
+    UNLIKE,
+    average_and_missed,
+    averages,
+    by_suite,
+    measured,
+    percent,
+    results_of,
+    suites_with,
+    table,
 )
+
+from fusion_bench_featcal.lab.diagnosis.views import diagnosis_tables
 from fusion_bench_featcal.results import Results, frame_of, summary
 from fusion_bench_featcal.results.against import against
-from fusion_bench_featcal.results.figures import ErrorBar, curves, dots, estimate_of, svg
 from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
-from fusion_bench_featcal.results.lines import find, read_run
-from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS, ROWS_ERROR, ROWS_SHARE
+from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.statistics import difference
 from fusion_bench_featcal.results.tables import Unit, share_text
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-SUITES = {
-    "clip-vit-mini_TA6": "CLIP, images",
-    "clip-vit-mini_alphabets2": "CLIP, two alphabets",
-    "flan-t5-mini_TA6": "T5, texts",
-    "llama-mini_TA6": "Llama, texts",
-    "qwen3moe-mini_TA6": "Qwen3-MoE, texts",
-    "resnet-mini_TA3": "ResNet, images",
-}
-REAL = {
-    "minilm_TA6": "MiniLM, real pretrained weights",
-    "mpnet_TA6": "MPNet, real pretrained weights",
-    "dinov2_small_TA4": "DINOv2, real pretrained weights",
-    "smollm2_TA4": "SmolLM2, real pretrained weights",
-    "whisper_TA4": "Whisper, real pretrained weights",
-}
 ONE_MERGER = ("mpnet_TA6", "whisper_TA4")
 """Suites of real weights that were run on task arithmetic alone."""
 README_SUITES = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", "minilm_TA6")
 STARTS = ("clip-vit-mini_TA6", "llama-mini_TA6")
 """Suites of `scripts/results_starts.sh`."""
 MIXTURE = "qwen3moe-mini_TA6"
-EIGHT = "clip-vit-mini_all8"
 RIVALS = {
     ("task_arithmetic", "task_arithmetic"): "task arithmetic",
     ("task_arithmetic", "featcal_plus"): "task arithmetic, FeatCal+",
@@ -64,23 +57,6 @@ RIVALS = {
 """Mergers and rows of `scripts/results_rivals.sh`, with their labels."""
 FEW = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", MIXTURE)
 """Suites of `scripts/results_few.sh`."""
-UNLIKE = {
-    "minilm_TA6": {
-        "clean": "each task's own",
-        "shuffled": "words in random order",
-        "exchanged": "two tasks exchanged",
-        "others": "another task's, for each",
-    },
-    "dinov2_small_TA4": {
-        "clean": "each task's own",
-        "fog": "in fog, severity 3",
-        "gaussian_noise": "with noise, severity 3",
-        "motion_blur": "blurred, severity 3",
-        "exchanged": "two tasks exchanged",
-        "one": "the first task's, for all",
-    },
-}
-"""Suites and kinds of samples, which are folders of docs/results, with their labels."""
 DRAWS = {
     "8": ("featcal_few", "featcal_few_43"),
     "64": ("featcal_plus", "featcal_usual_43"),
@@ -99,13 +75,10 @@ README_ROWS = {
     "one expert per task": ("experts",),
 }
 """Labels and rows of README's table. The first row that a suite has is taken."""
-AVERAGE = "accuracy.average"
 NUMBER = "samples_per_task"
 LEVEL = 0.05
 """Largest p-value of a difference."""
 MEASURED_COSTS = ("seconds", "peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh")
-DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
-              "experts": "experts"}  # fmt: skip
 FOUR_BITS = "smollm2_TA4-four-bits"
 FOUR_BITS_ROWS = {
     "task_arithmetic": "merged by task arithmetic",
@@ -124,24 +97,6 @@ BALANCED = {
     ("balanced", "ridge_surgery"): "`balance=1`, ridge surgery",
 }
 """Mergers and rows of `scripts/results_balance.sh`, with their labels."""
-DIAGNOSIS = "diagnosis"
-DIAGNOSIS_FIGURES = ("diagnosis-terms", "diagnosis-components")
-
-
-def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table: the first column to the left, the others to the right."""
-    rule = "|".join([":--", *["--:"] * (len(heads) - 1)])
-    head, *rest = (f"| {' | '.join(row)} |" for row in [heads, *lines])
-    return "\n".join([head, f"|{rule}|", *rest])
-
-
-@cache
-def results_of(name: str) -> Results:
-    """Return the joined runs of a folder of docs/results, in the order of their paths.
-
-    Times of files differ between checkouts.
-    """
-    return join({folder: read_run(folder) for folder in find([RESULTS / name])})
 
 
 def results_part(suite: str) -> str:
@@ -160,24 +115,6 @@ def results_part(suite: str) -> str:
     return f"{accuracies.markdown()}\n\n{measured(results)}"
 
 
-def measured(results: Results) -> str:
-    """Return a line with the machine and the versions of runs."""
-    run = next(iter(results.runs.values()))
-    machine = run.device.get("accelerator") or (
-        f"{run.device['cpu']} ({run.device['torch_threads']} thread)"
-    )
-    return (
-        f"- measured on {machine}, with torch {run.versions['torch']} and transformers "
-        f"{run.versions['transformers']}"
-    )
-
-
-def averages(suite: str) -> dict[str, dict[str, Any]]:
-    """Return a suite's averages by row: that of task arithmetic if a repair is a merger, too."""
-    records = summary(results_of(suite)).to_dict("records")
-    return {row["row"]: row for row in reversed(records)}
-
-
 def readme_table() -> str:
     """Average accuracies of a few rows on some suites, and the worst task's share of its gap."""
     lines = []
@@ -185,13 +122,6 @@ def readme_table() -> str:
         records = (next(filter(None, map(averages(suite).get, names))) for suite in README_SUITES)
         lines.append([label, *map(percent, records)])
     return table(["accuracy, %", *((SUITES | REAL)[suite] for suite in README_SUITES)], lines)
-
-
-def percent(record: dict[str, Any]) -> str:
-    """Return a row's average, and in brackets the share of the worst task's gap it recovers."""
-    share = record.get("worst_share")
-    text = f"{100 * record[AVERAGE]:.1f}"
-    return text if share is None or share != share else f"{text} ({100 * share:.0f} %)"
 
 
 def grid(name: str, label: str) -> str:
@@ -302,32 +232,6 @@ def balance_table() -> str:
     return f"{tables[0]}\n\nSeconds, with those of all steps:\n\n{tables[1]}"
 
 
-def suites_with(kind: str) -> list[str]:
-    """Return the suites that have a folder of this kind in docs/results."""
-    folders = {path.name.removesuffix(f"-{kind}") for path in RESULTS.glob(f"*-{kind}")}
-    return [suite for suite in (*SUITES, EIGHT, *REAL) if suite in folders]
-
-
-def average_and_missed(record: dict[str, Any], records: Iterable[dict[str, Any]]) -> str:
-    """Return a row's average, and in brackets the most points that a task misses its expert by."""
-    experts = next(of for of in records if of["row"] == "experts")
-    tasks = [key for key in experts if key.startswith("accuracy.") and key != AVERAGE]
-    missed = max(experts[task] - record[task] for task in tasks)
-    return f"{100 * record[AVERAGE]:.1f} ({100 * missed:.1f})"
-
-
-def by_suite(
-    suites: Sequence[str],
-    rows: Mapping[tuple[str, str], str],
-    cells: Mapping[tuple[str, ...], str],
-) -> str:
-    """Return a table with a line for each merger and row, and a column for each suite."""
-    labels = SUITES | REAL | {EIGHT: "CLIP with eight tasks"}
-    heads = ["", *(labels[suite].split(",")[0] for suite in suites)]
-    lines = [[text, *(cells.get((s, *row), "-") for s in suites)] for row, text in rows.items()]
-    return table(heads, lines)
-
-
 def differing(results: Results) -> dict[str, str]:
     """Return row -> above or below, of one draw's rows that differ from FeatCal+ by Holm's test."""
     records = against(results, f"task_arithmetic/{FEATCAL_PLUS}").to_dict("records")
@@ -362,46 +266,12 @@ def rivals_table() -> str:
     return f"{tables[0]}\n\nSeconds of each step alone:\n\n{tables[1]}\n\n{machine}"
 
 
-def rows_figure() -> str:
-    """Draw what the step of the rows from weights breaks, and how far they count, by block."""
-    panels: dict[str, dict[str, dict[Any, ErrorBar]]] = {}
-    for suite in UNLIKE:
-        (run,) = results_of(f"{suite}-clean").runs.values()
-        for metric, title in ((ROWS_ERROR, "e"), (ROWS_SHARE, "f")):
-            values = by_block(run, metric)["featcal_plus"].dropna().tolist()
-            at = {n: ErrorBar(value, 0.0) for n, value in enumerate(values)}
-            panels.setdefault(title, {})[REAL[suite].split(",")[0]] = at
-    figure = curves(panels, "block", "median over modules")
-    figure.axes[0].set_yscale("log")
-    figure.axes[0].yaxis.set_major_formatter("{x:g}")
-    return svg(figure)
-
-
-def accuracies_figure() -> str:
-    """Draw a line for each suite, a dot for each row, with an interval if it has one."""
-    rows: dict[str, dict[str, ErrorBar]] = {name: {} for name in DRAWN_ROWS.values()}
-    for suite, label in (SUITES | REAL).items():
-        category = label.replace("real pretrained weights", "pretrained")
-        for line in frame_of(results_of(suite)).lines:
-            if line.first.name in DRAWN_ROWS:
-                rows[DRAWN_ROWS[line.first.name]][category] = estimate_of(line)
-    return svg(dots({"": rows}, "average accuracy, %\nbars: 95 % interval"))
-
-
 def diagnosis_part() -> str:
     """Return the tables of the diagnosis in docs/results."""
     results = results_of(DIAGNOSIS)
     (run,) = results.runs.values()
     tables = [f"*{part.title}*\n\n{part.markdown()}" for part in diagnosis_tables(run)]
     return "\n\n".join([*tables, measured(results)])
-
-
-def result_figures() -> dict[str, str]:
-    """Return the texts of the figures (SVG) of README.md and docs/ by name."""
-    (run,) = results_of(DIAGNOSIS).runs.values()
-    diagnosis = diagnosis_figures(run)
-    texts = {name: svg(diagnosis[name]) for name in DIAGNOSIS_FIGURES}
-    return texts | {"accuracies": accuracies_figure(), "rows": rows_figure()}
 
 
 RESULT_PARTS: dict[str, Callable[[], str]] = {

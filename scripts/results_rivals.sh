@@ -11,7 +11,10 @@ suites=("${@:2}")
 for suite in "${suites[@]}"; do
   mergers=task_arithmetic,swudi,larv,larv_task_arithmetic,iso_c_linear
   methods=featcal,featcal_plus,react,react_task_id,ridge_surgery
-  case "$suite" in resnet*) mergers=task_arithmetic,swudi methods=featcal,featcal_plus ;; esac
+  case "$suite" in
+    resnet*) mergers=task_arithmetic,swudi methods=featcal,featcal_plus ;;
+    minilm* | dinov2* | smollm2*) mergers=task_arithmetic,swudi,larv ;;
+  esac
   fusion_bench -m method=compare "modelpool=$suite" method.seed=42,43 method.samples_per_task=64 \
     +method@method.upstream_mergers.iso_c_linear=featcal_mergers/larv method.upstream_mergers.iso_c_linear.strength=0 \
     "method.upstreams=[$mergers]" "method.post_merging=[$methods]" \

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from result_tables import RESULT_PARTS, result_figures, table
+from result_figures import result_figures
+from result_records import table
+from result_tables import RESULT_PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"

@@ -1,0 +1,113 @@
+"""Runs in docs/results, which scripts/results*.sh write, as records and texts of cells."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fusion_bench_featcal.results import Results, summary
+from fusion_bench_featcal.results.joining import join
+from fusion_bench_featcal.results.lines import find, read_run
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+SUITES = {
+    "clip-vit-mini_TA6": "CLIP, images",
+    "clip-vit-mini_alphabets2": "CLIP, two alphabets",
+    "flan-t5-mini_TA6": "T5, texts",
+    "llama-mini_TA6": "Llama, texts",
+    "qwen3moe-mini_TA6": "Qwen3-MoE, texts",
+    "resnet-mini_TA3": "ResNet, images",
+}
+REAL = {
+    "minilm_TA6": "MiniLM, real pretrained weights",
+    "mpnet_TA6": "MPNet, real pretrained weights",
+    "dinov2_small_TA4": "DINOv2, real pretrained weights",
+    "smollm2_TA4": "SmolLM2, real pretrained weights",
+    "whisper_TA4": "Whisper, real pretrained weights",
+}
+EIGHT = "clip-vit-mini_all8"
+UNLIKE = {
+    "minilm_TA6": {
+        "clean": "each task's own",
+        "shuffled": "words in random order",
+        "exchanged": "two tasks exchanged",
+        "others": "another task's, for each",
+    },
+    "dinov2_small_TA4": {
+        "clean": "each task's own",
+        "fog": "in fog, severity 3",
+        "gaussian_noise": "with noise, severity 3",
+        "motion_blur": "blurred, severity 3",
+        "exchanged": "two tasks exchanged",
+        "one": "the first task's, for all",
+    },
+}
+"""Suites and kinds of samples, which are folders of docs/results, with their labels."""
+AVERAGE = "accuracy.average"
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table: the first column to the left, the others to the right."""
+    rule = "|".join([":--", *["--:"] * (len(heads) - 1)])
+    head, *rest = (f"| {' | '.join(row)} |" for row in [heads, *lines])
+    return "\n".join([head, f"|{rule}|", *rest])
+
+
+@cache
+def results_of(name: str) -> Results:
+    """Return the joined runs of a folder of docs/results, in the order of their paths.
+
+    Times of files differ between checkouts.
+    """
+    return join({folder: read_run(folder) for folder in find([RESULTS / name])})
+
+
+def suites_with(kind: str) -> list[str]:
+    """Return the suites that have a folder of this kind in docs/results."""
+    folders = {path.name.removesuffix(f"-{kind}") for path in RESULTS.glob(f"*-{kind}")}
+    return [suite for suite in (*SUITES, EIGHT, *REAL) if suite in folders]
+
+
+def averages(suite: str) -> dict[str, dict[str, Any]]:
+    """Return a suite's averages by row: that of task arithmetic if a repair is a merger, too."""
+    records = summary(results_of(suite)).to_dict("records")
+    return {row["row"]: row for row in reversed(records)}
+
+
+def measured(results: Results) -> str:
+    """Return a line with the machine and the versions of runs."""
+    run = next(iter(results.runs.values()))
+    machine = run.device.get("accelerator") or (
+        f"{run.device['cpu']} ({run.device['torch_threads']} thread)"
+    )
+    return (
+        f"- measured on {machine}, with torch {run.versions['torch']} and transformers "
+        f"{run.versions['transformers']}"
+    )
+
+
+def percent(record: dict[str, Any]) -> str:
+    """Return a row's average, and in brackets the share of the worst task's gap it recovers."""
+    share = record.get("worst_share")
+    text = f"{100 * record[AVERAGE]:.1f}"
+    return text if share is None or share != share else f"{text} ({100 * share:.0f} %)"
+
+
+def average_and_missed(record: dict[str, Any], records: Iterable[dict[str, Any]]) -> str:
+    """Return a row's average, and in brackets the most points that a task misses its expert by."""
+    experts = next(of for of in records if of["row"] == "experts")
+    tasks = [key for key in experts if key.startswith("accuracy.") and key != AVERAGE]
+    missed = max(experts[task] - record[task] for task in tasks)
+    return f"{100 * record[AVERAGE]:.1f} ({100 * missed:.1f})"
+
+
+def by_suite(
+    suites: Sequence[str],
+    rows: Mapping[tuple[str, str], str],
+    cells: Mapping[tuple[str, ...], str],
+) -> str:
+    """Return a table with a line for each merger and row, and a column for each suite."""
+    labels = SUITES | REAL | {EIGHT: "CLIP with eight tasks"}
+    heads = ["", *(labels[suite].split(",")[0] for suite in suites)]
+    lines = [[text, *(cells.get((s, *row), "-") for s in suites)] for row, text in rows.items()]
+    return table(heads, lines)
