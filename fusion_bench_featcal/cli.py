@@ -62,8 +62,9 @@ def calibrate_command(options: argparse.Namespace) -> int:
         print(f"featcal: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        message = f"interrupted. If {request.checkpoints} exists, --resume continues from it"
-        print(f"featcal: {message}", file=sys.stderr)
+        way = f"--resume continues from {request.checkpoints}"
+        left = way if request.has_blocks else "no block was finished"
+        print(f"featcal: interrupted: {left}", file=sys.stderr)
         return exit_code(error)
     if not request.plan:
         from fusion_bench_featcal.results.remarks import typed_path

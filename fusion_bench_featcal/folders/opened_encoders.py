@@ -69,13 +69,14 @@ def open_encoders(inputs: InputModels) -> Opened:
     models = EncoderModels(inputs)
     # The model itself limits the length of texts.
     settings = request.settings.replace(max_length=None).completed
+    tasks = {task: _open_task(task, request, models) for task in request.expert}
     return Opened(
         models.loaders(),
         None,
         settings,
         partial(calibrate_encoders, models, settings),
-        {task: _open_task(task, request, models) for task in request.expert},
-        notes_of([*_notes(models), *settings.extremes]) + _warnings(models),
+        tasks,
+        notes_of([*_notes(models), *settings.extremes]) + _warnings(models, tasks),
     )
 
 
@@ -110,14 +111,15 @@ def _write(model: nn.Module, merged: ModelFolder | None, folder: Path, heads: An
     return CardHead(library, [*tags, *written.get("tags", ())])
 
 
-def _warnings(models: EncoderModels) -> list[Note]:
+def _warnings(models: EncoderModels, tasks: Mapping[str, Task]) -> list[Note]:
     """Warn of experts whose tokenizers read texts otherwise."""
     tokenizer, folders = models.merged.tokenizer, models.inputs.experts
     experts = {folders[task].label: one.tokenizer for task, one in models.experts.items()}
+    samples = {folders[name].label: task.batches for name, task in tasks.items()}
     tokenizers = tokenizer, *experts.values()
     if not all(isinstance(one, PreTrainedTokenizerBase) for one in tokenizers):
         return []
-    return warnings_on_tokens(tokenizer, "the merged model", experts)
+    return warnings_on_tokens(tokenizer, "the merged model", experts, samples)
 
 
 def _notes(models: EncoderModels) -> list[str]:
@@ -144,10 +146,8 @@ def _notes(models: EncoderModels) -> list[str]:
 def _open_task(task: str, request: Request, models: EncoderModels) -> Task:
     """Open a task's texts."""
     rows = TaskRows.open(task, request, partial(open_sentences, task, request))
-    contents = (
-        (repr(part.rows[number]) for number in part.indices) for part in (rows.samples, rows.tests)
-    )
-    rows, _ = rows.without_repeats(*contents)
+    parts = rows.samples, rows.tests
+    rows, _ = rows.without_repeats(*([repr(p.rows[n]) for n in p.indices] for p in parts))
     sentences, first = rows.samples.rows, rows.samples.indices[0]
     try:
         calls_of(models.merged, sentences.at(first), sentences[first])

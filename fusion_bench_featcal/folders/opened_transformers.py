@@ -122,8 +122,11 @@ def _warnings_on_texts(
     processor = models.processor
     named = processor.loaded, processor.option, processor.expert_tokenizers
     rows = {models.experts[name].label: task.batches.texts for name, task in tasks.items()}
-    warnings = warnings_on_tokens(*named, rows)
-    has_chats = any(text.form == "chat" for texts in rows.values() for text in texts)
+    texts = {
+        label: [(row.prompt, row.target, row.pair) for row in of] for label, of in rows.items()
+    }
+    warnings = warnings_on_tokens(*named, texts)
+    has_chats = any(text.form == "chat" for of in rows.values() for text in of)
     if request.chat_template is None and has_chats:
         warnings += warnings_on_chats(*named)
     return warnings

@@ -197,8 +197,9 @@ class TaskRows:
         if not self.tests.indices:
             return f"{begin}; too few rows to hold any back, so it is not evaluated (--eval)"
         which = "of --eval" if task in request.eval else "of --data, held back"
+        few = " (too few to compare, more by --eval)" * (len(self.tests.indices) < FEW_ROWS)
         rows = counted(len(self.tests.indices), "row")
-        return f"{begin}; evaluated on {rows} {which}: {measure}"
+        return f"{begin}; evaluated on {rows} {which}{few}: {measure}"
 
 
 def head_numbers(

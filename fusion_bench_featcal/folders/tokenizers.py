@@ -6,7 +6,6 @@ from itertools import chain, zip_longest
 from transformers import PreTrainedTokenizerBase
 
 from fusion_bench_featcal.data.templates import shortest_chat
-from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 
 _PROBES = ("Der Café in São Paulo: 3,50 €!", " two  blanks\n\tand 2026", "iPhone or IPHONE?")
@@ -18,17 +17,18 @@ def warnings_on_tokens(
     tokenizer: PreTrainedTokenizerBase,
     option: str,
     experts: Mapping[str, PreTrainedTokenizerBase],
-    samples: Mapping[str, Iterable[Text]] | None = None,
+    samples: Mapping[str, Iterable[object]],
 ) -> list[Note]:
     """Warn of experts whose tokenizers split a text into other tokens of the same numbers.
 
-    The texts are an expert's samples, tokens that only its tokenizer has, and tokens of all.
+    The texts are an expert's samples, tokens that only its tokenizer has, and tokens of all. A
+    sample is named by its number: the sentences stand in the card of the result.
 
     Args:
         tokenizer: The tokenizer of all inputs.
         option: The option that names it.
         experts: An expert in the words of messages -> its tokenizer.
-        samples: An expert -> rows of its task.
+        samples: An expert -> samples of its task: texts, or lists or dictionaries with texts.
     """
     vocabulary = {*tokenizer.get_vocab()}
     ordinary = sorted(vocabulary - {*tokenizer.all_special_tokens})
@@ -37,18 +37,16 @@ def warnings_on_tokens(
     texts = list[str]()
     for label, other in experts.items():
         added = {*other.get_vocab()} - vocabulary - {*other.all_special_tokens}
-        rows = (samples or {}).get(label, ())
-        read = (text for row in rows for text in _texts([row.prompt, row.target, row.pair]))
-        probes = chain(_PROBES, sorted(added)[:_PROBED], words, map(str.upper, words), read)
-        pairs = ((text, _tokens(tokenizer, text), _tokens(other, text)) for text in probes)
-        if differing := next((pair for pair in pairs if pair[1] != pair[2]), None):
-            text, *both = differing
-            here, there = next(
-                pair for pair in zip_longest(*both, fillvalue="") if pair[0] != pair[1]
-            )
+        probes = chain(_PROBES, sorted(added)[:_PROBED], words, map(str.upper, words))
+        found = (_difference(tokenizer, other, text) for text in probes)
+        read = (
+            f"sample {number} becomes other tokens"
+            for number, row in enumerate(samples.get(label, ()), 1)
+            if any(_difference(tokenizer, other, text) for text in _texts(row))
+        )
+        if differing := next(filter(None, chain(found, read)), ""):
             texts.append(
-                f"{label} has a tokenizer that splits texts otherwise than {option}: of {text!r} "
-                f"it makes {there!r} where {here!r} is here"
+                f"{label} has a tokenizer that splits texts otherwise than {option}: {differing}"
             )
     return notes_of(texts, WARNING)
 
@@ -66,6 +64,15 @@ def warnings_on_chats(
         if here and there and there != here
     ]
     return notes_of(texts, WARNING)
+
+
+def _difference(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str
+) -> str:
+    """Return what another tokenizer makes of a text, or an empty text if it makes the same."""
+    both = zip_longest(_tokens(tokenizer, text), _tokens(other, text), fillvalue="")
+    here, there = next((pair for pair in both if pair[0] != pair[1]), ("", ""))
+    return f"of {text!r} it makes {there!r} where {here!r} is here" if here != there else ""
 
 
 def _texts(value: object) -> Iterator[str]:

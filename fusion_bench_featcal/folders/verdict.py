@@ -15,6 +15,8 @@ from fusion_bench_featcal.results.statistics import OF_DIFFERENCES, student
 
 _WORSE = 0.1
 """Smallest excess loss of an expert over the merged model. An expert may use other words."""
+LEAST_LOSS = 0.01
+"""Smallest change of the loss: that of a right answer's probability by one percent."""
 
 
 class Mean(NamedTuple):
@@ -35,15 +37,13 @@ class Mean(NamedTuple):
         rise = cls.of(after.double() - before.double(), OF_DIFFERENCES)
         return cls(100 * rise.value, 100 * rise.half)
 
-    @property
-    def is_above(self) -> bool:
-        """True if the interval is above 0, or the mean is NaN."""
-        return not self.value <= self.half
+    def is_above(self, least: float = 0.0) -> bool:
+        """Return whether mean and interval are above 0, the mean by the least, or it is NaN."""
+        return not self.value <= max(self.half, least)
 
-    @property
-    def is_below(self) -> bool:
-        """True if the interval is below 0."""
-        return self.value < -self.half
+    def is_below(self, least: float = 0.0) -> bool:
+        """Return whether mean and interval are below 0, the mean by the least."""
+        return self.value < -max(self.half, least)
 
     def text(self, form: str) -> str:
         """Return mean and interval as text."""
@@ -78,9 +78,9 @@ class TaskChange(NamedTuple):
         accuracy = self.accuracy or Mean(0.0, 0.0)
         if self.rows < FEW_ROWS:
             return "few"
-        if self.loss.is_above or accuracy.is_below:
+        if self.loss.is_above(LEAST_LOSS) or accuracy.is_below():
             return "worse"
-        return "better" if self.loss.is_below or accuracy.is_above else "unclear"
+        return "better" if self.loss.is_below(LEAST_LOSS) or accuracy.is_above() else "unclear"
 
     @property
     def text(self) -> str:
@@ -116,7 +116,8 @@ def compare(
 
     Both directions need the same evidence. A task is worse if its mean loss rises or its accuracy
     falls beyond Student's 95 % interval of its rows' differences. Any other task is better if its
-    loss falls or its accuracy rises beyond it. Tasks with few rows are neither.
+    loss falls or its accuracy rises beyond it. Losses change by 0.01 at least. Tasks with few rows
+    are neither.
 
     Args:
         merged: Task -> the merged model's score.
@@ -141,7 +142,7 @@ def compare(
         parts = [f"better than the merged model on {count} by Student's 95 % interval{source}"]
         parts += [f"test rows repeat samples: {', '.join(repeating)}"] if repeating else []
         parts += [f"not scored: {', '.join(unscored)}"] if unscored else []
-    parts += [f"within the 95 % interval: {', '.join(unclear)}"] if unclear else []
+    parts += [f"no clear change: {', '.join(unclear)}"] if unclear else []
     counts = ", ".join(f"{task} ({rows[task]})" for task in few)
     parts += [f"too few rows to compare (below {FEW_ROWS}): {counts}"] if few else []
     figures = ", ".join(f"{task} ({change.text})" for task, change in worse.items())
@@ -164,6 +165,6 @@ def experts_below_merged(experts: Mapping[str, Score], merged: Mapping[str, Scor
         f"{task} (loss {expert.loss:.2f} on {len(expert.losses)} rows, the merged model "
         f"{merged[task].loss:.2f})"
         for task, expert in experts.items()
-        if Mean.of(expert.losses - merged[task].losses - _WORSE).is_above
+        if Mean.of(expert.losses - merged[task].losses - _WORSE).is_above()
         and expert.accuracy <= merged[task].accuracy
     ]

@@ -50,11 +50,12 @@ def _points(frame: Frame) -> Iterator[tuple[Mapping[str, object], list[FrameLine
         labels = [line.first.labels.items() for line in lines]
         here = [line for line, of in zip(lines, labels, strict=True)
                 if all(point.get(key, value) == value for key, value in of)]  # fmt: skip
-        models = dict[object, FrameLine]()
-        for line in (line for line in here if share_tests(line, here[0])):
-            # An upstream merger may be the repair of another one.
-            models.setdefault((line.first.name, *line.values.items()), line)
-        yield point, [*models.values()]
+        alike = [line for line in here if share_tests(line, here[0])]
+        repairs = [(line.first.name, line.values) for line in alike if not line.is_merged]
+        # An upstream merger may be the repair of another one.
+        copies = [line for line in alike
+                  if line.is_merged and (line.first.name, line.values) in repairs]  # fmt: skip
+        yield point, [line for line in alike if line not in copies]
 
 
 class _Lead(NamedTuple):
@@ -92,7 +93,9 @@ class _Lead(NamedTuple):
             text = f"{name} and {other} tie ({points}), the first"
         else:
             text = f"{name}, {points} {'over' if gain.value > 0 else 'from'} {other}"
-            text += f" ({counted(gain.seeds, 'seed')}, no interval)" * (gain.half is None) + ","
+            needed = ", which needs a third" * (gain.seeds == 2)
+            lacks = f" ({counted(gain.seeds, 'seed')}, no interval{needed})"
+            text += lacks * (gain.half is None) + ","
         return f"{text} {self._worse(self.line, self.other)}"
 
     def _worse(self, line: FrameLine, other: FrameLine) -> str:

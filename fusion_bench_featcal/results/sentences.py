@@ -74,10 +74,14 @@ def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
 
 def legend(frame: Frame) -> list[str]:
     """Return a few lines on the meaning of the table."""
-    of_lines, used = frame.lines, dict[str, dict[str, None]]()
-    for line in of_lines if "samples_per_task" not in frame.labels else ():
-        used.setdefault(line.samples, {})[line.first.name] = None
-    samples = "; ".join(f"{', '.join(rows)} {text}" for text, rows in used.items() if text)
+    of_lines, labels = frame.lines, frame.labels
+    samples = _rows_of_texts(
+        (line, "" if "samples_per_task" in labels else line.samples) for line in of_lines
+    )
+    steps = _rows_of_texts(
+        (line, "" if "steps" in labels else str(line.first.settings.get("steps") or ""))
+        for line in of_lines
+    )
     has_shares = any(line.share is not None for line in of_lines)
     has_worst = any(line.worst for line in of_lines) and not has_shares
     meanings = {
@@ -92,8 +96,17 @@ def legend(frame: Frame) -> list[str]:
         "task id: inference needs the task of each input":
             any(line.needs_task_id for line in of_lines),
         f"samples per task: {samples}": samples,
+        f"steps of gradients: {steps}": steps,
     }  # fmt: skip
     return [text for text, applies in meanings.items() if applies]
+
+
+def _rows_of_texts(texts: Iterable[tuple[FrameLine, str]]) -> str:
+    """Write each text once, behind the names of its rows. Lines without a text have no part."""
+    used: dict[str, dict[str, None]] = {}
+    for line, text in texts:
+        used.setdefault(text, {})[line.first.name] = None
+    return "; ".join(f"{', '.join(rows)} {text}" for text, rows in used.items() if text)
 
 
 def sentences(frame: Frame, notes: Iterable[Note]) -> list[str]:

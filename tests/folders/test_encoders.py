@@ -208,6 +208,25 @@ def test_experts_that_read_texts_otherwise_are_named(copied: Path) -> None:
     assert doubt in run(copied, "--no-eval", "--plan")
 
 
+def test_experts_that_read_a_sample_otherwise_are_named_without_its_text(copied: Path) -> None:
+    change_json(copied / TASKS[0] / "tokenizer_config.json", {"tokenize_chinese_chars": False})
+    for text, has_doubt in (("a b", False), ("a 日本", True)):
+        write_rows(copied / f"{TASKS[0]}.jsonl", [{"text": text}] * ROWS)
+        screen = run(copied, "--no-eval", "--plan")
+        assert ("sample 1 becomes other tokens" in screen) == has_doubt and "日" not in screen
+
+
+def test_rows_of_eval_are_compared_with_the_samples(copied: Path) -> None:
+    """Here 5 of 10 rows repeat one of the samples, which are more."""
+    more = list[str]()
+    for task in TASKS:
+        rows = read_rows(copied / f"{task}.jsonl")
+        others = [{name: f"{text} more" for name, text in row.items()} for row in rows[:5]]
+        write_rows(copied / f"{task}-test.jsonl", [*rows[:5], *others])
+        more += ["--eval", f"{task}={copied / task}-test.jsonl"]
+    assert "5 of 10 test rows repeat samples" in run(copied, *more, "--plan")
+
+
 def test_roles_are_those_of_the_names(copied: Path) -> None:
     """Columns may stand in any order in a file, and a first row may lack a text."""
     texts = zip(tiny.texts_of(0), tiny.texts_of(1), tiny.texts_of(2), strict=True)

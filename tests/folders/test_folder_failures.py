@@ -39,7 +39,7 @@ def sighup(_: int) -> None:
 
 
 CODES: dict[Any, int] = {ctrl_c: 130, sigterm: 143, sighup: 129}
-INTERRUPTED = r"interrupted. If .*/out\.blocks exists, --resume continues"
+INTERRUPTED = r"interrupted: --resume continues from .*/out\.blocks"
 
 
 # What happens after the first block, given the model's size, and the finished blocks.

@@ -54,20 +54,24 @@ def test_other_tokens_of_a_text_are_in_doubt(folder, changes, doubt):
 
 
 @pytest.mark.parametrize(
-    ("token", "row", "has_doubt"),
-    [("<tool>", {"prompt": "a", "target": "c"}, True),  # other rows may have the token
-     ("<pad2>", {"prompt": "a", "target": "c"}, False),  # a token for padding
-     ("<pad2>", {"prompt": "a", "target": "<pad2>"}, True),
-     ("<pad2>", {"messages": [{"role": "user", "content": "b <pad2>"}, ANSWER]}, True)],
+    ("token", "row", "doubt"),
+    [("<tool>", {"prompt": "a", "target": "c"}, "of '<tool>' it makes '<tool>' where"),
+     ("<pad2>", {"prompt": "a", "target": "c"}, ""),  # a token for padding
+     ("<pad2>", {"prompt": "a", "target": "<pad2>"}, "sample 1 becomes other tokens"),
+     ("<pad2>", {"messages": [{"role": "user", "content": "b <pad2>"}, ANSWER]},
+      "sample 1 becomes other tokens")],
 )  # fmt: skip
-def test_tokens_of_an_expert_alone_are_in_doubt(folder, token, row, has_doubt):
+def test_tokens_of_an_expert_alone_are_in_doubt(folder, token, row, doubt):
+    """Texts of samples are not shown, as the sentence stands in the result's card."""
     other = word_tokenizer()
     other.add_tokens(["<tool>"] * (token == "<tool>"))
     other.add_special_tokens({"pad_token": "<pad2>"} if token == "<pad2>" else {})
     other.save_pretrained(folder / "two")
     with_template(folder / "merged", CHAT)
     write_rows(folder / "two.jsonl", [row] * 30)
-    assert (f"it makes {token!r} where" in planned(folder)) == has_doubt
+    screen = " ".join(planned(folder).split())
+    assert doubt in screen and ("splits texts" in screen) == bool(doubt)
+    assert "<pad2>" not in screen
 
 
 def test_an_end_token_and_a_folder_without_a_tokenizer_are_no_doubt(folder):

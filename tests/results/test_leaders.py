@@ -63,6 +63,23 @@ def test_the_best_row_of_each_point_without_an_interval(tmp_path: Path) -> None:
     assert lines[1] == f"- best (n = 64): featcal, +10.0 {ending.format('surgery')}"
 
 
+def test_a_row_without_the_setting_of_a_sweep_leads_at_each_of_its_values(tmp_path: Path) -> None:
+    for ridge, level in {0.005: 0.65, 0.5: 0.6}.items():
+        leave_rows(tmp_path / str(ridge), {"ties": 0.5, "paper": level}, settings={"ridge": ridge})
+    leave_rows(tmp_path / "plus", {"plus": 0.7})
+    lines = featcal("report", tmp_path, "--markdown").out.splitlines()[2:4]
+    ending = "points over paper (1 seed, no interval), worse on no task"
+    assert lines[0] == f"- best (ridge = 0.005): plus, +5.0 {ending}"
+    assert lines[1] == f"- best (ridge = 0.5): plus, +10.0 {ending}"
+
+
+def test_equal_rows_of_two_mergers_tie(tmp_path: Path) -> None:
+    for merger, level in {"ties": 0.6, "dare": 0.5}.items():
+        leave_run(tmp_path / merger, {merger: level, "featcal": 0.7}, merger=merger)
+    out = featcal("report", tmp_path, "--markdown").out
+    assert "/featcal tie (+0.0 ± " in out and "points), the first worse on no task" in out
+
+
 def test_the_best_row_of_several_mergers_losses_and_seeds(tmp_path: Path) -> None:
     for merger, level in {"ties": 0.6, "dare": 0.7}.items():
         leave_run(tmp_path / merger, {merger: 0.5, "featcal": level}, merger=merger)

@@ -340,6 +340,13 @@ def leave_unscored(folder: Path, drift: dict[str, float], *, row: bool = True) -
     return write_run(folder, run)
 
 
+def test_steps_of_gradients_stand_below_the_table(tmp_path: Path) -> None:
+    leave_rows(tmp_path / "merged", {"ties": 0.5})
+    leave_rows(tmp_path / "surgery", {"surgery": 0.6}, settings={"steps": 100})
+    out = featcal("report", tmp_path).out
+    assert "steps of gradients: surgery 100" in out and "steps of gradients: ties" not in out
+
+
 @pytest.mark.parametrize("drift", [{"cars": 0.1, "dtd": 0.3}, {}], ids=["drift", "none"])
 @pytest.mark.parametrize("row", [True, False], ids=["row", "diagnosis"])
 def test_a_run_without_scores_is_reported(drift: Any, row: bool, tmp_path: Path) -> None:
