@@ -63,6 +63,7 @@ TUTORIALS = [
     ("own_method.md", "A rule"),
     ("own_method.md", "A source of weights"),
     ("own_method.md", "A method"),
+    ("own_method.md", "A merger"),
 ]
 
 

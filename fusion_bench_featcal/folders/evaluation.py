@@ -10,10 +10,11 @@ from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.verdict import Verdict, compare, experts_below_merged
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
-from fusion_bench_featcal.results.notes import VERDICT, WARNING, Note, notes_of
+from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note, notes_of
 from fusion_bench_featcal.results.run import INPUTS, MERGED, Facts, row_of_rule
 from fusion_bench_featcal.results.sentences import RARELY
 
@@ -50,7 +51,7 @@ class Evaluation:
         """Create a report with its first notes, and no scores."""
         self.digests = digests
         self.report = Run(
-            suite=request.folder.name,
+            suite=request.name,
             merger=request.merger[0] or MERGED,
             versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),
@@ -138,6 +139,8 @@ class Evaluation:
             Note(VERDICT, verdict.sentence),
             *(Note(VERDICT, text, task=task) for task, text in verdict.gains.items()),
         )
+        if self._tests and self.title != Task.title:
+            report.note(Note(NOTE, f"accuracy % (loss) stands for {self.title}"))
         return verdict
 
 

@@ -206,9 +206,10 @@ def import_target(setting: str, target: str) -> Any:
     try:
         return get_object(target)
     except Exception as error:  # importing a module may raise anything
+        reason = first_line(error.__cause__ or error)  # Hydra's own begins with the name alone
         raise CalibrationError(
-            f"{setting}._target_={target} cannot be imported: {first_line(error)}. Check the name, "
-            "and that its package is installed or its folder is in PYTHONPATH"
+            f"{setting}._target_={target} cannot be imported: {reason}. Check the name, and that "
+            "its package is installed or its folder is in PYTHONPATH"
         ) from error
 
 
