@@ -26,6 +26,8 @@ REAL = {
     "whisper_TA4": "Whisper, real pretrained weights",
 }
 EIGHT = "clip-vit-mini_all8"
+USUAL = "clip-vit-mini_TA6"
+"""The suite whose runs name the usual machine and versions."""
 UNLIKE = {
     "minilm_TA6": {
         "clean": "each task's own",
@@ -75,15 +77,23 @@ def averages(suite: str) -> dict[str, dict[str, Any]]:
 
 
 def measured(results: Results) -> str:
-    """Return a line with the machine and the versions of runs."""
+    """Return the machine and the versions of runs."""
     run = next(iter(results.runs.values()))
     machine = run.device.get("accelerator") or (
         f"{run.device['cpu']} ({run.device['torch_threads']} thread)"
     )
-    return (
-        f"- measured on {machine}, with torch {run.versions['torch']} and transformers "
-        f"{run.versions['transformers']}"
-    )
+    return f"{machine}, torch {run.versions['torch']}, transformers {run.versions['transformers']}"
+
+
+def usual_machine() -> str:
+    """Return a sentence on the machine and the versions of most runs."""
+    return f"Measured on {measured(results_of(USUAL))}, unless a table names others."
+
+
+def with_machine(text: str, results: Results) -> str:
+    """Return a table, with the machine and the versions of its runs if they are not the usual."""
+    here = measured(results)
+    return text if here == measured(results_of(USUAL)) else f"{text}\n\n- measured on {here}"
 
 
 def percent(record: dict[str, Any]) -> str:

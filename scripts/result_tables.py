@@ -16,11 +16,12 @@ from result_records import (
     average_and_missed,
     averages,
     by_suite,
-    measured,
     percent,
     results_of,
     suites_with,
     table,
+    usual_machine,
+    with_machine,
 )
 
 from fusion_bench_featcal.lab.diagnosis.views import diagnosis_tables
@@ -112,7 +113,7 @@ def results_part(suite: str) -> str:
         ]
         results = replace(results, rows=rows)
     (accuracies,) = tables_of(frame_of(results))
-    return f"{accuracies.markdown()}\n\n{measured(results)}"
+    return with_machine(accuracies.markdown(), results)
 
 
 def readme_table() -> str:
@@ -139,7 +140,7 @@ def grid(name: str, label: str) -> str:
     heads = [str(column) for column in columns]
     heads[0] = f"{label.removesuffix('_per_task')}: {heads[0]}" if label != "merger" else heads[0]
     lines = [[row, *(of.get(column, "-") for column in columns)] for row, of in cells.items()]
-    return f"{table(['', *heads], lines)}\n\n{measured(results)}"
+    return with_machine(table(["", *heads], lines), results)
 
 
 def few_table() -> str:
@@ -164,7 +165,7 @@ def few_table() -> str:
         counts = (f"{sum(of_rule[n])} of {len(of_rule[n])}" for n in numbers)
         lines.append(["all", f"runs of {name} with a task below merged", "", *counts])
     heads = ["", "merger", "merged", f"samples: {numbers[0]}", *map(str, numbers[1:])]
-    return f"{table(heads, lines)}\n\n{measured(results_of(f'{FEW[0]}-few'))}"
+    return with_machine(table(heads, lines), results_of(f"{FEW[0]}-few"))
 
 
 def unlike_table(suite: str) -> str:
@@ -183,7 +184,7 @@ def unlike_table(suite: str) -> str:
                       f"{worst.removeprefix('accuracy.')} {100 * gains[worst]:+.1f}"])  # fmt: skip
     columns = ["samples", "merged", "featcal, 64", *(f"FeatCal+, {n}" for n in draws),
                "least gain of a task at 64"]  # fmt: skip
-    return f"{table(columns, lines)}\n\n{measured(results_of(f'{suite}-clean'))}"
+    return with_machine(table(columns, lines), results_of(f"{suite}-clean"))
 
 
 def four_bits_table() -> str:
@@ -207,7 +208,7 @@ def four_bits_table() -> str:
         lines.append(cells + ["-"] * (6 - len(cells)))
     heads = ["", "16 bits", "4 bits", "difference", "gap recovered, 16 bits (worst task)",
              "gap recovered, 4 bits (worst task)"]  # fmt: skip
-    return f"{table(heads, lines)}\n\n{measured(results)}"
+    return with_machine(table(heads, lines), results)
 
 
 def balance_table() -> str:
@@ -262,8 +263,8 @@ def rivals_table() -> str:
             cells[suite, merger, row] = " ".join(filter(None, parts))
             seconds[suite, merger, row] = f"{record['cost.seconds']:.1f}"
     tables = [by_suite(suites, RIVALS, of) for of in (cells, seconds)]
-    machine = measured(results_of(f"{suites[0]}-rivals"))
-    return f"{tables[0]}\n\nSeconds of each step alone:\n\n{tables[1]}\n\n{machine}"
+    text = f"{tables[0]}\n\nSeconds of each step alone:\n\n{tables[1]}"
+    return with_machine(text, results_of(f"{suites[0]}-rivals"))
 
 
 def diagnosis_part() -> str:
@@ -271,7 +272,7 @@ def diagnosis_part() -> str:
     results = results_of(DIAGNOSIS)
     (run,) = results.runs.values()
     tables = [f"*{part.title}*\n\n{part.markdown()}" for part in diagnosis_tables(run)]
-    return "\n\n".join([*tables, measured(results)])
+    return with_machine("\n\n".join(tables), results)
 
 
 RESULT_PARTS: dict[str, Callable[[], str]] = {
@@ -290,6 +291,7 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
     "routed-experts": partial(grid, f"{MIXTURE}-slots", NUMBER),
     "routers": partial(grid, f"{MIXTURE}-routers", "merger"),
     "few": few_table,
+    "machine": usual_machine,
     "balance": balance_table,
     "rivals": rivals_table,
     "four-bits": four_bits_table,
