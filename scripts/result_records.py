@@ -26,6 +26,8 @@ REAL = {
     "whisper_TA4": "Whisper, real pretrained weights",
 }
 EIGHT = "clip-vit-mini_all8"
+SHORT = {EIGHT: "CLIP with eight tasks", "clip-vit-mini_alphabets2": "CLIP with two alphabets"}
+"""Labels of suites whose first words are also those of another."""
 USUAL = "clip-vit-mini_TA6"
 """The suite whose runs name the usual machine and versions."""
 UNLIKE = {
@@ -117,7 +119,7 @@ def by_suite(
     cells: Mapping[tuple[str, ...], str],
 ) -> str:
     """Return a table with a line for each merger and row, and a column for each suite."""
-    labels = SUITES | REAL | {EIGHT: "CLIP with eight tasks"}
+    labels = SUITES | REAL | SHORT
     heads = ["", *(labels[suite].split(",")[0] for suite in suites)]
     lines = [[text, *(cells.get((s, *row), "-") for s in suites)] for row, text in rows.items()]
     return table(heads, lines)
