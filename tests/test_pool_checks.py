@@ -53,7 +53,7 @@ ROWS: list[tuple[Callable[[Models], object], tuple[str, ...]]] = [
     (lambda m: m.update({"Two": m.pop("one")}), ("modelpool.models: ", "'Two'")),
     (lambda m: m.update(two=5), ("modelpool.models.two is 5, which is no model",)),
     (lambda m: m.update(two={"_target_": "no_such_package.load", "path": "x"}),
-     ("modelpool.models.two._target_=no_such_package.load cannot be imported: No module named 'no_such",)),
+     ("two._target_=no_such_package.load cannot be imported: No module named 'no_such_package'",)),
     (lambda m: m.update(two="who/what"),
      ("modelpool.models.two=who/what: there is no such file or folder here", "Correct it")),
     (lambda m: Path(m["two"], "config.json").unlink(), ("two has no config.json, so",)),

@@ -72,9 +72,13 @@ def open_like(reference: Encoder, label: str, model: object) -> Encoder:
             f"{label} has the modules {modules}, but merged has {others}. If merged was a folder "
             "without modules.json, copy this file and the folders that it names from the expert"
         )
-    vocabularies = [getattr(one.tokenizer, "get_vocab", dict)() for one in (model, reference)]
-    if vocabularies[0] != vocabularies[1]:
-        raise ValueError(f"{label} has another vocabulary than merged: its tokens are other words")
+    own, merged = (getattr(one.tokenizer, "get_vocab", dict)() for one in (model, reference))
+    if differing := sorted(own.items() ^ merged.items()):
+        token = differing[0][0]
+        raise ValueError(
+            f"{label} has another vocabulary than merged: {token!r} is token {own.get(token)}, in "
+            f"merged {merged.get(token)}. Models that are merged need the tokenizer of one base"
+        )
     return model
 
 
