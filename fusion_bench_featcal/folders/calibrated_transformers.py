@@ -53,20 +53,20 @@ def _write(
 
 def _write_weights(models: TransformersModels, blocks: FinishedBlocks, folder: Path) -> None:
     """Write a correct config, and weights in one file up to 5 GB, else one for each block."""
-    like, stored = models.like, models.stored
+    model, stored = models.like, models.stored
     if not isinstance(stored, SafetensorsExpert | ConvertedSource):  # transformers writes its files
         models.load(blocks).save_pretrained(folder)  # type: ignore[operator]
-        correct_configs(like.whole, folder)
+        correct_configs(model.whole, folder)
         return
-    write_config(folder / CONFIG, corrected_config(like.config or {}, like.whole))
-    if like.generation_config is not None:
-        write_config(folder / "generation_config.json", like.generation_config)
+    write_config(folder / CONFIG, corrected_config(model.config or {}, model.whole))
+    if model.generation_config is not None:
+        write_config(folder / "generation_config.json", model.generation_config)
     calibrated = ConvertedSource(blocks, stored.joined)
-    keys, written = pair_names(like.label, stored, like.whole).values(), calibrated.names()
+    keys, written = pair_names(model.label, stored, model.whole).values(), calibrated.names()
     outside = {key: stored.tensor(key) for key in keys if key not in written}
     outside_blocks = calibrated.split(outside)
     # A classifier's head comes with its own tail, such as a pooler.
-    if models.heads is not None and like.name in models.experts:
-        of_body = pair_names(like.label, stored, models.empty_body)
-        outside_blocks |= {of_body[n]: t for n, t in models.tail(like.name).items()}
+    if models.heads is not None and model.name in models.experts:
+        of_body = pair_names(model.label, stored, models.empty_body)
+        outside_blocks |= {of_body[n]: t for n, t in models.tail(model.name).items()}
     write_shards(folder, blocks, outside_blocks)

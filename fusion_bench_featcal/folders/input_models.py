@@ -58,13 +58,13 @@ class InputModels:
         classes = {model.encoder_class for model in self.by_name.values()} - {""}
         if len(classes) == 1 and all(model.encoder_class for model in whole):
             return classes.pop()
-        like, is_classifier = whole[0], whole[0].is_text_classifier
+        first, is_classifier = whole[0], whole[0].is_text_classifier
         if len(classes) == 1:
             name = classes.pop()
             return name if is_classifier == (name == RERANKER) else ""
-        if classes or (not is_classifier and like.kind != ENCODER):
+        if classes or (not is_classifier and first.kind != ENCODER):
             return ""
         if is_classifier:
-            return RERANKER if like.has_one_score else ""
+            return RERANKER if first.has_one_score else ""
         experts = (model for model in whole[1:] if model is not self.base)
         return "" if any(model.is_text_classifier for model in experts) else DEFAULT

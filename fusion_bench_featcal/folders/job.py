@@ -138,8 +138,8 @@ def _calibrate(evaluation: Evaluation) -> None:
         origin = {"merged model": request.merged or request.merge}
         # A pooler that experts do not share belongs to each task's head.
         tail = opened.heads.tail(next(iter(opened.tasks))) if opened.heads else ()
-        left = facts.as_merged.without(tail)
-        of_card = CardFacts(row, origin, facts.settings, counts, left)
+        as_merged = facts.as_merged.without(tail)
+        of_card = CardFacts(row, origin, facts.settings, counts, as_merged)
         save_folder(calibrated, of_card, evaluation)
     shutil.rmtree(request.checkpoints, ignore_errors=True)
     show_scores(report, report.notes[first_notes:], evaluation.title)

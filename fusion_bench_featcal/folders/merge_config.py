@@ -86,7 +86,7 @@ def _merge(content: Any, merged: Path) -> Merge:
             "its experts, so it cannot be calibrated"
         )
     pieces, models = list[Mapping[str, Any]](), list[dict[str, None]]()
-    entries, own = list[_Entry](), dict[str, list[Any]]()
+    entries, stated = list[_Entry](), dict[str, list[Any]]()
     for module in modules:
         models.append({})
         for piece in _list(module, "slices") or [module]:
@@ -94,7 +94,7 @@ def _merge(content: Any, merged: Path) -> Merge:
             for source in _list(piece, "sources") or _list(piece, "models"):
                 entries.append(entry := _entry(source, merged))
                 models[-1][entry.location] = None
-                own.setdefault(entry.location, []).append(_parameters(source).get("weight"))
+                stated.setdefault(entry.location, []).append(_parameters(source).get("weight"))
     if other := next((names for names in models if names.keys() != models[0].keys()), None):
         raise ValueError(
             f"its modules are merged from different models ({', '.join(models[0])} and "
@@ -103,7 +103,7 @@ def _merge(content: Any, merged: Path) -> Merge:
     base_names = dict.fromkeys(p.get("base_model") or content.get("base_model") for p in pieces)
     bases = list(dict.fromkeys(_entry(name, merged) for name in base_names if name))
     common, inner = _parameters(content), [p for p in (*pieces, *modules) if p is not content]
-    weights = _weights(method, own, common, any("weight" in _parameters(p) for p in inner))
+    weights = _weights(method, stated, common, any("weight" in _parameters(p) for p in inner))
     if method in _BASE_IS_MERGED and bases:
         t = _number(common.get("t", 0.5), "t") if method == "slerp" else 0.5
         weights = dict.fromkeys(weights, t) | {bases[0].location: None if t is None else 1 - t}
@@ -136,20 +136,20 @@ def _base(
 
 
 def _weights(
-    method: str, own: Mapping[str, Sequence[object]], common: Mapping[str, object], differ: bool
+    method: str, stated: Mapping[str, Sequence[object]], common: Mapping[str, object], differ: bool
 ) -> dict[str, float | None]:
     """Return location -> weight, or None if it is not one number.
 
     Args:
         method: The merge method.
-        own: Location -> the `weight` of each of its entries, or None without one.
+        stated: Location -> the `weight` of each of its entries, or None without one.
         common: Mapping[str, Any] of the whole config.
         differ: Whether slices or modules have weights of their own.
     """
     if method in _UNWEIGHTED:
-        return dict.fromkeys(own, 1.0)
+        return dict.fromkeys(stated, 1.0)
     weights = dict[str, float | None]()
-    for location, values in own.items():
+    for location, values in stated.items():
         numbers = {_number(common.get("weight", 1) if v is None else v, "weight") for v in values}
         weights[location] = numbers.pop() if len(numbers) == 1 and not differ else None
     return weights

@@ -48,7 +48,11 @@ def with_merge_config(
         notes.append(f"base by {FILE}")
     by_config = [] if base or not merge.base else [merge.base]
     by_config += named.values() if not experts else ()
-    missing = [at for at in by_config if not (can_be_hub_id(at) or Path(at).expanduser().exists())]
+    missing = [
+        location
+        for location in by_config
+        if not (can_be_hub_id(location) or Path(location).expanduser().exists())
+    ]
     if missing:
         raise ValueError(f"{option}: these folders are not here: {', '.join(missing)}. {ADVICE}")
     return base or merge.base, named, "--expert" if experts else option
@@ -71,7 +75,7 @@ def _experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
             f"{option} gives {', '.join(absent)} the weight 0: they are not in the merge, "
             "and a calibration would add them. Name the experts by --expert NAME=DIR"
         )
-    if merges := [at for at in totals if any((Path(at) / file).exists() for file in FILES)]:
+    if merges := [path for path in totals if any((Path(path) / file).exists() for file in FILES)]:
         raise ValueError(
             f"{option}: {', '.join(merges)} was merged itself, as mergekit-multi does on the way, "
             f"so it is no expert. Name the models that were fine-tuned by --expert NAME=DIR"
@@ -102,8 +106,8 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
     except ValueError:  # all models are named by options
         notes.append(f"{FILE} cannot be read, so weights of the merge have no part in FeatCal+")
         return {}
-    by_place = {} if merge is None else {_place(at): w for at, w in merge.weights.items()}
-    weights = {n: by_place[p] for n, at in experts.items() if (p := _place(at)) in by_place}
+    by_place = {} if merge is None else {_place(model): w for model, w in merge.weights.items()}
+    weights = {n: by_place[p] for n, expert in experts.items() if (p := _place(expert)) in by_place}
     are_equal = all(weights.values()) and len({*weights.values()}) == 1
     if merge is None or len(weights) < len(experts) or are_equal:
         return {}

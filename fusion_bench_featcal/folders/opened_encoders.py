@@ -114,7 +114,7 @@ def _write(model: nn.Module, merged: ModelFolder | None, folder: Path, heads: An
 def _warnings(models: EncoderModels, tasks: Mapping[str, Task]) -> list[Note]:
     """Warn of experts whose tokenizers read texts otherwise."""
     tokenizer, folders = models.merged.tokenizer, models.inputs.experts
-    experts = {folders[task].label: one.tokenizer for task, one in models.experts.items()}
+    experts = {folders[task].label: expert.tokenizer for task, expert in models.experts.items()}
     samples = {folders[name].label: task.batches for name, task in tasks.items()}
     tokenizers = tokenizer, *experts.values()
     if not all(isinstance(one, PreTrainedTokenizerBase) for one in tokenizers):
@@ -127,8 +127,8 @@ def _notes(models: EncoderModels) -> list[str]:
     inputs, home, merged = models.inputs, models.home, models.merged
     notes = notes_on_inputs(inputs)
     if not home.encoder_class:
-        way = "as a reranker" if isinstance(merged, st.CrossEncoder) else "by its mean"
-        notes.append(f"no modules.json: sentence-transformers reads {home.label} {way}")
+        manner = "as a reranker" if isinstance(merged, st.CrossEncoder) else "by its mean"
+        notes.append(f"no modules.json: sentence-transformers reads {home.label} {manner}")
     elif inputs.merged not in (None, home):
         location = inputs.request.merged
         notes.append(f"{location} has no modules.json: modules are those of {home.label}")

@@ -67,11 +67,11 @@ def open_transformers(inputs: InputModels) -> Opened:
     loads_whole = models.load_merged, models.load_expert
     # Only a run shows which parts of towers the images of rows need.
     has_images = any(isinstance(task.batches, ImageTextBatches) for task in tasks.values())
-    left = AsMerged if has_images else models.left_as_merged
+    as_merged = AsMerged if has_images else models.left_as_merged
     if has_images:
         models.refuse_text_parts()
     return Opened(
-        Models(title, models.like.size, models.read, *loads_whole, left),
+        Models(title, models.like.size, models.read, *loads_whole, as_merged),
         models.heads,
         settings,
         partial(calibrate_transformers, models, settings),
@@ -123,10 +123,11 @@ def _warnings_on_texts(
     named = processor.loaded, processor.option, processor.expert_tokenizers
     rows = {models.experts[name].label: task.batches.texts for name, task in tasks.items()}
     texts = {
-        label: [(row.prompt, row.target, row.pair) for row in of] for label, of in rows.items()
+        label: [(row.prompt, row.target, row.pair) for row in of_task]
+        for label, of_task in rows.items()
     }
     warnings = warnings_on_tokens(*named, texts)
-    has_chats = any(text.form == "chat" for of in rows.values() for text in of)
+    has_chats = any(text.form == "chat" for of_task in rows.values() for text in of_task)
     if request.chat_template is None and has_chats:
         warnings += warnings_on_chats(*named)
     return warnings

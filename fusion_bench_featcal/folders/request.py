@@ -169,7 +169,8 @@ class Request:
     def data_options(self) -> dict[str, str]:
         """Option (`--data TASK`, `--eval TASK`) -> location of data."""
         flags = {"--data": self.data, "--eval": self.eval}
-        return {f"{flag} {task}": at for flag, of in flags.items() for task, at in of.items()}
+        return {f"{flag} {task}": location
+                for flag, data in flags.items() for task, location in data.items()}  # fmt: skip
 
     @property
     def models(self) -> dict[str, str]:

@@ -38,44 +38,44 @@ class SharedProcessor:
         note: A sentence if it is an expert's, or an empty text.
     """
 
-    def __init__(self, inputs: InputModels, like: ModelFolder) -> None:
+    def __init__(self, inputs: InputModels, model: ModelFolder) -> None:
         """Load it, and compare it with those of the experts.
 
         Args:
             inputs: The models of the request.
-            like: The model that defines the class of the calibrated one.
+            model: The model that defines the class of the calibrated one.
 
         Raises:
             CalibrationError: If there is none, or experts have other ones.
             ValueError: If it gives images that the model does not take.
         """
-        self._request, self._is_text = inputs.request, like.kind in TEXT_MODELS
+        self._request, self._is_text = inputs.request, model.kind in TEXT_MODELS
         self._experts = {expert.label: expert.folder for expert in inputs.experts.values()}
-        self.folder, self.note = self._find(inputs, like), ""
+        self.folder, self.note = self._find(inputs, model), ""
         self.expert_tokenizers: Mapping[str, PreTrainedTokenizerBase] = {}
         self.option = f"--tokenizer {self.folder}"
         owner = next((e for e in inputs.experts.values() if e.folder == self.folder), None)
-        if owner not in (None, like) and self._request.tokenizer is None:
+        if owner not in (None, model) and self._request.tokenizer is None:
             name = "tokenizer" if self._is_text else "image processor"
             self.note = f"the {name} is that of {owner.label}, as MERGED and --base have none"
-        self.loaded = self._load(like)
+        self.loaded = self._load(model)
 
-    def _find(self, inputs: InputModels, like: ModelFolder) -> Path:
+    def _find(self, inputs: InputModels, model: ModelFolder) -> Path:
         """Return the folder that has it."""
         if (location := self._request.tokenizer) is not None:
             return fetch(location, f"--tokenizer {location}", weights=False)
-        models = filter(None, (like, inputs.base, *inputs.experts.values()))
-        folders = (model.folder for model in models)
+        models = filter(None, (model, inputs.base, *inputs.experts.values()))
+        folders = (m.folder for m in models)
         is_image = not self._is_text
-        return next((f for f in folders if has_processor(f, is_image=is_image)), like.folder)
+        return next((f for f in folders if has_processor(f, is_image=is_image)), model.folder)
 
-    def _load(self, like: ModelFolder) -> Any:
+    def _load(self, model: ModelFolder) -> Any:
         if not self._is_text:
-            is_whole_clip = like.architecture.__name__ == "CLIPModel"
+            is_whole_clip = model.architecture.__name__ == "CLIPModel"
             kind = AutoProcessor if is_whole_clip else AutoImageProcessor
             loaded = read_processor(self.folder, kind, "--tokenizer")
             check_processors(loaded, self.option, self._experts)
-            check_channels(loaded, getattr(like.empty.config, "num_channels", None), like.label)
+            check_channels(loaded, getattr(model.empty.config, "num_channels", None), model.label)
             return loaded
         loaded = read_processor(self.folder, AutoTokenizer, "--tokenizer")
         self.expert_tokenizers = load_tokenizers(loaded, self.option, self._experts)

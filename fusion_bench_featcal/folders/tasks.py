@@ -196,17 +196,17 @@ class TaskRows:
             return begin
         if not self.tests.indices:
             return f"{begin}; too few rows to hold any back, so it is not evaluated (--eval)"
-        which = "of --eval" if task in request.eval else "of --data, held back"
+        source = "of --eval" if task in request.eval else "of --data, held back"
         few = " (too few to compare, more by --eval)" * (len(self.tests.indices) < FEW_ROWS)
         rows = counted(len(self.tests.indices), "row")
-        return f"{begin}; evaluated on {rows} {which}{few}: {measure}"
+        return f"{begin}; evaluated on {rows} {source}{few}: {measure}"
 
 
 def head_numbers(
     values: Sequence[object],
     names: Sequence[str] | None,
     classes: Sequence[str],
-    at: Callable[[int], str],
+    row_name: Callable[[int], str],
     more_labels: Sequence[object] = (),
 ) -> tuple[list[int], str]:
     """Return the head's number of each label, and a note on how they were found, or no text.
@@ -217,7 +217,7 @@ def head_numbers(
         values: The labels: numbers or texts.
         names: The data's class names in order, by default alphabetical.
         classes: The class names of the head.
-        at: Returns the name of a label's row, for messages.
+        row_name: Returns the name of a label's row, for messages.
         more_labels: Labels of further rows of the same data.
 
     Raises:
@@ -230,7 +230,7 @@ def head_numbers(
         note = f"its expert's head has no names of classes, so they are {order:.200} in this order"
         classes = names
     owner = " of the expert's head"
-    numbers = class_numbers(values, classes, at, owner=owner, advice="")
+    numbers = class_numbers(values, classes, row_name, owner=owner, advice="")
     if not note and _count_from_one(values, numbers, classes, more_labels):
         first = min(numbers)
         note = f"no label is 0, and labels count from 0: {first} is {classes[first]!r}"

@@ -55,13 +55,13 @@ def warnings_on_chats(
     tokenizer: PreTrainedTokenizerBase, option: str, experts: Mapping[str, PreTrainedTokenizerBase]
 ) -> list[Note]:
     """Warn of experts with another chat template. Arguments are those of `warnings_on_tokens`."""
-    here = shortest_chat(tokenizer)
+    expected = shortest_chat(tokenizer)
     rendered = {label: shortest_chat(other) for label, other in experts.items()}
     texts = [
-        f"{label} has another chat template than {option}, which writes {here!r:.60} where it has "
-        f"{there!r:.60}. Choose one by --chat-template FILE"
-        for label, there in rendered.items()
-        if here and there and there != here
+        f"{label} has another chat template than {option}, which writes {expected!r:.60} where it "
+        f"has {chat!r:.60}. Choose one by --chat-template FILE"
+        for label, chat in rendered.items()
+        if expected and chat and chat != expected
     ]
     return notes_of(texts, WARNING)
 
@@ -70,9 +70,9 @@ def _difference(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str
 ) -> str:
     """Return what another tokenizer makes of a text, or an empty text if it makes the same."""
-    both = zip_longest(_tokens(tokenizer, text), _tokens(other, text), fillvalue="")
-    here, there = next((pair for pair in both if pair[0] != pair[1]), ("", ""))
-    return f"of {text!r} it makes {there!r} where {here!r} is here" if here != there else ""
+    pairs = zip_longest(_tokens(tokenizer, text), _tokens(other, text), fillvalue="")
+    expected, token = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    return f"of {text!r} it makes {token!r} where {expected!r} is here" if expected != token else ""
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -78,23 +78,23 @@ class TransformersModels:
 
     def _compare(self) -> None:
         """Refuse models that do not fit each other, or that cannot be loaded."""
-        like = self.like
-        refuse_links(like.folder)
+        reference = self.like
+        refuse_links(reference.folder)
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
-        configs = {m.label: m.config for m in filter(None, (like, self.base))}
+        configs = {m.label: m.config for m in filter(None, (reference, self.base))}
         compare_configs(configs | {f"expert {task!r}": e.config for task, e in whole.items()})
         for expert in whole.values():
-            if expert.kind != like.kind:
+            if expert.kind != reference.kind:
                 raise ValueError(
-                    f"{expert.label} is of kind {expert.kind}, and {like.label} of kind "
-                    f"{like.kind}: experts must share it. Check its folder"
+                    f"{expert.label} is of kind {expert.kind}, and {reference.label} of kind "
+                    f"{reference.kind}: experts must share it. Check its folder"
                 )
         _ = self._opened_experts, self._opened_base
         if (
             self.heads is not None or not self._request.no_eval
         ):  # they are loaded after the calibration
-            for model in (like, *whole.values()):
-                model.check_loading(() if model is like else self._idle)
+            for model in (reference, *whole.values()):
+                model.check_loading(() if model is reference else self._idle)
 
     # --- structure ---
 
@@ -230,10 +230,10 @@ class TransformersModels:
             return self.stored
         assert self._opened_base is not None
         name, scale = self._request.merger
-        like = LazyModel(self.like.label, self.stored, self.empty_body)
+        reference = LazyModel(self.like.label, self.stored, self.empty_body)
         experts = [*self._opened_experts.values()]
         scale = None if name == "simple_average" else scale
-        return MergedOnRead(like, self._opened_base, experts, scale)
+        return MergedOnRead(reference, self._opened_base, experts, scale)
 
     # --- what a run does with them ---
 
@@ -310,8 +310,8 @@ class TransformersModels:
         if self._request.settings.expert_read_budget is not None:
             return left_by_names(body, *blocks)
         merged = LazyModel("the merged model", self._merged_source, body)
-        left = left_as_merged(merged, self._opened_experts.values(), *blocks)
-        return left if self.heads is None else left.without(self._tail)
+        as_merged = left_as_merged(merged, self._opened_experts.values(), *blocks)
+        return as_merged if self.heads is None else as_merged.without(self._tail)
 
     # --- what is known of them ---
 

@@ -23,7 +23,7 @@ class MergedOnRead(SourceView):
 
     def __init__(
         self,
-        like: LazyModel,
+        reference: LazyModel,
         base: LazyModel,
         experts: Sequence[LazyModel],
         scale: float | None,
@@ -31,16 +31,16 @@ class MergedOnRead(SourceView):
         """Refer to the models.
 
         Args:
-            like: The model with the names, shapes and dtypes of the merged one. Tensors without
-                real numbers are taken from it, and those that another model lacks.
+            reference: The model with the names, shapes and dtypes of the merged one. Tensors
+                without real numbers are taken from it, and those that another model lacks.
             base: The base.
             experts: The experts.
             scale: Scale of the sum of task vectors, or None for the experts' average.
         """
-        super().__init__(like.source)
-        self._like, self._base, self._experts, self._scale = like, base, experts, scale
+        super().__init__(reference.source)
+        self._like, self._base, self._experts, self._scale = reference, base, experts, scale
         models = base, *experts
-        keys = reversed(like.keys.items())
+        keys = reversed(reference.keys.items())
         self._names = {key: name for name, key in keys if all(name in m.keys for m in models)}
 
     def tensor(self, name: str) -> Tensor:
