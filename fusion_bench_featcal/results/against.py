@@ -50,7 +50,7 @@ def against(results: Results, name: str, metric: str | None = None) -> Any:
                 row = {"suite": suite, "row": line.first.title, "difference": compared.value}
                 records.append(row | {key: getattr(compared, key) for key in _COLUMNS[3:6]})
     with_p = [record for record in records if record["p"] is not None]
-    for record, adjusted in zip(with_p, holm([of["p"] for of in with_p]), strict=True):
+    for record, adjusted in zip(with_p, holm([record["p"] for record in with_p]), strict=True):
         record["adjusted"] = adjusted
     differences = DataFrame(records, columns=list(_COLUMNS))
     differences.attrs["metric"] = frame.metric

@@ -97,7 +97,7 @@ def _by_task(frame: Frame) -> Panels:
     repaired = dict.fromkeys(line.first.merger for line in lines if line.first.is_repair)
     panels = dict[str, Any]()
     for merger in repaired or [""]:
-        for line in (of for of in lines if of.first.merger not in repaired.keys() - {merger}):
+        for line in (line for line in lines if line.first.merger not in repaired.keys() - {merger}):
             tasks = (task for task in (AVERAGE, *frame.tasks) if task in line.values)
             values = {task: estimate_of(line, task) for task in tasks}
             name = name_of(line) if line.first.merger in repaired else line.first.name
@@ -130,10 +130,10 @@ def _along(frame: Frame, key: str) -> Panels:
         if all(first[k] == value for k, value in line.first.labels.items() if k != key)
     ]
     labels = {line.first.labels[key] for line in lines if key in line.first.labels}
-    if len(labels) < 2 or not all(isinstance(at, int | float) for at in labels):
+    if len(labels) < 2 or not all(isinstance(label, int | float) for label in labels):
         return {}
     for merger in dict.fromkeys(line.first.merger for line in lines if line.first.merger):
-        for line in (of for of in lines if of.first.merger in ("", merger)):
+        for line in (line for line in lines if line.first.merger in ("", merger)):
             # A row without the setting has the same value everywhere.
             xs = [line.first.labels[key]] if key in line.first.labels else sorted(labels)
             of_row = panels.setdefault(merger, {}).setdefault(name_of(line), {})
@@ -210,7 +210,7 @@ def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> 
 
 def _begin(grid: "Sequence[Axes]", label: str) -> None:
     """Give all panels one horizontal axis, which begins a little below all values and says so."""
-    ends = np.concatenate([np.asarray(line.get_xdata()) for of in grid for line in of.get_lines()])
+    ends = np.concatenate([np.asarray(line.get_xdata()) for ax in grid for line in ax.get_lines()])
     lowest, highest = float(ends.min()), float(ends.max())
     step = 10 ** math.floor(math.log10(highest - lowest or 1)) / 5
     start = step * math.floor(lowest / step)
@@ -225,13 +225,13 @@ def _bars(halves: Sequence[float]) -> Sequence[float] | None:
 
 
 def _scale(axes: "Axes", positions: Sequence[Any]) -> None:
-    if any(isinstance(at, str) for at in positions):
+    if any(isinstance(position, str) for position in positions):
         step = math.ceil(len(positions) / 8)
         axes.set_xticks(range(0, len(positions), step), positions[::step], rotation=60)
     elif min(positions) > 0 and max(positions) >= 10 * min(positions):
         axes.set_xscale("log")
         ticks = sorted(positions)[:: math.ceil(len(positions) / 6)]
-        axes.set_xticks(ticks, [f"{at:g}" for at in ticks], minor=False)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
         axes.minorticks_off()
 
 

@@ -178,7 +178,7 @@ class Frame:
         """Return suite -> the part of the frame, with the settings that differ in it."""
         return {
             suite: Frame(self.metric, lines, [key for key in self.labels
-                                              if any(key in of.first.labels for of in lines)])
+                                              if any(key in line.first.labels for line in lines)])
             for suite, lines in grouped(self.lines, lambda line: line.first.suite).items()
         }  # fmt: skip
 
@@ -297,12 +297,12 @@ def _compared(line: FrameLine, lines: Sequence[FrameLine], sign: int) -> FrameLi
         return line
     seeds = common_seeds(*pair)
     experts = partner(line, lines, EXPERTS)
-    own, before = line.of_seeds(seeds).values, merged.of_seeds(seeds).values
+    after, before = line.of_seeds(seeds).values, merged.of_seeds(seeds).values
     of_experts = experts.values if experts else {}
-    gains = {task: sign * (own[task] - before[task]) for task in own if task in before}
+    gains = {task: sign * (after[task] - before[task]) for task in after if task in before}
     gaps = {task: sign * (of_experts[task] - before[task]) for task in gains if task in of_experts}
     share, worst = _shares(gains, gaps, LEAST_GAP if sign > 0 else 0.0)
-    least = Worst(*worst, own[worst[0]])
+    least = Worst(*worst, after[worst[0]])
     del gains[AVERAGE]
     return replace(line, gain=gain, gains=gains, share=share, worst=least)
 

@@ -201,11 +201,11 @@ def _without_copies(rows: Sequence[Row]) -> list[Row]:
     """
     dropped = set[int]()
     alike = grouped(rows, lambda row: as_key([row.suite, row.merger, row.name, row.point]))
-    for of in alike.values():
-        seedless = [row for row in of if row.seed is None]
-        if 0 < len(seedless) < len(of):
-            if all(row.tasks and row.scores == of[0].scores for row in of):
-                dropped |= {id(row) for row in of if row.seed is not None}
+    for group in alike.values():
+        seedless = [row for row in group if row.seed is None]
+        if 0 < len(seedless) < len(group):
+            if all(row.tasks and row.scores == group[0].scores for row in group):
+                dropped |= {id(row) for row in group if row.seed is not None}
             else:
                 seedless[0].labels["seed"] = UNSET
     return [row for row in rows if id(row) not in dropped]
@@ -216,8 +216,8 @@ def _check_tests(rows: Iterable[Row]) -> None:
     for row in (row for row in rows if row.tasks):
         tests = {key: row.point.get(key) for key in OF_TESTS if key != "precision"}
         other = first.setdefault(as_key([row.suite, tests]), row)
-        one, two = ({task: len((of.correct or {}).get(task, ())) for task in of.tasks}
-                    for of in (other, row))  # fmt: skip
+        one, two = ({task: len((r.correct or {}).get(task, ())) for task in r.tasks}
+                    for r in (other, row))  # fmt: skip
         if one.keys() != two.keys() or any(
             one[task] and two[task] and one[task] != two[task] for task in one
         ):
@@ -232,9 +232,9 @@ def _notes(run: Run, labels: Sequence[Mapping[str, object]]) -> Iterator[Note]:
     for note in run.notes:
         rows = [pair for pair in zip(run.rows, labels, strict=True)
                 if note.merger in ("", pair[0].merger)]  # fmt: skip
-        named = [of for row, of in rows if row.name == note.row]
-        first, *others = named or [of for row, of in rows if row.is_repair] or [{}]
-        shared = {k: v for k, v in first.items() if all(of.get(k) == v for of in others)}
+        named = [row_labels for row, row_labels in rows if row.name == note.row]
+        first, *others = named or [row_labels for row, row_labels in rows if row.is_repair] or [{}]
+        shared = {k: v for k, v in first.items() if all(other.get(k) == v for other in others)}
         yield replace(note, point=", ".join(label_texts(shared)))
 
 

@@ -39,7 +39,7 @@ def leaders(frame: Frame) -> dict[str, list[str]]:
 
 def _points(frame: Frame) -> Iterator[tuple[Mapping[str, object], list[FrameLine]]]:
     """Yield the labels of each point, and its models of equal tests from the best to the worst."""
-    lines = [of for of in frame.lines if of.values and of.first.name not in REFERENCES]
+    lines = [line for line in frame.lines if line.values and line.first.name not in REFERENCES]
     points = list[Mapping[str, object]]()
     for line in sorted(lines, key=lambda line: -len(line.first.labels)):
         # A row without a setting is a row of all its values.
@@ -48,9 +48,9 @@ def _points(frame: Frame) -> Iterator[tuple[Mapping[str, object], list[FrameLine
     lines.sort(key=lambda line: -frame.sign * line.values[AVERAGE])
     for point in points:
         labels = [line.first.labels.items() for line in lines]
-        here = [line for line, of in zip(lines, labels, strict=True)
-                if all(point.get(key, value) == value for key, value in of)]  # fmt: skip
-        alike = [line for line in here if share_tests(line, here[0])]
+        matching = [line for line, items in zip(lines, labels, strict=True)
+                    if all(point.get(key, value) == value for key, value in items)]  # fmt: skip
+        alike = [line for line in matching if share_tests(line, matching[0])]
         repairs = [(line.first.name, line.values) for line in alike if not line.is_merged]
         # An upstream merger may be the repair of another one.
         copies = [line for line in alike
@@ -118,7 +118,7 @@ class _Lead(NamedTuple):
 
     def _name(self, line: FrameLine) -> str:
         """Return a row's name, with its merger if several have a row of this name."""
-        rows = [of.first for of in self.frame.lines if of.first.name == line.first.name]
+        rows = [other.first for other in self.frame.lines if other.first.name == line.first.name]
         return line.first.title if len({row.merger for row in rows}) > 1 else line.first.name
 
 

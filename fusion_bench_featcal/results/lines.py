@@ -89,7 +89,7 @@ def read_run(folder: str | Path) -> Run:
         if (schema := content.get("schema")) != SCHEMA:
             text = f"has schema {schema!r}, and this version reads {SCHEMA}: run again"
             raise ReportError(f"{file} {text}")
-        rows, notes = ([of(**values) for values in content[key]] for key, of in _LISTS.items())
+        rows, notes = ([kind(**values) for values in content[key]] for key, kind in _LISTS.items())
         run = Run(rows=rows, notes=notes, **{key: content[key] for key in _OF_RUNS})
         file = folder / LINES_FILE
         _fill(run, read_lines_csv(file))
@@ -238,9 +238,9 @@ def _packed(rows: Iterable[Row]) -> bytes:
     Row and task names may contain any character. An index of JSON as bytes maps numbers to them.
     """
     flags = {
-        (n, task): of for n, row in enumerate(rows) for task, of in (row.correct or {}).items()
+        (n, task): hits for n, row in enumerate(rows) for task, hits in (row.correct or {}).items()
     }
-    arrays: dict[str, Any] = {f"array_{n}": of for n, of in enumerate(flags.values())}
+    arrays: dict[str, Any] = {f"array_{n}": hits for n, hits in enumerate(flags.values())}
     arrays["index"] = np.frombuffer(json.dumps([*flags]).encode(), dtype=np.uint8)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)

@@ -189,8 +189,8 @@ def closing_lines(
 
 def typed_path(path: Path) -> str:
     """Return a path for a shell, relative to the current folder if it is below it."""
-    here = Path.cwd()
-    text = str(path.relative_to(here) if path.is_relative_to(here) else path)
+    current = Path.cwd()
+    text = str(path.relative_to(current) if path.is_relative_to(current) else path)
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 

@@ -37,10 +37,10 @@ def verdicts(frame: Frame, notes: Iterable[Note]) -> list[str]:
     texts = list[str]()
     for suite, part in frame.by_suite().items():
         compared = [line for line in part.lines if line.gain]
+        by_row = grouped(compared, lambda line: (line.first.merger, line.first.name))
         on = f" on {suite}" if len(frame.by_suite()) > 1 else ""
         texts += best.get(suite) or [
-            f"verdict{on}: {_verdict(lines, frame)}"
-            for lines in grouped(compared, lambda of: (of.first.merger, of.first.name)).values()
+            f"verdict{on}: {_verdict(lines, frame)}" for lines in by_row.values()
         ]
     return texts
 
@@ -49,12 +49,11 @@ def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
     """Write how a row compares with its merged model, at one point or over all."""
     unit, row = Unit.of(frame.metric), lines[0].first
     points = "points" if frame.metric == ACCURACY else f"in {frame.metric}"
-    ordered = sorted(
-        (frame.sign * of.gain.value, n, of.gain, of) for n, of in enumerate(lines) if of.gain
-    )
-    ends = [(unit.difference(gain), of) for *_, gain, of in (ordered[0], ordered[-1])]
+    ordered = sorted((frame.sign * line.gain.value, n, line.gain, line)
+                     for n, line in enumerate(lines) if line.gain)  # fmt: skip
+    ends = [(unit.difference(gain), line) for *_, gain, line in (ordered[0], ordered[-1])]
     if len(lines) > 1:
-        texts = [f"{text} ({', '.join(label_texts(of.first.labels))})" for text, of in ends]
+        texts = [f"{text} ({', '.join(label_texts(line.first.labels))})" for text, line in ends]
         return f"{row.name} differs from {row.merger} by {' to '.join(texts)} {points}"
     value, _, gain, line = ordered[0]
     if gain.half is None:

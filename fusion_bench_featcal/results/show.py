@@ -56,26 +56,28 @@ def _table(suite: str, frame: Frame, width: int | None) -> Table:
 def _with_names(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
     unit = Unit.of(frame.metric)
     columns: list[tuple[str, Callable[[FrameLine], str]]] = [
-        (AVERAGE, lambda of: unit.value(of.values.get(AVERAGE))),
-        ("gain", lambda of: unit.gain(of.gain, len(of.rows))),
-        ("share", lambda of: share_text(of.share)),
-        ("worst task", lambda of: worst_text(of, names, unit)),
-        ("seconds", lambda of: _cost(of, "seconds", 1, ".1f")),
-        ("MiB", lambda of: _cost(of, "peak_rss_bytes", _MIB, ".0f")),
-        ("GPU\nMiB", lambda of: _cost(of, "peak_accelerator_bytes", _MIB, ".0f")),
-        ("GPU\nWh", lambda of: _cost(of, "gpu_energy_wh", 1, ".3g")),
-        ("task\nid", lambda of: _yes(of.needs_task_id)),
+        (AVERAGE, lambda line: unit.value(line.values.get(AVERAGE))),
+        ("gain", lambda line: unit.gain(line.gain, len(line.rows))),
+        ("share", lambda line: share_text(line.share)),
+        ("worst task", lambda line: worst_text(line, names, unit)),
+        ("seconds", lambda line: _cost(line, "seconds", 1, ".1f")),
+        ("MiB", lambda line: _cost(line, "peak_rss_bytes", _MIB, ".0f")),
+        ("GPU\nMiB", lambda line: _cost(line, "peak_accelerator_bytes", _MIB, ".0f")),
+        ("GPU\nWh", lambda line: _cost(line, "gpu_energy_wh", 1, ".3g")),
+        ("task\nid", lambda line: _yes(line.needs_task_id)),
     ]
-    columns += [(names[t], lambda of, t=t: unit.value(of.values.get(t))) for t in frame.tasks]
+    columns += [(names[t], lambda line, t=t: unit.value(line.values.get(t))) for t in frame.tasks]
     cells = [(head, [cell(line) for line in frame.lines]) for head, cell in columns]
     settings = [
         (short_label(key).replace(".", ".\n"),
          [str(line.first.labels.get(key, ABSENT)) for line in frame.lines])
         for key in frame.labels
     ]  # fmt: skip
-    cells = [*settings, *((head, of) for head, of in cells if {*of} - {ABSENT, _yes(False)})]
+    cells = [*settings, *((head, body) for head, body in cells if {*body} - {ABSENT, _yes(False)})]
     title = f"{suite}: {frame.metric}{', %' if unit.factor == 100 else ''}"
-    lines = [(heading_of(of), [texts[n] for _, texts in cells]) for n, of in enumerate(frame.lines)]
+    lines = [
+        (heading_of(line), [texts[n] for _, texts in cells]) for n, line in enumerate(frame.lines)
+    ]
     heads = [head for head, _ in cells]
     return Table(title if frame.tasks else suite, heads, lines, fixed=len(settings))
 
@@ -131,9 +133,9 @@ def show_against(results: Results, name: str, metric: str | None = None) -> None
     records = frame.astype(object).where(frame.notna(), None).to_dict("records")
     for suite in frame.suite.unique():
         lines = [
-            (of["row"], [unit.gain(Difference(of["difference"], of["half"], of["seeds"], of["p"])),
-                         ABSENT if of["adjusted"] is None else f"{of['adjusted']:.2g}"])
-            for of in records if of["suite"] == suite
+            (r["row"], [unit.gain(Difference(r["difference"], r["half"], r["seeds"], r["p"])),
+                        ABSENT if r["adjusted"] is None else f"{r['adjusted']:.2g}"])
+            for r in records if r["suite"] == suite
         ]  # fmt: skip
         Table(f"{suite}: average {metric} minus that of {name}", ["points", "p"], lines).show()
     print_lines(

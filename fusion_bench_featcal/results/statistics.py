@@ -110,8 +110,8 @@ def halves(row: BySeed) -> dict[str, float]:
     neither is missing.
     """
     draws = list(row.values())
-    shared = [task for task in draws[0] if len({len(of.get(task, ())) for of in draws}) == 1]
-    values = {task: np.stack([of[task] for of in draws]).astype(float) for task in shared}
+    shared = [task for task in draws[0] if len({len(draw.get(task, ())) for draw in draws}) == 1]
+    values = {task: np.stack([draw[task] for draw in draws]).astype(float) for task in shared}
     parts = {task: [value] for task, value in values.items()}
     parts |= {AVERAGE: [*values.values()]} if values else {}
     intervals = {name: _interval(part, _OF_VALUES)[0] for name, part in parts.items()}

@@ -58,7 +58,9 @@ class Table:
         """Return a Markdown table."""
         lines = [["", *(head.replace("\n", " ") for head in self.heads)]]
         lines += [[head, *cells] for head, cells in self.lines]
-        texts = [" | ".join(t.replace("|", "\\|").replace("\n", " ") for t in of) for of in lines]
+        texts = [
+            " | ".join(t.replace("|", "\\|").replace("\n", " ") for t in line) for line in lines
+        ]
         texts = [f"| {text} |" for text in texts]
         return "\n".join([texts[0], "|:--" + "|--:" * len(self.heads) + "|", *texts[1:]])
 
