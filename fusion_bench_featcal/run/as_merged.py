@@ -74,7 +74,9 @@ def _counts(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count matrices by the outermost modules in which nothing is calibrated: other ones, ends."""
     counts, is_end = (Counter[str](), Counter[str]()), _ends(model, stages)
-    inside = {part for of in modules.values() for s in of.all_sites for part in _prefixes(s.name)}
+    inside = {
+        part for block in modules.values() for s in block.all_sites for part in _prefixes(s.name)
+    }
     for name in names:
         around = (part for part in _prefixes(name) if not part.isdigit())
         outermost = next(part for part in around if part not in inside)
@@ -102,11 +104,11 @@ def _ends(model: nn.Module, stages: Stages) -> Callable[[str, str], bool]:
     the largest module around a stage's blocks that has no other list.
     """
     of_model = {module: name for name, module in model.named_modules()}
-    lists, towers = [of_model[one] for one in outermost_lists(model)], list[str]()
+    lists, towers = [of_model[module] for module in outermost_lists(model)], list[str]()
     for stage in stages:
-        others = [one for one in lists if not any(_meet(one, block) for block in stage)]
+        others = [name for name in lists if not any(_meet(name, block) for block in stage)]
         around = ["", *_prefixes(stage[0])]
-        towers.append(next(one for one in around if not any(_meet(one, o) for o in others)))
+        towers.append(next(name for name in around if not any(_meet(name, o) for o in others)))
     blocks = [*lists, *(block for stage in stages for block in stage)]
     body, head = getattr(model, "base_model_prefix", ""), head_of(model)
 
@@ -114,7 +116,7 @@ def _ends(model: nn.Module, stages: Stages) -> Callable[[str, str], bool]:
         owner = matrix.rpartition(".")[0]
         if module == owner and isinstance(model.get_submodule(owner), nn.Embedding):
             return True  # in a block, too, as T5's relative positions
-        return not any(_meet(module, one) for one in blocks) and (
+        return not any(_meet(module, block) for block in blocks) and (
             any(_meet(module, tower) for tower in towers)
             or model.get_submodule(owner) is head
             or (hasattr(model, body) and not _meet(module, body))

@@ -233,11 +233,11 @@ class CheckpointFolder(Checkpoint):
         """Write the tensors that are in no file, and return the files."""
         piece, size, files = dict[str, Tensor](), 0, list[str]()
         written = self._converted.names()
-        rest = [name for name in tensors if name not in written]
-        for name in rest:
+        unwritten = [name for name in tensors if name not in written]
+        for name in unwritten:
             piece[name] = tensors[name].to("cpu")
             size += piece[name].nbytes
-            if size > PIECE or name == rest[-1]:
+            if size > PIECE or name == unwritten[-1]:
                 files.append(REST.format(len(files)))
                 self._blocks.write(files[-1], self._converted.split(piece))
                 piece, size = {}, 0  # freed before the next tensor is read

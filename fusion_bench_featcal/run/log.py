@@ -102,11 +102,11 @@ class CalibrationLog:
         """Append one record."""
         self.records.append({"kind": kind, **record})
 
-    def add_as_merged(self, left: AsMerged) -> None:
+    def add_as_merged(self, as_merged: AsMerged) -> None:
         """Append a record of modules that stay as merged, if there are any, and log them."""
-        if left.names:
-            self.add("as_merged", asdict(left))
-            logger.log(logging.WARNING if left.modules else logging.INFO, "%s", left.text)
+        if as_merged.names:
+            self.add("as_merged", asdict(as_merged))
+            logger.log(logging.WARNING if as_merged.modules else logging.INFO, "%s", as_merged.text)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of one kind."""

@@ -168,10 +168,10 @@ def open_problem(
     log = CalibrationLog(family=family.name)
     log.add("engine", {"linear_kernel": kernel, "processor": processor()})
     if budget is None:
-        left = left_as_merged(working, experts.values(), stages, modules, processes.gather)
+        as_merged = left_as_merged(working, experts.values(), stages, modules, processes.gather)
     else:  # which counts what is read of experts
-        left = left_by_names(working.structure, stages, modules)
-    log.add_as_merged(left)
+        as_merged = left_by_names(working.structure, stages, modules)
+    log.add_as_merged(as_merged)
     return Problem(
         tasks=tasks,
         working=working,
@@ -262,14 +262,14 @@ def open_models(
         CalibrationError: If a model's weights or config do not fit the merged model, or that has
             NaN or infinite values.
     """
-    like, config = working.module, getattr(inputs.merged, "config", None)
-    optional, shared = set(tail_of(like, stages)), hollow_copy(like, working.device)
+    merged, config = working.module, getattr(inputs.merged, "config", None)
+    optional, shared = set(tail_of(merged, stages)), hollow_copy(merged, working.device)
 
     def opened(label: str, model: Any) -> LazyModel:
         with at(label):
             source = source_of(model)
         options = {"device": working.device, "optional": optional, "module": shared}
-        lazy = LazyModel(label, source, like, **options)
+        lazy = LazyModel(label, source, merged, **options)
         check_same_function(label, source.config, config)
         refuse_more_blocks(label, source, lazy.keys, stages)
         return lazy

@@ -57,8 +57,8 @@ Figures = dict[int, Mapping[str, float]]
 def summed_up(figures: Figures) -> dict[str, float]:
     """Return the medians of all figures, and the largest update with its routed expert's number."""
     names = dict.fromkeys(name for of_slot in figures.values() for name in of_slot)
-    medians = {n: median(of[n] for of in figures.values() if n in of) for n in names}
-    updates = {number: of.get("relative_update", 0.0) for number, of in figures.items()}
+    medians = {n: median(of_slot[n] for of_slot in figures.values() if n in of_slot) for n in names}
+    updates = {number: of_slot.get("relative_update", 0.0) for number, of_slot in figures.items()}
     worst = max(updates, key=updates.__getitem__)
     typical = {"median_update": medians.pop("relative_update", 0.0)}
     return medians | typical | {"relative_update": updates[worst], "largest": worst}

@@ -34,13 +34,13 @@ def towers_of(model: nn.Module, samples: Mapping[str, Sequence[Batch]], runtime:
     """
     every = ((task, batch) for task, batches in samples.items() for batch in reversed(batches))
     kinds = {(task, *sorted(names)): b for task, b in every if (names := media_in(b.inputs))}
-    lists, found = _lists(model), dict[Any, list[list[str]]]()
+    lists, orders = _lists(model), dict[Any, list[list[str]]]()
     for (task, *names), batch in kinds.items():
-        one = to_device(part_of(batch.inputs, batch.samples, slice(1)), device_of(model))
+        inputs = to_device(part_of(batch.inputs, batch.samples, slice(1)), device_of(model))
         with at(task=task), runtime.autocast():
-            found[task, *names] = stages_in_order(model, lists, one)
+            orders[task, *names] = stages_in_order(model, lists, inputs)
     everywhere = {
-        kind: order for part in runtime.processes.gather(found) for kind, order in part.items()
+        kind: order for part in runtime.processes.gather(orders) for kind, order in part.items()
     }
     stages = list[list[str]]()
     for kind in sorted(everywhere):

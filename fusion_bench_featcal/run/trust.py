@@ -104,7 +104,7 @@ def step_of(problem: Problem, group: Group, task: str, base: Tensor) -> Tensor:
     return tau.div_(tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny))
 
 
-def moment_of(problem: Problem, block: str, group: Group, number: int, into: Tensor) -> Tensor:
+def moment_of(problem: Problem, block: str, group: Group, number: int, moment: Tensor) -> Tensor:
     """Return the second moment of a task's inputs, scaled to norm 1, in each process.
 
     Args:
@@ -112,22 +112,22 @@ def moment_of(problem: Problem, block: str, group: Group, number: int, into: Ten
         block: The block.
         group: The modules that receive the inputs.
         number: The task's number.
-        into: Overwritten by the result.
+        moment: Overwritten by the result.
     """
     streams, task = problem.streams, problem.tasks[number]
     if task in streams.tasks:
         shapes = (0, group.inputs), (group.inputs,), (0,), ()
-        sums = Moments(into.zero_(), *map(into.new_zeros, shapes))
+        sums = Moments(moment.zero_(), *map(moment.new_zeros, shapes))
         for batch in streams.visits(task):
             x = streams.inputs_of(task, batch, block, [group])[group.name]
             with group.place(block, task):
                 for _, rows, _ in paired_features(batch, group, x):
                     sums.add(rows)
         sums.mirrored()
-        into.div_(into.norm().clamp_min(torch.finfo(into.dtype).tiny))
+        moment.div_(moment.norm().clamp_min(torch.finfo(moment.dtype).tiny))
     problem.processes.gather(None)  # a process that has ended is noticed here
-    problem.processes.broadcast(into, number % problem.processes.size)
-    return into
+    problem.processes.broadcast(moment, number % problem.processes.size)
+    return moment
 
 
 def trust_of(likeness: Tensor, alike: Tensor) -> Tensor:

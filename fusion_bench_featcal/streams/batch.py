@@ -62,14 +62,14 @@ class Positions:
 
     def last_of_each(self) -> "Positions":
         """Return the last position of each sample that counts."""
-        like = torch.empty(0, device=getattr(self.index, "device", None))
-        mask = self.marked(1.0, 0.0, like).view(-1, self.shape[1:].numel())
+        empty = torch.empty(0, device=getattr(self.index, "device", None))
+        mask = self.marked(1.0, 0.0, empty).view(-1, self.shape[1:].numel())
         last = mask.shape[1] - 1 - mask.flip(1).argmax(1, keepdim=True)
         return self.of_mask(torch.zeros_like(mask).scatter_(1, last, 1).view(self.shape))
 
-    def marked(self, counted: float, other: float, like: Tensor) -> Tensor:
+    def marked(self, counted: float, other: float, example: Tensor) -> Tensor:
         """Return one value for each position that counts and another for others, flat."""
-        values = like.new_full((self.shape.numel(),), other)
+        values = example.new_full((self.shape.numel(),), other)
         values[slice(None) if self.index is None else self.index] = counted
         return values
 
@@ -95,8 +95,8 @@ class Positions:
         """
         shape = features.shape[:-1]
         if len(shape) > len(self.shape):
-            kept, own = ([size for size in one if size > 1] for one in (shape, self.shape))
-            return kept == own
+            kept, expected = ([size for size in sizes if size > 1] for sizes in (shape, self.shape))
+            return kept == expected
         return shape in (self.shape, (self.shape.numel(),))
 
 
@@ -138,10 +138,10 @@ class StagePositions:
         """Return the weights of a module's rows of counted positions, `[n]`, or None if equal."""
         if self.target_weight == 1 or self.closes or self.kind_of(module)[1]:
             return None
-        like = at_least_float32(rows.new_empty(0))
+        empty = at_least_float32(rows.new_empty(0))
         if self.read is None:
-            return like.new_ones(len(rows))
-        return rows_of(self.read.marked(self.target_weight, 1.0, like)[:, None], self.valid)[:, 0]
+            return empty.new_ones(len(rows))
+        return rows_of(self.read.marked(self.target_weight, 1.0, empty)[:, None], self.valid)[:, 0]
 
     def kind_of(self, module: str) -> tuple[Positions | None, bool]:
         """Return what modules that count the same positions in every batch have in common."""

@@ -235,8 +235,8 @@ class Streams:
             return []
         ends = tuple(site.name.removeprefix(block) for site in sites)
         if ends not in self._feeding:
-            read = ([b for b in of if b.positions.read] for of in self.tasks.values())
-            largest = [max(of, key=lambda batch: batch.later) for of in read if of]
+            read = ([b for b in of_task if b.positions.read] for of_task in self.tasks.values())
+            largest = [max(of_task, key=lambda batch: batch.later) for of_task in read if of_task]
             names = [site.name for site in sites]
             found = [name for batch in largest for name in self._feeding_in(batch, block, names)]
             self._feeding[ends] = [name.removeprefix(block) for name in found]
@@ -246,12 +246,12 @@ class Streams:
         with self.storage.loaded(batch):
             call = batch.calibrated
             counted = batch.positions.valid or Positions(call.hidden.shape[:-1])
-            one = Positions.first_of(call.hidden) if self.reads_first else counted.last_of_each()
-            result = one.of(self.step(self.model, block, call).hidden)
+            read = Positions.first_of(call.hidden) if self.reads_first else counted.last_of_each()
+            result = read.of(self.step(self.model, block, call).hidden)
             # Other positions also change with how many rows a routed expert multiplies its matrix,
             # and so the rounding of each.
             bound = torch.finfo(result.dtype).eps ** 0.75 * result.abs().max()
-            changed = partial(self._read_with_changes, block, call, read=one)
+            changed = partial(self._read_with_changes, block, call, read=read)
             return [n for n in names if not (result - changed(n)).abs().max() <= bound]
 
     def narrow(self, block: str, feeding: Iterable[str]) -> None:
@@ -353,9 +353,9 @@ def _refuse_unknown_readers(block: str, recorded: Recorded, batch: Batch) -> Non
     """
     if len(batch.positions.by_end) == 1:
         return
-    given = list[Tensor]()
-    mapped(replace(batch.calibrated, hidden=None), Tensor, given.append)
-    encoded = {(x.data_ptr(), x.shape) for x in given}
+    tensors = list[Tensor]()
+    mapped(replace(batch.calibrated, hidden=None), Tensor, tensors.append)
+    encoded = {(x.data_ptr(), x.shape) for x in tensors}
     for name, x in recorded.inputs.items():
         if (x.data_ptr(), x.shape) in encoded and not batch.positions.has_own(name):
             raise CalibrationError(

@@ -36,8 +36,8 @@ class LinearTaskSums:
         """Start with no rows."""
         self.expert, self._group, self._alpha = expert, group, rule.mix_alpha
         width = sum(group.outputs) if group.has_few_outputs else group.inputs
-        like = expert.weight
-        self.sums = [Moments.zeros(group.inputs, width, like) for _ in range(1 + rule.holds_out)]
+        weight = expert.weight
+        self.sums = [Moments.zeros(group.inputs, width, weight) for _ in range(1 + rule.holds_out)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch after the expert's features were noted.
@@ -125,9 +125,9 @@ class StatisticsTaskSums(NormTaskSums):
     def __init__(self, group: Group, model: nn.Module) -> None:
         """Start with no rows."""
         mean = model.get_buffer(f"{group.name}.running_mean")
-        like = mean.new_empty(0, dtype=solve_dtype(mean.device))
+        empty = mean.new_empty(0, dtype=solve_dtype(mean.device))
         self.expert, self._site = None, group.sites[0]
-        self.sums = [NormMoments(group.inputs, like)]
+        self.sums = [NormMoments(group.inputs, empty)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch.
