@@ -131,9 +131,9 @@ def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def multiplies_rows_by_onednn(like: Tensor) -> bool:
+def multiplies_rows_by_onednn(tensor: Tensor) -> bool:
     """Return whether sums over rows of tensors like this use oneDNN in this context."""
-    return _kernel.get() == ONEDNN and like.dtype == torch.float32 and like.is_cpu
+    return _kernel.get() == ONEDNN and tensor.dtype == torch.float32 and tensor.is_cpu
 
 
 def multiply_transposed(first: Tensor, second: Tensor) -> Tensor:

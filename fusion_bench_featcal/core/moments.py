@@ -43,16 +43,16 @@ class Moments:
     uncounted: int = field(default=0, init=False)
 
     @classmethod
-    def zeros(cls, inputs: int, outputs: int, like: Tensor) -> "Moments":
+    def zeros(cls, inputs: int, outputs: int, example: Tensor) -> "Moments":
         """Return sums over no rows.
 
         Args:
             inputs: Width `d` of the inputs.
             outputs: Width `r` of the paired features.
-            like: A tensor with the dtype and device of the sums.
+            example: A tensor with the dtype and device of the sums.
         """
         shapes = (inputs, inputs), (outputs, inputs), (inputs,), (outputs,), ()
-        return cls(*(like.new_zeros(shape) for shape in shapes))
+        return cls(*(example.new_zeros(shape) for shape in shapes))
 
     def tensors(self) -> list[Tensor]:
         """Return the sums. Sums of other processes may be added to them in place."""
@@ -66,13 +66,13 @@ class Moments:
             y: Paired features, `[n, r]`, or None for zeros.
             weights: Weights of the rows, `[n]`, or None for ones.
         """
-        given = [x] if y is None else [x, y]
+        tensors = [x] if y is None else [x, y]
         if weights is None:
             self.uncounted += len(x)
         else:
             self.count.add_(weights.sum())
-            given.append(weights.to(self.gram.dtype).sqrt())
-        for parts in in_parts(MOST_ROWS, *given) if len(x) else ():
+            tensors.append(weights.to(self.gram.dtype).sqrt())
+        for parts in in_parts(MOST_ROWS, *tensors) if len(x) else ():
             rows, *features = (part.to(self.gram.dtype) for part in parts)
             root = None if weights is None else features.pop()
             if root is not None:

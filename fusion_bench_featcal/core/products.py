@@ -57,40 +57,41 @@ def factor_of(rows: Tensor) -> Tensor:
     return rows.T.contiguous() if multiplies_rows_by_onednn(rows) else rows
 
 
-def add_product(into: Tensor, first: Tensor, second: Tensor, weight: float = 1.0) -> None:
-    """Compute `into += weight first' second`.
+def add_product(matrix: Tensor, first: Tensor, second: Tensor, weight: float = 1.0) -> None:
+    """Compute `matrix += weight first' second`.
 
     Args:
-        into: `[m, d]`.
+        matrix: `[m, d]`.
         first: Rows `[n, m]` as returned by `factor_of`.
         second: Rows `[n, d]` as returned by `factor_of`.
         weight: A factor.
     """
-    if multiplies_rows_by_onednn(into):
+    if multiplies_rows_by_onednn(matrix):
         # oneDNN does not add to a matrix. Its product is a further matrix, which strips keep small.
-        for total, part in in_parts(max(1, LARGEST_PRODUCT // into.shape[1]), into, first):
+        for total, part in in_parts(max(1, LARGEST_PRODUCT // matrix.shape[1]), matrix, first):
             total.add_(multiply_transposed(part, second), alpha=weight)
     else:
-        into.addmm_(first.T, second, alpha=weight)
+        matrix.addmm_(first.T, second, alpha=weight)
 
 
-def add_lower_gram(into: Tensor, rows: Tensor) -> None:
-    """Compute `into += rows' rows` in the lower triangle.
+def add_lower_gram(matrix: Tensor, rows: Tensor) -> None:
+    """Compute `matrix += rows' rows` in the lower triangle.
 
     Args:
-        into: `[d, d]`. Strips also write some entries above the diagonal. The others do not change.
+        matrix: `[d, d]`. Strips also write some entries above the diagonal. The others do not
+            change.
         rows: `[n, d]` as returned by `factor_of`.
     """
-    width = len(into)
+    width = len(matrix)
     step = strip_of(width, rows)
     if width <= step:
-        add_product(into, rows, rows)
+        add_product(matrix, rows, rows)
         return
-    columns = 0 if multiplies_rows_by_onednn(into) else 1
+    columns = 0 if multiplies_rows_by_onednn(matrix) else 1
     for start in range(0, width, step):
         stop = min(start + step, width)
         strip = rows.narrow(columns, start, stop - start)
-        add_product(into[start:stop, :stop], strip, rows.narrow(columns, 0, stop))
+        add_product(matrix[start:stop, :stop], strip, rows.narrow(columns, 0, stop))
 
 
 def gram_of(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:

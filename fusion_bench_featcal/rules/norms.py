@@ -12,9 +12,9 @@ from fusion_bench_featcal.rules.rule import Linear, Solved
 class NormMoments:
     """Sums over one task's normalised inputs `z` of one norm (Eq. 56)."""
 
-    def __init__(self, width: int, like: Tensor) -> None:
+    def __init__(self, width: int, example: Tensor) -> None:
         """Start with no rows."""
-        self._sums, self._rows = [like.new_zeros(width), like.new_zeros(width)], 0
+        self._sums, self._rows = [example.new_zeros(width), example.new_zeros(width)], 0
 
     def tensors(self) -> list[Tensor]:
         """Return `sum z^2` and `sum z`."""
@@ -44,9 +44,9 @@ class StatisticsSums:
     `variance = sum s_i / N - mean^2`.
     """
 
-    def __init__(self, width: int, like: Tensor) -> None:
+    def __init__(self, width: int, example: Tensor) -> None:
         """Start with no task."""
-        self._sums = like.new_zeros(3, width, dtype=solve_dtype(like.device))
+        self._sums = example.new_zeros(3, width, dtype=solve_dtype(example.device))
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""

@@ -297,14 +297,14 @@ def energies(linear: Linear, rows: Moments) -> Tensor:
     return torch.stack([square, mixed, rows.count * bias.square().sum()])
 
 
-def probes_of(like: Tensor) -> Tensor:
+def probes_of(weight: Tensor) -> Tensor:
     """Return combinations `[r, m]` of outputs for measuring held-out errors.
 
     Args:
-        like: A weight `[m, d]`. Up to `PROBES` outputs are used as they are. More are combined by
-            random signs, equal in every process.
+        weight: `[m, d]`. Up to `PROBES` outputs are used as they are. More are combined by random
+            signs, equal in every process.
     """
-    outputs = len(like)
+    outputs = len(weight)
     if outputs <= PROBES:
-        return torch.eye(outputs).to(like)
-    return random_signs(outputs, like.dtype, like.device).T / PROBES**0.5
+        return torch.eye(outputs).to(weight)
+    return random_signs(outputs, weight.dtype, weight.device).T / PROBES**0.5

@@ -106,5 +106,5 @@ class WeightRows:
         error = (((step @ gram) - 2 * (probes @ samples.cross)) * step).sum().clamp_min(0)
         output = ((weight @ gram) * weight).sum().clamp_min(torch.finfo(gram.dtype).tiny)
         gamma = self.gram.diagonal().sum() / self.energy
-        asked, e, eo = read_back([gamma, error / mismatch, error / output])
-        return {"gamma": asked, "e": e, "eo": eo, "f": 1 / (1 + asked * e * eo / TOLERATED)}
+        gamma, e, eo = read_back([gamma, error / mismatch, error / output])
+        return {"gamma": gamma, "e": e, "eo": eo, "f": 1 / (1 + gamma * e * eo / TOLERATED)}

@@ -175,12 +175,12 @@ def is_mapping_to(is_value: Callable[[Any], bool], value: object) -> bool:
     return isinstance(value, Mapping) and all(map(is_value, value.values()))
 
 
-def is_text_list(value: object, of: Sequence[str] | None = None) -> bool:
-    """Return True for a list of texts that are not empty, and all in `of` if it is given."""
+def is_text_list(value: object, allowed: Sequence[str] | None = None) -> bool:
+    """Return True for a list of texts that are not empty, and all in `allowed` if it is given."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)
-        and all(isinstance(text, str) and text and (of is None or text in of) for text in value)
+        and all(isinstance(t, str) and t and (allowed is None or t in allowed) for t in value)
     )
 
 
