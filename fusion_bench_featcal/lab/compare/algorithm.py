@@ -151,7 +151,7 @@ def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
     for number, cell in enumerate(cells, 1):
         log.info("%d of %d: %s", number, len(cells), cell.title)
         try:
-            one = runner.run(cell)
+            of_cell = runner.run(cell)
         except Exception as error:  # methods and mergers raise any type
             is_expected = isinstance(error, CalibrationError)
             log.error("%s failed: %s", cell.title, error, exc_info=not is_expected)
@@ -159,10 +159,10 @@ def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
             row = cell.row if cell.method or not merger else NONE
             done.note(Note(FAILED, reason_of(error), row, merger=merger))
             continue
-        done.rows += one.rows
-        done.lines += one.more_lines()
-        done.notes += [note for note in one.notes if note not in done.notes]
-        done.versions, done.device = one.versions, one.device
+        done.rows += of_cell.rows
+        done.lines += of_cell.more_lines()
+        done.notes += [note for note in of_cell.notes if note not in done.notes]
+        done.versions, done.device = of_cell.versions, of_cell.device
     return done
 
 

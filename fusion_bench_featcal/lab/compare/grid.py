@@ -84,7 +84,8 @@ def cells_of(settings: ComparisonSettings, suite: Mapping[str, Any]) -> list[Cel
     methods = _configs(settings.post_merging_methods)
     presets = suite.get("presets") or {} if isinstance(methods.get(FEATCAL), Mapping) else {}
     presets = {
-        f"{FEATCAL}_{name}": with_preset(methods[FEATCAL], of) for name, of in presets.items()
+        f"{FEATCAL}_{name}": with_preset(methods[FEATCAL], preset)
+        for name, preset in presets.items()
     }
     methods |= presets
     defaults = _defaults(settings, suite, presets)

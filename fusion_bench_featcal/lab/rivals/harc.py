@@ -164,8 +164,8 @@ class HARC(
             def product(step: Tensor) -> Tensor:
                 return torch.stack([routing.product(step) for routing in routings]).sum(0)
 
-            step, *done = conjugate_gradients(product, right, self.tolerance, self.steps)
-        log.info("%s: %d steps, relative residual %.1e", names[0], *done)
+            step, *figures = conjugate_gradients(product, right, self.tolerance, self.steps)
+        log.info("%s: %d steps, relative residual %.1e", names[0], *figures)
         weight, *bias = (merged + step).split(model.get_parameter(names[0]).shape[1], 1)
         return dict(zip(names, [weight, *(column[:, 0] for column in bias)], strict=True))
 

@@ -57,8 +57,8 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
             CalibrationError: If a task has too few samples, or the training diverges.
         """
         parameters = [model.get_parameter(name) for name in trained]
-        held_out = [[one for one in of_task if one.is_held_out] for of_task in lessons.values()]
-        fitted = {t: [one for one in of if not one.is_held_out] for t, of in lessons.items()}
+        held_out = [[b for b in of_task if b.is_held_out] for of_task in lessons.values()]
+        fitted = {t: [b for b in of_task if not b.is_held_out] for t, of_task in lessons.items()}
         curve, best = list[tuple[int, float]](), [parameter.clone() for parameter in parameters]
 
         def keep_best(step: int) -> None:

@@ -46,7 +46,7 @@ class RidgeSurgery(FeatureCorrection, option="ridge_surgery", source="ours"):
 
     def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
         """Fit each task's affine correction. Raises as `fit`."""
-        return {t: [self.fit(of.inputs, of.targets[0], t)] for t, of in lessons.items()}, {}
+        return {t: [self.fit(data.inputs, data.targets[0], t)] for t, data in lessons.items()}, {}
 
     def fit(self, merged: Tensor, expert: Tensor, task: str = "") -> AffineModule:
         """Fit an affine correction: ridge regression of the drift on merged features, in float64.

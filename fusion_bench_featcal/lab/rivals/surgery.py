@@ -62,7 +62,7 @@ class Surgery(
         joint = adam(nn.ModuleList(modules.values()).parameters())
         is_joint = self.optimizer == "joint"
         optimizers = {t: joint if is_joint else adam(m.parameters()) for t, m in modules.items()}
-        updates = {task: self._updates(task, modules[task], of) for task, of in lessons.items()}
+        updates = {t: self._updates(t, modules[t], of_task) for t, of_task in lessons.items()}
         losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
         for _ in range(self.steps):
             for task, update in updates.items():
