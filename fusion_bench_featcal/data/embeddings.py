@@ -36,8 +36,8 @@ class Pooling:
         if self.mode == "max":
             return states.masked_fill(mask[..., None] == 0, -torch.inf).amax(dim=1)
         # padding may be on either side
-        at = mask.int().argmax(1) if self.mode == "cls" else _last(mask)
-        return states[torch.arange(len(states)), at]
+        positions = mask.int().argmax(1) if self.mode == "cls" else _last(mask)
+        return states[torch.arange(len(states)), positions]
 
 
 def token_mean(states: Tensor, mask: Tensor | None) -> Tensor:

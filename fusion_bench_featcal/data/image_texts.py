@@ -53,8 +53,8 @@ class ImageText:
         turns = [dict(turn) for turn in (*prompt, target)]
         marks = sum(turn["content"].count(_MARK) for turn in turns)
         if not marks:  # they come first
-            asked = next(turn for turn in turns if turn["role"] == "user")
-            asked["content"] = _MARK * len(self.images) + asked["content"]
+            user_turn = next(turn for turn in turns if turn["role"] == "user")
+            user_turn["content"] = _MARK * len(self.images) + user_turn["content"]
         elif marks != len(self.images):
             raise CalibrationError(
                 f"{name}: its texts have {marks} {_MARK}, and it has {len(self.images)} images. "
@@ -85,8 +85,8 @@ def read_image_row(row: Any, name: str, columns: Mapping[str, str]) -> ImageText
         stored = columns.get(column, column)
         if isinstance(chat := parsed(values.get(stored), f"{name}: {stored}"), list):
             values[stored] = [_marked(turn, images) for turn in chat]
-    given = [values.pop(columns.get(column, column), None) for column in IMAGES]
-    for value in given:
+    cells = [values.pop(columns.get(column, column), None) for column in IMAGES]
+    for value in cells:
         images += value if isinstance(value, list | tuple) else [] if value is None else [value]
     read = {standard: stored for standard, stored in columns.items() if standard not in IMAGES}
     return ImageText(read_row(values, name, read or None), images)

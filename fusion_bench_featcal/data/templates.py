@@ -74,7 +74,7 @@ def _written(tokenizer: Any, turns: list[Turn], values: Mapping[str, object]) ->
 def _shows(text: str, turns: list[Turn]) -> bool:
     """Return whether a rendered chat has the texts of the user's turns."""
     contents = (turn["content"] for turn in turns if turn["role"] == "user")
-    return all(not isinstance(one, str) or one.strip() in text for one in contents)
+    return all(not isinstance(content, str) or content.strip() in text for content in contents)
 
 
 def rendered_chat(tokenizer: object, text: Text) -> Chat:

@@ -231,12 +231,12 @@ class _Reader:
         needed = [n for n in _NEEDED if n not in self.read and _has_value(self.values.get(n))]
         if needed and text.form != "tokens":
             as_chat = needed[0] in _OF_CHATS and text.form != "chat"
-            way = "Write the row as messages" if as_chat else "Write it into the text"
+            advice = "Write the row as messages" if as_chat else "Write it into the text"
             if needed[0] in _MEDIA:
-                way = "The model reads texts alone: name one with a tower for it"
+                advice = "The model reads texts alone: name one with a tower for it"
             raise CalibrationError(
                 f"{self.name}: column {self.names[needed[0]]} has no place in a {text.form}. "
-                f"{way}, or leave the column out"
+                f"{advice}, or leave the column out"
             )
         unread = tuple(str(n) for n, v in self.row.items() if _has_value(v) and n not in columns)
         return replace(text, columns=columns, unread=unread)

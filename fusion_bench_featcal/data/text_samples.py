@@ -259,9 +259,9 @@ class TextEncoder:
     def _refuse_language(self, first: int, name: str) -> None:
         """Refuse a target in another language than the models are told to answer in."""
         if self.model_start not in (None, first) and first in self._marks:
-            given, forced = self.tokenizer.convert_ids_to_tokens([first, self.model_start])
+            token, forced = self.tokenizer.convert_ids_to_tokens([first, self.model_start])
             raise CalibrationError(
-                f"{name}: the target begins with {given}, but the models begin answers with "
+                f"{name}: the target begins with {token}, but the models begin answers with "
                 f"{forced} (forced_bos_token_id). Write the target's language as tgt_lang into "
                 "tokenizer_config.json"
             )

@@ -8,14 +8,14 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", re.sub("['\u2019]", "", text.lower()))
 
 
-def word_errors(said: str, written: str) -> int:
+def word_errors(spoken: str, written: str) -> int:
     """Return the smallest number of inserted, deleted and replaced words between two texts."""
     others = words(written)
     above = list(range(len(others) + 1))
-    for row, word in enumerate(words(said), 1):
-        here = [row]
+    for row, word in enumerate(words(spoken), 1):
+        current = [row]
         for column, other in enumerate(others, 1):
             replaced = above[column - 1] + (word != other)
-            here.append(min(above[column] + 1, here[-1] + 1, replaced))
-        above = here
+            current.append(min(above[column] + 1, current[-1] + 1, replaced))
+        above = current
     return above[-1]

@@ -16,8 +16,8 @@ def primary_figure(evaluator: Any, model: Encoder) -> tuple[str, float]:
         figures = evaluator(twin)
     if not isinstance(figures, dict):
         return "score", float(figures)
-    name, own = evaluator.primary_metric, f"{getattr(evaluator, 'name', '')}_"
-    return name.removeprefix(own), float(figures[name])
+    name, prefix = evaluator.primary_metric, f"{getattr(evaluator, 'name', '')}_"
+    return name.removeprefix(prefix), float(figures[name])
 
 
 @contextmanager

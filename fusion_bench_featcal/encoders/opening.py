@@ -72,11 +72,11 @@ def open_like(reference: Encoder, label: str, model: object) -> Encoder:
             f"{label} has the modules {modules}, but merged has {others}. If merged was a folder "
             "without modules.json, copy this file and the folders that it names from the expert"
         )
-    own, merged = (getattr(one.tokenizer, "get_vocab", dict)() for one in (model, reference))
-    if differing := sorted(own.items() ^ merged.items()):
+    ids, merged = (getattr(one.tokenizer, "get_vocab", dict)() for one in (model, reference))
+    if differing := sorted(ids.items() ^ merged.items()):
         token = differing[0][0]
         raise ValueError(
-            f"{label} has another vocabulary than merged: {token!r} is token {own.get(token)}, in "
+            f"{label} has another vocabulary than merged: {token!r} is token {ids.get(token)}, in "
             f"merged {merged.get(token)}. Models that are merged need the tokenizer of one base"
         )
     return model

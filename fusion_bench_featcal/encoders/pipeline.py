@@ -153,9 +153,9 @@ def linear_tail(
         site = site_of(name, module)
         if site is None or site.kind != "linear" or site.patches or module is head:
             return False
-        own = dict(module.named_parameters(prefix=name))
-        same = (s[n].shape == own[n].shape for s in states for n in own.keys() & s.keys())
-        return all(same) and all(owners[id(parameter)] == 1 for parameter in own.values())
+        tensors = dict(module.named_parameters(prefix=name))
+        same = (s[n].shape == tensors[n].shape for s in states for n in tensors.keys() & s.keys())
+        return all(same) and all(owners[id(parameter)] == 1 for parameter in tensors.values())
 
     def note(name: str) -> Callable[..., None]:
         return lambda _, __, output: calls.append((name, hidden_output(output).shape[:-1]))

@@ -49,8 +49,8 @@ def reranker_tests(
 def _outputs(model: st.CrossEncoder, pairs: Iterable[tuple[str, ...]]) -> Any:
     """Return the outputs for pairs of texts, `[pairs]` or `[pairs, classes]`."""
     pairs = [*pairs]
-    found = read_once(model.predict, pairs, convert_to_numpy=True)
-    return np.stack([found[pair] for pair in pairs])
+    outputs = read_once(model.predict, pairs, convert_to_numpy=True)
+    return np.stack([outputs[pair] for pair in pairs])
 
 
 def _pair_class_tests(
@@ -94,7 +94,7 @@ def _samples(texts: Sequence[tuple[str, ...]]) -> Iterator[list[tuple[str, str]]
     passages, pairs = [*dict.fromkeys(row[1] for row in texts)], {row[:2] for row in texts}
     for query, passage, *negatives in texts:
         if not negatives:
-            at = passages.index(passage)  # each row has others, spread over all
-            others = [p for p in passages[at:] + passages[:at] if (query, p) not in pairs]
+            start = passages.index(passage)  # each row has others, spread over all
+            others = [p for p in passages[start:] + passages[:start] if (query, p) not in pairs]
             negatives = [others[n] for n in spread(len(others), NEGATIVES)]
         yield [(query, text) for text in (passage, *negatives)]

@@ -76,9 +76,9 @@ def jackknifed(
     values, rows = np.array(targets.values), np.arange(len(targets.values))
 
     def evaluate(model: Encoder) -> Score:
-        found = outputs(model)
-        whole = float(figure(values, found))
-        without = [figure(values[rows != row], found[rows != row]) for row in rows]
+        predicted = outputs(model)
+        whole = float(figure(values, predicted))
+        without = [figure(values[rows != row], predicted[rows != row]) for row in rows]
         shares = -(len(rows) - 1) * torch.tensor(without, dtype=torch.float64)
         shares += whole - shares.mean()  # without the jackknife's correction of the figure
         return Score(max(whole, 0.0), 1 - shares, None)
@@ -86,8 +86,8 @@ def jackknifed(
     return EncoderTests(f"{measure} ({name})", f"{title} % (1 - {title})", evaluate)
 
 
-def _correlation(values: object, found: Any) -> float:
+def _correlation(values: object, outputs: Any) -> float:
     """Return Spearman's correlation, 0 where it is undefined."""
-    if (found == found[0]).all():
+    if (outputs == outputs[0]).all():
         return 0.0
-    return float(np.nan_to_num(spearmanr(values, found).statistic))  # type: ignore[attr-defined]
+    return float(np.nan_to_num(spearmanr(values, outputs).statistic))  # type: ignore[attr-defined]

@@ -111,9 +111,9 @@ def _embeddings(model: Encoder, calls: Calls) -> list[Any]:
     texts = defaultdict[str, list[str]](list)
     for method, column in calls:
         texts[method] += column
-    read = {name: read_once(getattr(model, name), of, **options) for name, of in texts.items()}
-    found = [[read[method][text] for text in column] for method, column in calls]
-    return [column if column[0].ndim > 1 else torch.stack(column) for column in found]
+    read = {m: read_once(getattr(model, m), column, **options) for m, column in texts.items()}
+    columns = [[read[method][text] for text in column] for method, column in calls]
+    return [column if column[0].ndim > 1 else torch.stack(column) for column in columns]
 
 
 def _similarities(model: Any, first: object, second: object) -> Tensor:
@@ -160,8 +160,8 @@ def _pair_tests(calls: Calls, targets: RowTargets) -> EncoderTests | str:
 
 def _belongs(owners: Sequence[Hashable], items: Sequence[Hashable]) -> Tensor:
     """Return which of the different items stand in a row with its owner, bool `[rows, items]`."""
-    numbers = [{one: n for n, one in enumerate(dict.fromkeys(side))} for side in (owners, items)]
-    rows, places = [numbers[0][one] for one in owners], [numbers[1][one] for one in items]
+    numbers = [{key: n for n, key in enumerate(dict.fromkeys(side))} for side in (owners, items)]
+    rows, places = [numbers[0][owner] for owner in owners], [numbers[1][item] for item in items]
     table = torch.zeros(len(numbers[0]), len(numbers[1]), dtype=torch.bool)
     table[rows, places] = True
     return table[rows]
@@ -179,18 +179,18 @@ def _retrieval_tests(
         measure: What is measured.
     """
     belongs = belongs & ~itself
-    asked = belongs.any(1) & ~(belongs | itself).all(1)
-    if asked.sum() < 2:
+    usable = belongs.any(1) & ~(belongs | itself).all(1)
+    if usable.sum() < 2:
         return (
-            f"fewer than 2 of its {len(asked)} rows have both right and wrong texts to choose "
+            f"fewer than 2 of its {len(usable)} rows have both right and wrong texts to choose "
             "from (more rows by --eval)"
         )
 
     def evaluate(model: Any) -> Score:
         similar = model.similarity(*_embeddings(model, calls)).float().cpu()
-        similar = similar.masked_fill(itself, -torch.inf)[asked]
+        similar = similar.masked_fill(itself, -torch.inf)[usable]
         nearest = similar.argsort(dim=1, descending=True, stable=True)[:, :RANKS]
-        hits = belongs[asked].gather(1, nearest).double()
+        hits = belongs[usable].gather(1, nearest).double()
         return mean_of((hits / torch.arange(1, hits.shape[1] + 1)).amax(1))
 
     return EncoderTests(measure, "accuracy@1 % (1 - MRR@10)", evaluate)

@@ -96,14 +96,14 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
 
         tokenizer, index = self.opened
         model = model.to(self.fabric.device).eval()
-        done = lm_eval.simple_evaluate(
+        output = lm_eval.simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.batch_size),
             tasks=list(self.tasks),
             task_manager=index,
             log_samples=False,
             **{name: getattr(self, name) for name in _CHOICES},
         )
-        return {task: self._result(task, done["results"].get(task, {})) for task in self.tasks}
+        return {task: self._result(task, output["results"].get(task, {})) for task in self.tasks}
 
     @cached_property
     def opened(self) -> tuple[Any, Any]:

@@ -129,8 +129,8 @@ class ItemPool(LightningFabricMixin):
                 tasks, or a key is of another task.
         """
         modelpool = getattr(self._program, "modelpool", None)
-        shared, own = getattr(modelpool, "_test_datasets", None) or {}, self._named_data
-        data = {t: shared.get(t) if own.get(t) is None else own[t] for t in own or shared}
+        shared, named = getattr(modelpool, "_test_datasets", None) or {}, self._named_data
+        data = {t: shared.get(t) if named.get(t) is None else named[t] for t in named or shared}
         for task in (task for task, rows in data.items() if rows is None):
             raise ValueError(
                 f"task {task!r} has no test data: set {self._setting_of_data.format(task)} or "
