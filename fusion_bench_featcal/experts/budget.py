@@ -128,8 +128,8 @@ def limit_reads(
     """
     names = list(order)
     sizes = {
-        task: {name: (key := of.keys[name], of.source.nbytes(key)) for name in names}
-        for task, of in experts.items()
+        task: {name: (key := expert.keys[name], expert.source.nbytes(key)) for name in names}
+        for task, expert in experts.items()
     }
     of_all = {task: of_task for of_process in gather(sizes) for task, of_task in of_process.items()}
     grant = grant_of(budget, {task: of_all[task] for task in tasks})

@@ -64,8 +64,8 @@ class ConvertedSource(SourceView):
 
     def stored_names(self, names: Iterable[str]) -> list[str]:
         """Return the names in files of some tensors."""
-        found = (self.joined[name].names if name in self.joined else [name] for name in names)
-        return [*chain.from_iterable(found)]
+        stored = (self.joined[name].names if name in self.joined else [name] for name in names)
+        return [*chain.from_iterable(stored)]
 
     def split(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the view as they are in files."""

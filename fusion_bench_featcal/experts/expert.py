@@ -41,7 +41,7 @@ class LazyModel:
         self,
         label: str,
         source: ExpertSource,
-        like: nn.Module,
+        structure: nn.Module,
         *,
         device: torch.device | None = None,
         optional: Container[str] = (),
@@ -53,29 +53,29 @@ class LazyModel:
         Args:
             label: Its name in messages, such as `experts['math']`.
             source: The weights.
-            like: The merged model, whose structure and dtypes the expert takes.
+            structure: The merged model, whose structure and dtypes the expert takes.
             device: Device of loaded tensors, by default the merged model's device.
             optional: Names of the merged model's tensors that are not needed. The expert may lack
                 them, or have other shapes.
             module: The runnable copy, which experts that are loaded one at a time can share.
-            owner: Whose structure `like` is, in messages.
+            owner: Whose structure it is, in messages.
 
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
         """
-        stored = like.state_dict(keep_vars=True)
-        self.source = source = converted(source, like)
+        stored = structure.state_dict(keep_vars=True)
+        self.source = source = converted(source, structure)
         if isinstance(source, InMemoryExpert):
             self.advice = "Check the model"
         self.sizes: dict[str, int] = {}
         self._slots = dict[str, set[int]]()  # read of tensors that were not read whole
         self._label = label
-        self.keys = pair_names(label, source, like, optional, advice=self.advice, owner=owner)
-        parameters = {id(parameter) for parameter in like.parameters()}
+        self.keys = pair_names(label, source, structure, optional, advice=self.advice, owner=owner)
+        parameters = {id(parameter) for parameter in structure.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
         self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
         self._shapes = {name: tuple(t.shape) for name, t in stored.items()}
-        self.structure, self._device, self._shared = like, device, module
+        self.structure, self._device, self._shared = structure, device, module
 
     @cached_property
     def module(self) -> nn.Module:

@@ -107,9 +107,9 @@ def find_joined(names: Iterable[str], model: nn.Module) -> dict[str, Joined]:
             of_model, pattern = converter.rename_source_key(spelled)
             if pattern is not None:
                 if _stacks_modules(converter):
-                    one = joined.setdefault(of_model, Joined(of_model, converter, {}, {}))
-                    one.parts.setdefault(pattern, []).append(name)
-                    one.spelled[spelled] = name
+                    whole = joined.setdefault(of_model, Joined(of_model, converter, {}, {}))
+                    whole.parts.setdefault(pattern, []).append(name)
+                    whole.spelled[spelled] = name
                 break
     return joined
 

@@ -156,9 +156,9 @@ class Stack(Family):
         def output(name: str, call: Call) -> Tensor:
             nonlocal hidden
             if name in before:
-                known = outputs.get(name, call.hidden).clone()
+                features = outputs.get(name, call.hidden).clone()
                 is_leaf = not list(model.get_submodule(name).children())
-                return known if is_leaf else passed(known, self.entries)
+                return features if is_leaf else passed(features, self.entries)
             if name in after:  # the inputs do not run the stage
                 raise stop_forward()
             if hidden is not None and _differ(call.hidden, hidden):

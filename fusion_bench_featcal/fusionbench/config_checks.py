@@ -89,8 +89,8 @@ def check_root_keys(names: Iterable[str], config: DictConfig) -> None:
             continue
         if name in method:
             raise ValueError(f"{name} is a setting of the method: write method.{name}=...")
-        known = (*ROOT_KEYS, *(f"method.{key}" for key in method))
-        raise ValueError(f"{name} is unknown, and nothing would read it{nearest_hint(name, known)}")
+        keys = (*ROOT_KEYS, *(f"method.{key}" for key in method))
+        raise ValueError(f"{name} is unknown, and nothing would read it{nearest_hint(name, keys)}")
 
 
 def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, object]) -> None:

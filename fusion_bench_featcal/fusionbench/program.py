@@ -81,7 +81,7 @@ def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -
     if log_dir is not None:
         folder = prepare_directory(log_dir)
         parts: Any = OmegaConf.to_container(program.config, resolve=True)
-        config = {name: public(of) if name in POOLS else of for name, of in parts.items()}
+        config = {name: public(part) if name in POOLS else part for name, part in parts.items()}
         text = masked(OmegaConf.to_yaml(OmegaConf.create(config)))
         write_atomic(folder / "config_resolved.yaml", text)
     check_save_target(program)

@@ -84,8 +84,8 @@ def check_disks(
     Raises:
         CalibrationError: If there is too little.
     """
-    known = (model.file_bytes for model in models.values())
-    size = max(filter(None, known), default=None)  # adapters are smaller
+    sizes = (model.file_bytes for model in models.values())
+    size = max(filter(None, sizes), default=None)  # adapters are smaller
     folders = [path_option(program, SAVE_PATH), *checkpoint_dirs]
     check_room({str(folder): size for folder in folders if folder})
 

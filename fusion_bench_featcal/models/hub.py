@@ -204,8 +204,8 @@ def _query(location: str, option: str, *, weights: bool) -> HubModel:
         info = patiently(query) if folder is None else query()
     except Exception as error:  # the client and the network raise many types
         path = Path(location).expanduser()  # a hub id may be a mistyped path
-        here = os.listdir(path.parent) if path.parent.is_dir() else ()
-        hint = nearest_hint(path.name, here)
+        names = os.listdir(path.parent) if path.parent.is_dir() else ()
+        hint = nearest_hint(path.name, names)
         explained = hub_error(error, f"{option}{hint}", is_lookup=True)
         if folder is None:
             raise explained from error
@@ -280,7 +280,7 @@ def hub_cause(error: BaseException, *, is_lookup: bool = False) -> str | None:
 
     Returns None if they did not cause the error.
     """
-    again = _AGAIN if is_lookup else _AGAIN + _RESUMES
+    retry = _AGAIN if is_lookup else _AGAIN + _RESUMES
     chain = list(causes(error))
     texts, kinds = " ".join(map(str, chain)), {type(link).__name__ for link in chain}
     status = _status(error)
@@ -306,12 +306,12 @@ def hub_cause(error: BaseException, *, is_lookup: bool = False) -> str | None:
             f"{constants.HF_HUB_CACHE} lacks it. Correct it, or unset HF_HUB_OFFLINE"
         )
     if status == 429 or status >= 500:
-        return f"the hub is busy ({status}). Wait, or {_LOG_IN}, and {again}"
+        return f"the hub is busy ({status}). Wait, or {_LOG_IN}, and {retry}"
     is_network = any(type(link).__module__.startswith(_TRANSPORTS) for link in chain)
     if is_network or is_any(ConnectionError, TimeoutError):
         return (
             "there is no such file or folder here, and the hub at "
-            f"{constants.ENDPOINT} does not answer. Check the network and {again}"
+            f"{constants.ENDPOINT} does not answer. Check the network and {retry}"
         )
     return None
 

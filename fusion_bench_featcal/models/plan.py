@@ -87,9 +87,9 @@ def model_downloads(locations: Mapping[str, str]) -> tuple[list[Download], dict[
         if model is not None and (missing := model.missing):
             downloads[location] = Download(location, len(missing), sum(missing.values()))
         folder = Path(location).expanduser() if model is None else model.folder
-        here = [folder] if folder.is_file() else folder.glob("*")
+        paths = [folder] if folder.is_file() else folder.glob("*")
         files = model.files if model is not None else {}
-        files = files or {file.name: file.stat().st_size for file in here}
+        files = files or {file.name: file.stat().st_size for file in paths}
         weights = [size for name, size in files.items() if name.endswith((".safetensors", ".bin"))]
         sizes[option] = sum(weights) or None
     return list(downloads.values()), sizes

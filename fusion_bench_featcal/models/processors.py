@@ -122,18 +122,18 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
         return
     is_of_sounds = isinstance(processor, SequenceFeatureExtractor)
     kind = AutoFeatureExtractor if is_of_sounds else AutoImageProcessor
-    here = _input_settings(processor)
+    expected = _input_settings(processor)
     for label, folder in experts.items():
         if not any((folder / file).is_file() for file in _IMAGE_CONFIGS):
             continue
-        there = _input_settings(read_processor(folder, kind, label))
-        for name in sorted({*here, *there}, key=lambda name: (not name.startswith("do_"), name)):
-            if here.get(name) != there.get(name):
+        actual = _input_settings(read_processor(folder, kind, label))
+        for name in sorted({*expected, *actual}, key=lambda n: (not n.startswith("do_"), n)):
+            if expected.get(name) != actual.get(name):
                 raise CalibrationError(
                     f"{label} has another {_name_of(kind)} than {option}: {name} is "
-                    f"{_shown(there.get(name))} there and {_shown(here.get(name))} here. Experts "
-                    f"must share one: check {option}, or if the expert was tuned with this one, "
-                    f"correct the {_IMAGE_CONFIGS[0]} in {folder}"
+                    f"{_shown(actual.get(name))} there and {_shown(expected.get(name))} here. "
+                    f"Experts must share one: check {option}, or if the expert was tuned with this "
+                    f"one, correct the {_IMAGE_CONFIGS[0]} in {folder}"
                 )
 
 
@@ -157,9 +157,9 @@ def _input_settings(processor: Any) -> dict[str, object]:
 def _plain(value: Any) -> Any:
     """Return a value in a form that equal settings of all processors have."""
     if hasattr(value, "items"):
-        return {key: _plain(one) for key, one in value.items() if one is not None}
+        return {key: _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, int | float):  # flags, sizes, filters and factors, which may be rounded
         return int(value) if value == int(value) else round(float(value), 6)
     return value

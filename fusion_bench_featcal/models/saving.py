@@ -193,7 +193,8 @@ def card_text(
     head: dict[str, object] = {**library, "tags": list(dict.fromkeys([*tags, "merge", "featcal"]))}
     notes = [] if report is None else report.notes
     named = (location for location in (base, *experts.values()) if location)
-    ids = (at.partition("@")[0] for at in named if can_be_hub_id(at) and not Path(at).exists())
+    ids = (location.partition("@")[0] for location in named
+           if can_be_hub_id(location) and not Path(location).exists())  # fmt: skip
     if hub_ids := [*dict.fromkeys(ids)]:
         head = {"base_model": hub_ids, **head}
     sections = {
@@ -256,14 +257,14 @@ def _listed(values: Mapping[str, object]) -> str:
 def _figures(report: Run | None, name: str) -> str:
     """Return the further numbers of a row of a report, if it has any."""
     rows = [] if report is None else report.rows
-    found = next((row.facts for row in rows if row.name == name), {})
-    return _listed(found) if found else ""
+    facts = next((row.facts for row in rows if row.name == name), {})
+    return _listed(facts) if facts else ""
 
 
-def _as_merged(left: AsMerged) -> str:
+def _as_merged(as_merged: AsMerged) -> str:
     """Return the list of modules that were not calibrated, if there are any."""
-    lines = [f"- `{name}`" for name in left.names]
-    return "\n".join([f"{left.title.capitalize()}:\n", *lines]) if lines else ""
+    lines = [f"- `{name}`" for name in as_merged.names]
+    return "\n".join([f"{as_merged.title.capitalize()}:\n", *lines]) if lines else ""
 
 
 def _accuracies(report: Run | None) -> str:
