@@ -41,9 +41,9 @@ def at(
     except Exception as error:
         if (text := cause(error) or _outside_table(error)) is None:
             raise
-        known = CalibrationError(text)
-        known.passes(texts, remedy)
-        raise known from error
+        translated = CalibrationError(text)
+        translated.passes(texts, remedy)
+        raise translated from error
 
 
 def message_of(*kinds: type[Exception]) -> Cause:

@@ -8,8 +8,8 @@ def counted(number: int | str, noun: str) -> str:
         number: A number, or a text with numbers, such as `8 to 16`.
         noun: The noun in the singular. More words may follow, as in `row of --data`.
     """
-    head, gap, rest = noun.partition(" of ")
-    return f"{number} {head}{'' if str(number) == '1' else 's'}{gap}{rest}"
+    head, gap, tail = noun.partition(" of ")
+    return f"{number} {head}{'' if str(number) == '1' else 's'}{gap}{tail}"
 
 
 def bytes_text(count: float) -> str:

@@ -46,8 +46,8 @@ def speaking(words: Words) -> Iterator[None]:
 def option(name: str, value: object = None) -> str:
     """Return a setting, with its value if there is one, as the user's door takes it."""
     words, text = _words.get(PYTHON), name if value is None else f"{name}={value}"
-    own = words.names.get(text) or words.names.get(name)
-    return own or f"{words.prefix}{text}"
+    renamed = words.names.get(text) or words.names.get(name)
+    return renamed or f"{words.prefix}{text}"
 
 
 def word(key: str, *values: object) -> str:
