@@ -54,7 +54,7 @@ CALIBRATION = (
 
 def run(*command: str | Path, cwd: Path, fails: bool = False) -> str:
     """Run a command and return its output. Exit with the output if it does not end as expected."""
-    done = subprocess.run(
+    process = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
         text=True,
@@ -62,10 +62,10 @@ def run(*command: str | Path, cwd: Path, fails: bool = False) -> str:
         stderr=subprocess.STDOUT,
         env={**os.environ, "COLUMNS": "200"},
     )
-    if bool(done.returncode) != fails:
+    if bool(process.returncode) != fails:
         end = "ended well" if fails else "failed"
-        sys.exit(f"{shlex.join(map(str, command))} {end} in {cwd}:\n{done.stdout}")
-    return done.stdout
+        sys.exit(f"{shlex.join(map(str, command))} {end} in {cwd}:\n{process.stdout}")
+    return process.stdout
 
 
 def check_wheel(wheel: Path, package: Path, *more: str) -> None:
@@ -110,11 +110,11 @@ def check_addresses(place: str, content: bytes) -> None:
 
 def check_plugin_alone(bin_folder: Path, scratch: Path) -> None:
     """Check that the plugin composes, calibrates a folder and names the absent suites."""
-    empty, own = scratch / "empty", scratch / "own"
+    empty, configured = scratch / "empty", scratch / "own"
     empty.mkdir()
-    (own / "config" / "method").mkdir(parents=True)
-    (own / "config" / "method" / "mine.yaml").write_text("_target_: nothing.here\n")
-    for folder in (empty, own):
+    (configured / "config" / "method").mkdir(parents=True)
+    (configured / "config" / "method" / "mine.yaml").write_text("_target_: nothing.here\n")
+    for folder in (empty, configured):
         printed = run(bin_folder / "fusion_bench", *DRY_RUN, cwd=folder)
         if "FeatCalAlgorithm" not in printed or "default_taskpool" not in printed:
             sys.exit(f"the dry run in {folder} composed something else:\n{printed}")

@@ -21,8 +21,8 @@ def read(runs: list[Path]) -> dict:
     for run in runs:
         entries = json.loads((run / "run.json").read_text())["rows"]
         with np.load(run / "items.npz") as archive:
-            for number, (at, task) in enumerate(json.loads(archive["index"].tobytes())):
-                entry = entries[at]
+            for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
+                entry = entries[row]
                 name, merger = entry["name"], entry["merger"]
                 title = name if name in ("base", "experts", merger) else f"{merger}/{name}"
                 tasks = rows.setdefault(title, {}).setdefault(task, {})

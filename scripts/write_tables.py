@@ -129,10 +129,10 @@ def model_types() -> str:
     rows, versions = _benchmark("model_types")
     types: dict[str, dict[str, None]] = {kind: {} for kind in FIRST}
     stays: dict[str, dict[str, list[str]]] = {}
-    for name, kind, *_, left in (row for row in rows if row[1] != "mixture"):
+    for name, kind, *_, as_merged in (row for row in rows if row[1] != "mixture"):
         kind = KINDS.get(kind, kind)
         types.setdefault(kind, {})[f"`{name}`"] = None
-        if parts := dict.fromkeys(re.findall(r"(\w+(?:\.\*)?)`", left)):
+        if parts := dict.fromkeys(re.findall(r"(\w+(?:\.\*)?)`", as_merged)):
             key = ", ".join(f"`{part}`" for part in parts)
             stays.setdefault(kind, {}).setdefault(key, []).append(f"`{name}`")
     outcomes = [outcome for _, outcome, *_ in _benchmark("mixtures")[0]]
@@ -172,9 +172,10 @@ def coverage() -> str:
     for kind, _, *figures in rows:
         cells.setdefault(kind, []).append(figures)
     ranges = [
-        [kind, *(f"{min(of, key=float)} to {max(of, key=float)}" for of in zip(*rows, strict=True))]
+        [kind, *(f"{min(column, key=float)} to {max(column, key=float)}"
+                 for column in zip(*rows, strict=True))]
         for kind, rows in cells.items()
-    ]
+    ]  # fmt: skip
     return table([head[0], *head[2:]], ranges)
 
 
