@@ -167,9 +167,9 @@ def main() -> None:
     print("| task | model | the package | transformers' greedy search |\n|---|---|--:|--:|")
     names = {"expert": "experts", "merged": "task_arithmetic", "repaired": "featcal_plus"}
     for task in TASKS:
-        one = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder / task)
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder / task)
         for name, row in names.items():
-            share = outside(shared.get(name, one), tests[task], tokenizer)
+            share = outside(shared.get(name, model), tests[task], tokenizer)
             print(f"| {task} | {name} | {100 * report[row][task]:.1f} | {share:.1f} |", flush=True)
 
 

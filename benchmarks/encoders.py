@@ -141,8 +141,8 @@ class PerQuery(InformationRetrievalEvaluator):
         queries, ids, values = self.queries, self.queries_ids, []
         for number, hits in enumerate(queries_result_list):
             self.queries, self.queries_ids = [queries[number]], [ids[number]]
-            found = super().compute_metrics([hits])
-            values.append([found["accuracy@k"][1], found["mrr@k"][10], found["ndcg@k"][10]])
+            metrics = super().compute_metrics([hits])
+            values.append([metrics["accuracy@k"][1], metrics["mrr@k"][10], metrics["ndcg@k"][10]])
         self.queries, self.queries_ids, self.values = queries, ids, 100 * np.array(values)
         return super().compute_metrics(queries_result_list)
 
@@ -150,8 +150,8 @@ class PerQuery(InformationRetrievalEvaluator):
 def evaluator_of(task: str) -> PerQuery:
     """Return the evaluator of a task: texts of the same label among texts of all labels."""
     queries = rows_of(task, "test", QUERIES)
-    known = {text for text, _ in queries}
-    corpus = [row for row in rows_of(task, "train", CORPUS + QUERIES) if row[0] not in known]
+    queried = {text for text, _ in queries}
+    corpus = [row for row in rows_of(task, "train", CORPUS + QUERIES) if row[0] not in queried]
     corpus = corpus[:CORPUS]
     relevant = {
         str(number): {str(n) for n, (_, other) in enumerate(corpus) if other == label}
@@ -171,8 +171,8 @@ def scores_of(model: Any, evaluators: Sequence[PerQuery]) -> Scores:
     """Return the metrics of every query of some tasks."""
     scores = dict[str, np.ndarray]()
     for evaluate in evaluators:
-        found = evaluate(model)
-        averages = [100 * found[f"{evaluate.name}_cosine_{metric}"] for metric in METRICS]
+        metrics = evaluate(model)
+        averages = [100 * metrics[f"{evaluate.name}_cosine_{metric}"] for metric in METRICS]
         assert np.allclose(evaluate.values.mean(0), averages)
         scores[evaluate.name] = evaluate.values
     return scores
@@ -204,9 +204,9 @@ def study(
     """Print the table of one merge: the experts on their own tasks, and all repairs."""
     chosen = [evaluators[task] for task in experts]
     print(f"\n| {title} | {' | '.join(METRICS)} | CPU s |\n|---|--:|--:|--:|--:|")
-    own = {t: scores_of(expert, [evaluators[t]])[t] for t, expert in experts.items()}
+    of_experts = {t: scores_of(expert, [evaluators[t]])[t] for t, expert in experts.items()}
     before = scores_of(merged, chosen)
-    print(line_of("experts, each on its own task", [own], None, 0))
+    print(line_of("experts, each on its own task", [of_experts], None, 0))
     print(line_of("merged", [before], None, 0), flush=True)
     for count in (16, 64):
         for label, origin in (("no base", None), ("base", base)):

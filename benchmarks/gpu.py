@@ -279,8 +279,8 @@ def run_jobs(
 ) -> None:
     """Run jobs until a time of the clock `time.monotonic`, each in a process of its own."""
     for name, sides in jobs:
-        there = {(row["model"], row["side"]) for row in read_rows(rows)}
-        missing = [side for side in sides if (name, side) not in there]
+        measured = {(row["model"], row["side"]) for row in read_rows(rows)}
+        missing = [side for side in sides if (name, side) not in measured]
         if not missing:
             continue
         if time.monotonic() >= end:

@@ -35,7 +35,7 @@ def difference_holds(random: np.random.Generator, items: int, change: tuple[floa
     uniform = {str(task): random.random(items) for task in range(tasks)}
     shifts = SPREAD * random.standard_normal(seeds) * (seeds > 1)
     drawn = [{t: flags(u, one + shift, other) for t, u in uniform.items()} for shift in shifts]
-    rows = ({s: {t: of[n] for t, of in d.items()} for s, d in enumerate(drawn)} for n in (0, 1))
+    rows = ({s: {t: pair[n] for t, pair in d.items()} for s, d in enumerate(drawn)} for n in (0, 1))
     result = difference(*rows)
     assert result and result.half is not None
     return abs(result.value - (one - other)) <= result.half

@@ -79,7 +79,7 @@ def main() -> None:
         matrices = task_matrices(suite)
         start = [steps.sum(0) for steps in matrices]
         solution = [SWUDI(time=1e12).merged_step(steps) for steps in matrices]
-        way = distance(solution, start)
+        total = distance(solution, start)
         by_count = zip(*(adam(steps, options.steps) for steps in matrices), strict=True)
         of_adam = dict(zip(options.steps, map(list, by_count), strict=True))
         rows = {"the sum of steps": start, "the solution": solution}
@@ -90,7 +90,7 @@ def main() -> None:
         print(f"\n{suite}\n\n| merged step | loss | from the solution | {' | '.join(heads)} |")
         print("|---|--:|--:|" + "--:|" * len(heads))
         for name, merged in rows.items():
-            gaps = [distance(merged, other) / way for other in (solution, *of_adam.values())]
+            gaps = [distance(merged, other) / total for other in (solution, *of_adam.values())]
             cells = [f"{loss(merged, matrices):.3g}", *(f"{gap:.2f}" for gap in gaps)]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
