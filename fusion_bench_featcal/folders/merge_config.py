@@ -143,7 +143,7 @@ def _weights(
     Args:
         method: The merge method.
         stated: Location -> the `weight` of each of its entries, or None without one.
-        common: Mapping[str, Any] of the whole config.
+        common: Parameters of the whole config.
         differ: Whether slices or modules have weights of their own.
     """
     if method in _UNWEIGHTED:
