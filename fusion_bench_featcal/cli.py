@@ -62,9 +62,8 @@ def calibrate_command(options: argparse.Namespace) -> int:
         print(f"featcal: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        advice = f"--resume continues from {request.checkpoints}"
-        outcome = advice if request.has_blocks else "no block was finished"
-        print(f"featcal: interrupted: {outcome}", file=sys.stderr)
+        advice = f": --resume continues from {request.checkpoints}" if request.has_blocks else ""
+        print(f"featcal: interrupted{advice}", file=sys.stderr)
         return exit_code(error)
     if not request.plan:
         from fusion_bench_featcal.results.remarks import typed_path

@@ -51,7 +51,7 @@ class Evaluation:
         """Create a report with its first notes, and no scores."""
         self.digests = digests
         self.report = Run(
-            suite=request.name,
+            suite=request.folder.name,
             merger=request.merger[0] or MERGED,
             versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),

@@ -147,7 +147,7 @@ def _open_task(task: str, request: Request, models: EncoderModels) -> Task:
     """Open a task's texts."""
     rows = TaskRows.open(task, request, partial(open_sentences, task, request))
     parts = rows.samples, rows.tests
-    rows, _ = rows.without_repeats(*([repr(p.rows[n]) for n in p.indices] for p in parts))
+    rows, _ = rows.without_repeats(*([p.rows.texts(n) for n in p.indices] for p in parts))
     sentences, first = rows.samples.rows, rows.samples.indices[0]
     try:
         calls_of(models.merged, sentences.at(first), sentences[first])

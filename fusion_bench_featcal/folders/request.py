@@ -141,12 +141,6 @@ class Request:
         """The folder for the model."""
         return destination(self.out or "")
 
-    @property
-    def name(self) -> str:
-        """The name by which reports join runs: that of MERGED, or of the base."""
-        location = self.merged or self.base or next(iter(self.expert.values()))
-        return Path(location).expanduser().resolve().name
-
     @cached_property
     def checkpoints(self) -> Path:
         """The folder for finished blocks."""

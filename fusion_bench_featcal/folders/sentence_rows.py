@@ -73,6 +73,11 @@ class SentenceRows:
                 raise ValueError(f"{self.at(number)}: {column} is {text!r:.40}, not a text{advice}")
         return chosen | {name: _number(row.get(column)) for name, column in self._targets.items()}
 
+    def texts(self, number: int) -> tuple[str, ...]:
+        """Return a row's texts, without its targets."""
+        row = self[number]
+        return tuple(row[name] for name in self.columns)
+
     def at(self, number: int) -> str:
         """Return the name of a row in messages."""
         return self._rows.at(number)

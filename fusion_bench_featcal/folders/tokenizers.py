@@ -21,8 +21,8 @@ def warnings_on_tokens(
 ) -> list[Note]:
     """Warn of experts whose tokenizers split a text into other tokens of the same numbers.
 
-    The texts are an expert's samples, tokens that only its tokenizer has, and tokens of all. A
-    sample is named by its number: the sentences stand in the card of the result.
+    The texts are an expert's samples, tokens that only its tokenizer has, and tokens of all. Texts
+    of samples are not shown: the sentences stand in the card of the result.
 
     Args:
         tokenizer: The tokenizer of all inputs.
@@ -40,8 +40,8 @@ def warnings_on_tokens(
         probes = chain(_PROBES, sorted(added)[:_PROBED], words, map(str.upper, words))
         found = (_difference(tokenizer, other, text) for text in probes)
         read = (
-            f"sample {number} becomes other tokens"
-            for number, row in enumerate(samples.get(label, ()), 1)
+            "one of its samples becomes other tokens"
+            for row in samples.get(label, ())
             if any(_difference(tokenizer, other, text) for text in _texts(row))
         )
         if differing := next(filter(None, chain(found, read)), ""):

@@ -10,6 +10,7 @@ from typing import Any
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN
+from fusion_bench_featcal.settings.rules import STRENGTHS
 
 from .columns import DIMENSIONS, VALUE, of_setting
 from .cost import PACKAGES
@@ -116,7 +117,9 @@ def _several(runs: Iterable[Run]) -> dict[str, list[str]]:
 def _point(row: Row, of_run: dict[str, Any]) -> dict[str, object]:
     """Return the values that make a row another one: settings, conditions, samples, commits."""
     conditions = {f"run.{k}" if k in row.settings else k: v for k, v in row.conditions.items()}
-    settings = {k: v for k, v in row.settings.items() if k not in SETTINGS_OF_THE_RUN}
+    # Rows of FeatCal+ have all settings, also those of the paper's rule, which say nothing there.
+    unused = {*SETTINGS_OF_THE_RUN, *(STRENGTHS if row.settings.get("rule") == "plus" else ())}
+    settings = {k: v for k, v in row.settings.items() if k not in unused}
     used = sorted([task, *entry.values()] for task, entry in row.samples.items())
     return dict(_flat(conditions | settings | of_run | ({SAMPLES: used} if used else {})))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.run.log import AsMerged, distances, exchanged_samples, final_drift
-from fusion_bench_featcal.settings import OF_RULES, SETTINGS_OF_THE_RUN, FeatCalSettings
+from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
 
 from .notes import NOTE, WARNING, Note
@@ -60,8 +60,6 @@ def calibration_facts(
         samples: Task -> {"samples", "split"}.
     """
     values, numbers = settings.completed.as_dict(), facts_of_log(records)
-    of_others = [name for name in OF_RULES if not hasattr(settings.made_rule, name)]
-    left_out = {*SETTINGS_OF_THE_RUN, *of_others}
     notes = [*doubted_samples(row, records), *largest_update(row, records)]
     if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
         notes.insert(0, Note(NOTE, f"solved by the rule {settings.made_rule!r}", row))
@@ -75,7 +73,7 @@ def calibration_facts(
     if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY:
         notes.append(Note(NOTE, _SAMPLES_ALONE, row))
     return Facts(
-        settings={key: values[key] for key in values if key not in left_out},
+        settings={key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN},
         seed=settings.seed,
         samples=samples,
         numbers=numbers,

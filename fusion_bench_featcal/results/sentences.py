@@ -95,7 +95,7 @@ def legend(frame: Frame) -> list[str]:
         "task id: inference needs the task of each input":
             any(line.needs_task_id for line in of_lines),
         f"samples per task: {samples}": samples,
-        f"steps of gradients: {steps}": steps,
+        f"steps: {steps}": steps,
     }  # fmt: skip
     return [text for text, applies in meanings.items() if applies]
 

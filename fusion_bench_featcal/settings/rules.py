@@ -136,8 +136,7 @@ class RuleSettings(Settings):
     @property
     def strengths(self) -> dict[str, float]:
         """The strengths of the paper's rule by name. Other rules have none of these."""
-        names = ("ridge_lambda", "mix_alpha", "anchor_rho") if self.rule == "paper" else ()
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in STRENGTHS if self.rule == "paper"}
 
     @property
     def extremes(self) -> list[str]:
@@ -156,6 +155,8 @@ class RuleSettings(Settings):
         return sentences
 
 
+STRENGTHS = ("ridge_lambda", "mix_alpha", "anchor_rho")
+"""The numbers of the paper's rule. FeatCal+ has none of them."""
 OF_RULES = tuple(name for name in RuleSettings.names() if name != "rule")
 """Settings that a rule has as fields, or does not have."""
 

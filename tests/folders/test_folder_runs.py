@@ -301,18 +301,10 @@ def test_the_next_command_reports_the_result(more, folder, monkeypatch):
         (line,) = re.findall(r"^next: featcal (.*)$", featcal(*words_of_run).out, re.MULTILINE)
         report = featcal(*shlex.split(line))
         assert report.code == 0, report.err
-        drift = "merged: relative_drift" if more else "merged: accuracy, %"
+        drift = "out: relative_drift" if more else "out: accuracy, %"
         assert drift in report.out and "per task: featcal" in report.out
     run = read_run(folder / "out" / "featcal").rows[-1]
     assert {*run.scores["relative_drift"]} == {*TASKS}
-
-
-def test_reports_of_one_merged_model_are_one_table(folder):
-    outs = [folder / name for name in ("plus", "paper")]
-    for out, more in zip(outs, ([], PAPER), strict=True):
-        assert main([*words(folder, *more), "--out", str(out)]) == 0
-    both = featcal("report", *outs, "--against", "merged/featcal_plus").out
-    assert re.search(r"^merged/featcal +[+-]", both, re.MULTILINE), both
 
 
 # --- verdict ---

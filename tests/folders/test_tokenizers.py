@@ -57,9 +57,9 @@ def test_other_tokens_of_a_text_are_in_doubt(folder, changes, doubt):
     ("token", "row", "doubt"),
     [("<tool>", {"prompt": "a", "target": "c"}, "of '<tool>' it makes '<tool>' where"),
      ("<pad2>", {"prompt": "a", "target": "c"}, ""),  # a token for padding
-     ("<pad2>", {"prompt": "a", "target": "<pad2>"}, "sample 1 becomes other tokens"),
+     ("<pad2>", {"prompt": "a", "target": "<pad2>"}, "one of its samples becomes other tokens"),
      ("<pad2>", {"messages": [{"role": "user", "content": "b <pad2>"}, ANSWER]},
-      "sample 1 becomes other tokens")],
+      "one of its samples becomes other tokens")],
 )  # fmt: skip
 def test_tokens_of_an_expert_alone_are_in_doubt(folder, token, row, doubt):
     """Texts of samples are not shown, as the sentence stands in the result's card."""

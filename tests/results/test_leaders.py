@@ -65,12 +65,15 @@ def test_the_best_row_of_each_point_without_an_interval(tmp_path: Path) -> None:
 
 def test_a_row_without_the_setting_of_a_sweep_leads_at_each_of_its_values(tmp_path: Path) -> None:
     for ridge, level in {0.005: 0.65, 0.5: 0.6}.items():
-        leave_rows(tmp_path / str(ridge), {"ties": 0.5, "paper": level}, settings={"ridge": ridge})
-    leave_rows(tmp_path / "plus", {"plus": 0.7})
+        settings = {"rule": "paper", "ridge_lambda": ridge}
+        leave_rows(tmp_path / str(ridge), {"paper": level}, settings=settings)
+    # FeatCal+ has no such number, though its row has all settings.
+    leave_rows(tmp_path / "merged", {"ties": 0.5})
+    leave_rows(tmp_path / "plus", {"plus": 0.7}, settings={"rule": "plus", "ridge_lambda": 0.05})
     lines = featcal("report", tmp_path, "--markdown").out.splitlines()[2:4]
     ending = "points over paper (1 seed, no interval), worse on no task"
-    assert lines[0] == f"- best (ridge = 0.005): plus, +5.0 {ending}"
-    assert lines[1] == f"- best (ridge = 0.5): plus, +10.0 {ending}"
+    assert lines[0] == f"- best (ridge_lambda = 0.005): plus, +5.0 {ending}"
+    assert lines[1] == f"- best (ridge_lambda = 0.5): plus, +10.0 {ending}"
 
 
 def test_equal_rows_of_two_mergers_tie(tmp_path: Path) -> None:

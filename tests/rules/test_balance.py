@@ -127,8 +127,6 @@ def test_a_report_has_distances_and_weights() -> None:
         assert facts.numbers[f"distance.{task}"] == distance
         assert facts.numbers[f"weight.{task}"] == record["factors"][task]
     assert facts.distances == of_tasks
-    # Settings of the paper's rule are none of its row, which a sweep over one would label.
-    assert facts.settings["balance"] == 1.0 and "ridge_lambda" not in facts.settings
 
 
 def test_the_papers_rule_has_no_balance() -> None:
