@@ -219,12 +219,13 @@ def test_experts_that_read_a_sample_otherwise_are_named_without_its_text(copied:
 
 
 def test_rows_of_eval_are_compared_with_the_samples(copied: Path) -> None:
-    """Here 5 of 10 rows repeat one of the samples, which are more."""
+    """Here 5 of 10 rows repeat one of the samples, which are more and have no labels."""
     more = list[str]()
     for task in TASKS:
         rows = read_rows(copied / f"{task}.jsonl")
         others = [{name: f"{text} more" for name, text in row.items()} for row in rows[:5]]
-        write_rows(copied / f"{task}-test.jsonl", [*rows[:5], *others])
+        tests = [row | {"label": n % 2} for n, row in enumerate([*rows[:5], *others])]
+        write_rows(copied / f"{task}-test.jsonl", tests)
         more += ["--eval", f"{task}={copied / task}-test.jsonl"]
     assert "5 of 10 test rows repeat samples" in run(copied, *more, "--plan")
 
