@@ -18,14 +18,18 @@ from fusion_bench_featcal.folders import transformers_models
 QUICK = ("gemma3", "m2m_100")
 TRANSLATORS = ("m2m_100", "bart", "mbart", "marian", "pegasus", "t5gemma")
 IN_CI = [pytest.mark.slow, pytest.mark.ci]
-OF_RELEASE_5 = (
-    "smolvlm",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_5",
-)  # not of 4, or in part
+OF_RELEASE_5 = ("smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # not of 4, or in part
+OF_NIGHT = [pytest.mark.slow, NEEDS_RELEASE_5]
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    if name in QUICK:
+        return []
+    return OF_NIGHT if name in OF_RELEASE_5 else IN_CI
+
+
 TYPES = [
-    pytest.param(name, id=name, marks=[] if name in QUICK else IN_CI[: 2 - (name in OF_RELEASE_5)])
+    pytest.param(name, id=name, marks=marks_of(name))
     for name in (*IMAGE_TEXT, *TRANSLATORS, "deepseek_v3")
 ]
 

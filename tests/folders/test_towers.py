@@ -11,7 +11,7 @@ from made_folders import PAPER, change_json, language_folders, words
 from model_types import model_named
 from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
-from test_folder_types import IN_CI, weights
+from test_folder_types import IN_CI, marks_of, weights
 from tiny_languages import NEEDS_RELEASE_5
 from tiny_texts import TASKS, word_tokenizer, write, write_adapter
 
@@ -23,10 +23,7 @@ TEXT_CLASSES = {
     "smolvlm": ("LlamaForCausalLM", "model.text_model."),
     "qwen3_5": ("Qwen3_5ForCausalLM", "model.language_model."),
 }
-KINDS = [
-    pytest.param(name, id=name, marks=[] if name == "gemma3" else IN_CI[: 2 - (name != "llava")])
-    for name in TEXT_CLASSES
-]
+KINDS = [pytest.param(name, id=name, marks=marks_of(name)) for name in TEXT_CLASSES]
 TEXT = ("text-one", "text-two")
 
 
