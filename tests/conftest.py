@@ -22,7 +22,13 @@ os.environ["HF_HOME"] = CACHE.name
 # Before torch is imported, here and in the programs that tests start: the models are so small that
 # threads waiting for each other made the suite up to 60 times slower on two busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+# A run in the background ignores these signals, which tests send.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 OF_ENCODERS = ("encoders", "test_encoder_task_pool.py", "test_encoders.py")
 
