@@ -105,11 +105,15 @@ def percent(record: dict[str, Any]) -> str:
     return text if share is None or share != share else f"{text} ({100 * share:.0f} %)"
 
 
+def tasks_of(record: dict[str, Any]) -> list[str]:
+    """Return the names of a record's accuracies by task."""
+    return [key for key in record if key.startswith("accuracy.") and key != AVERAGE]
+
+
 def average_and_missed(record: dict[str, Any], records: Iterable[dict[str, Any]]) -> str:
     """Return a row's average, and in brackets the most points that a task misses its expert by."""
     experts = next(r for r in records if r["row"] == "experts")
-    tasks = [key for key in experts if key.startswith("accuracy.") and key != AVERAGE]
-    missed = max(experts[task] - record[task] for task in tasks)
+    missed = max(experts[task] - record[task] for task in tasks_of(experts))
     return f"{100 * record[AVERAGE]:.1f} ({100 * missed:.1f})"
 
 

@@ -20,6 +20,7 @@ from result_records import (
     results_of,
     suites_with,
     table,
+    tasks_of,
     usual_machine,
     with_machine,
 )
@@ -31,7 +32,7 @@ from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
 from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS
 from fusion_bench_featcal.results.show import tables_of
-from fusion_bench_featcal.results.statistics import difference
+from fusion_bench_featcal.results.statistics import LEVEL, difference
 from fusion_bench_featcal.results.tables import Unit, share_text
 
 ONE_MERGER = ("mpnet_TA6", "whisper_TA4")
@@ -77,8 +78,6 @@ README_ROWS = {
 }
 """Labels and rows of README's table. The first row that a suite has is taken."""
 NUMBER = "samples_per_task"
-LEVEL = 0.05
-"""Largest p-value of a difference."""
 MEASURED_COSTS = ("seconds", "peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh")
 FOUR_BITS = "smollm2_TA4-four-bits"
 FOUR_BITS_ROWS = {
@@ -175,9 +174,8 @@ def unlike_table(suite: str) -> str:
     for kind, rows in kinds.items():
         merged, paper = rows["task_arithmetic"], rows["featcal_paper"]
         plus = [[rows[name] for name in names if name in rows] for names in draws.values()]
-        tasks = [key for key in merged if key.startswith("accuracy.") and key != AVERAGE]
-        gains = {task: mean(row[task] for row in plus[1]) - merged[task] for task in tasks}
-        worst = min(tasks, key=lambda task: gains[task])
+        gains = {key: mean(row[key] for row in plus[1]) - merged[key] for key in tasks_of(merged)}
+        worst = min(gains, key=lambda task: gains[task])
         lines.append([UNLIKE[suite][kind],
                       *(f"{100 * row[AVERAGE]:.1f}" for row in (merged, paper)),
                       *(", ".join(f"{100 * row[AVERAGE]:.1f}" for row in draw) or "-"
@@ -240,7 +238,7 @@ def differing(results: Results) -> dict[str, str]:
     return {
         record["row"]: "above" if record["difference"] > 0 else "below"
         for record in records
-        if record["adjusted"] < LEVEL
+        if record["adjusted"] < 1 - LEVEL
     }
 
 
@@ -257,13 +255,12 @@ def rivals_table() -> str:
         words = [differing(join({folder: run})) for folder, run in results.runs.items()]
         of_all = summary(results).to_dict("records")
         for record in (record for record in of_all if record["merger"]):
-            merger, row = record["merger"], record["row"]
-            title = merger if row == merger else f"{merger}/{row}"
-            agreed = {draw.get(title) for draw in words}
-            parts = [average_and_missed(record, of_all), *(agreed if len(agreed) == 1 else ())]
-            cells[suite, merger, row] = " ".join(filter(None, parts))
-            alike = [r for r in results.rows if (r.merger, r.name) == (merger, row)]
-            seconds[suite, merger, row] = f"{min(r.cost['seconds'] for r in alike):.1f}"
+            key = record["merger"], record["row"]
+            draws = [row for row in results.rows if (row.merger, row.name) == key]
+            agreed = {of_draw.get(draws[0].title) for of_draw in words}
+            word = agreed.pop() if len(agreed) == 1 else None
+            cells[suite, *key] = f"{average_and_missed(record, of_all)} {word or ''}".rstrip()
+            seconds[suite, *key] = f"{min(row.cost['seconds'] for row in draws):.1f}"
     tables = [by_suite(suites, RIVALS, entries) for entries in (cells, seconds)]
     text = f"{tables[0]}\n\nSeconds of each step alone, in the faster draw:\n\n{tables[1]}"
     return with_machine(text, results_of(f"{suites[0]}-rivals"))

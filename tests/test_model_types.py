@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from mixture_types import plus_gap, slots_gap
 from model_types import LAYOUTS, ROWS, Row, examined
-from tiny_languages import NEEDS_RELEASE_5
+from tiny_languages import NEEDS_RELEASE_5, TOWERS_OF_RELEASE_5
 from tiny_models import ROUNDING
 
 IN_CI = [pytest.mark.slow, pytest.mark.ci]
 # Types that release 4 lacks or has in part, or that have no float64 there.
 OF_RELEASE_5 = {
     name: [NEEDS_RELEASE_5]
-    for name in ("deepseek_v3", "glm4_moe", "smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_5",
-                 "qwen3_5_text", "gemma4_text", "trocr", *LAYOUTS)
+    for name in ("deepseek_v3", "glm4_moe", "qwen3_5_text", "gemma4_text", "trocr",
+                 *TOWERS_OF_RELEASE_5, *LAYOUTS)
 }  # fmt: skip
 TABLE = [
     pytest.param(

@@ -53,9 +53,12 @@ def _points(frame: Frame) -> Iterator[tuple[Mapping[str, object], list[FrameLine
         alike = [line for line in matching if share_tests(line, matching[0])]
         repairs = [(line.first.name, line.values) for line in alike if not line.is_merged]
         # An upstream merger may be the repair of another one.
-        copies = [line for line in alike
-                  if line.is_merged and (line.first.name, line.values) in repairs]  # fmt: skip
-        yield point, [line for line in alike if line not in copies]
+        models = [
+            line
+            for line in alike
+            if not (line.is_merged and (line.first.name, line.values) in repairs)
+        ]
+        yield point, models
 
 
 class _Lead(NamedTuple):

@@ -73,14 +73,9 @@ def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
 
 def legend(frame: Frame) -> list[str]:
     """Return a few lines on the meaning of the table."""
-    of_lines, labels = frame.lines, frame.labels
-    samples = _rows_of_texts(
-        (line, "" if "samples_per_task" in labels else line.samples) for line in of_lines
-    )
-    steps = _rows_of_texts(
-        (line, "" if "steps" in labels else str(line.first.settings.get("steps") or ""))
-        for line in of_lines
-    )
+    of_lines = frame.lines
+    samples = _rows_of_texts((line, line.samples) for line in of_lines)
+    steps = _rows_of_texts((line, str(line.first.settings.get("steps") or "")) for line in of_lines)
     has_shares = any(line.share is not None for line in of_lines)
     has_worst = any(line.worst for line in of_lines) and not has_shares
     meanings = {
@@ -94,8 +89,8 @@ def legend(frame: Frame) -> list[str]:
         "worst task: least gain, its value": has_worst,
         "task id: inference needs the task of each input":
             any(line.needs_task_id for line in of_lines),
-        f"samples per task: {samples}": samples,
-        f"steps: {steps}": steps,
+        f"samples per task: {samples}": samples and "samples_per_task" not in frame.labels,
+        f"steps: {steps}": steps and "steps" not in frame.labels,
     }  # fmt: skip
     return [text for text, applies in meanings.items() if applies]
 

@@ -9,7 +9,7 @@ from made_folders import PAPER, forbid_loading, language_folders, words, write_m
 from model_types import IMAGE_TEXT, model_named
 from reports import error_of, featcal
 from safetensors.torch import load_file
-from tiny_languages import LANGUAGES, NEEDS_RELEASE_5, nllb_tokenizer
+from tiny_languages import LANGUAGES, NEEDS_RELEASE_5, TOWERS_OF_RELEASE_5, nllb_tokenizer
 from tiny_texts import TASKS
 from transformers import VisionEncoderDecoderModel
 
@@ -18,14 +18,13 @@ from fusion_bench_featcal.folders import transformers_models
 QUICK = ("gemma3", "m2m_100")
 TRANSLATORS = ("m2m_100", "bart", "mbart", "marian", "pegasus", "t5gemma")
 IN_CI = [pytest.mark.slow, pytest.mark.ci]
-OF_RELEASE_5 = ("smolvlm", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # not of 4, or in part
 OF_NIGHT = [pytest.mark.slow, NEEDS_RELEASE_5]
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     if name in QUICK:
         return []
-    return OF_NIGHT if name in OF_RELEASE_5 else IN_CI
+    return OF_NIGHT if name in TOWERS_OF_RELEASE_5 else IN_CI
 
 
 TYPES = [
