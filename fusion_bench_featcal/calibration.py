@@ -28,7 +28,7 @@ from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, open_problem
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
-from fusion_bench_featcal.run.run_digest import digest_of_run
+from fusion_bench_featcal.run.run_digest import digests_of_run
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.options import OptionKeywords, Options
 from fusion_bench_featcal.streams.samples import check_inputs
@@ -146,9 +146,9 @@ def calibrate_inputs(
     ):
         problem = open_problem(inputs, rule, options, runtime, output)
         with problem.computing():
-            digest = partial(digest_of_run, problem, options)
+            digests = partial(digests_of_run, problem, options)
             merged = problem.working.source
-            problem.output.start(digest, problem.modules, merged, problem.progress)
+            problem.output.start(digests, problem.modules, merged, problem.progress)
             if problem.output.is_complete:
                 restore(problem)
             else:

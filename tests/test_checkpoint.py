@@ -100,26 +100,33 @@ def nudge(model: Any, inside: str) -> None:
         model.get_parameter(name).view(-1)[0] += 1e-6
 
 
-# A change of the suite, and settings.
-CHANGES: dict[str, tuple[Callable[[Suite], Any], dict[str, Any]]] = {
-    "expert": (lambda s: nudge(s.experts["task_1"], "layers.1."), {}),
-    "base": (lambda s: nudge(s.base, "layers.0."), {}),
-    "merged model": (lambda s: nudge(s.merged, "layers.1."), {}),
-    "samples": (lambda s: s.inputs["task_1"][1]["pixel_values"][0].add_(1e-6), {}),
-    "tasks": (lambda s: (s.experts.pop("task_0"), s.inputs.pop("task_0")), {}),
-    "rule": (lambda _: None, {"rule": Plus()}),
-    "precision": (lambda _: None, {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}),
-}
+# A change of the suite, settings, and what differs.
+CHANGES: dict[str, tuple[Callable[[Suite], Any], dict[str, Any], str]] = {
+    "expert": (lambda s: nudge(s.experts["task_1"], "layers.1."), {}, "models"),
+    "base": (lambda s: nudge(s.base, "layers.0."), {}, "models"),
+    "merged model": (lambda s: nudge(s.merged, "layers.1."), {}, "models"),
+    "samples": (lambda s: s.inputs["task_1"][1]["pixel_values"][0].add_(1e-6), {}, "samples"),
+    "tasks": (
+        lambda s: (s.experts.pop("task_0"), s.inputs.pop("task_0")), {}, "samples and models"
+    ),
+    "rule": (lambda _: None, {"rule": Plus()}, "settings and samples"),  # images and copies
+    "precision": (
+        lambda _: None,
+        {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)},
+        "device or precision",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_finished_blocks_of_another_run_are_refused_and_stay(finished: Any, name: str):
-    suite, (change, more), folder = small_clip(), CHANGES[name], finished[0]
+    suite, (change, more, differs), folder = small_clip(), CHANGES[name], finished[0]
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(CalibrationError, match=r"checkpoint_dir .*resume=true.*another"):
         run(suite, folder)
     change(suite)
-    with pytest.raises(CalibrationError, match=r"belongs to another run: .*remove this one"):
+    message = rf"belongs to another run: it differs in its {differs}\. .*remove this one"
+    with pytest.raises(CalibrationError, match=message):
         run(suite, folder, resume=True, **more)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 

@@ -49,7 +49,7 @@ class Checkpoint:
 
     def start(
         self,
-        digest: Callable[[], str],
+        digests: Callable[[], Mapping[str, str]],
         blocks: Iterable[str],
         merged: ExpertSource,
         progress: Progress,
@@ -122,7 +122,7 @@ class CheckpointFolder(Checkpoint):
 
     def start(
         self,
-        digest: Callable[[], str],
+        digests: Callable[[], Mapping[str, str]],
         blocks: Iterable[str],
         merged: ExpertSource,
         progress: Progress,
@@ -130,7 +130,7 @@ class CheckpointFolder(Checkpoint):
         """Begin with the first block, or continue after the blocks of an earlier run.
 
         Args:
-            digest: Returns the digest of the run, which is costly (`run_digest.py`).
+            digests: Returns the digests of the run, which are costly (`run_digest.py`).
             blocks: All blocks, in order.
             merged: The merged model's weights. Blocks are written as its files are.
             progress: Says how many of them are finished.
@@ -138,7 +138,7 @@ class CheckpointFolder(Checkpoint):
         Raises:
             CalibrationError: If a block belongs to another run, or its file is damaged.
         """
-        self._blocks = FinishedBlocks(self.folder, digest())
+        self._blocks = FinishedBlocks(self.folder, digests())
         self._converted = ConvertedSource(self._blocks, merged.joined)
         self._files = {block: BLOCK.format(number) for number, block in enumerate(blocks)}
         is_gap = False

@@ -27,7 +27,7 @@ Records = Sequence[Mapping[str, Any]]
 class FinishedBlocks(SafetensorsExpert):
     """Calibrated tensors of one run, in a file for each block.
 
-    Metadata of a file are the digest of its run, its log records, a digest of each tensor, and a
+    Metadata of a file are the digests of its run, its log records, a digest of each tensor, and a
     digest of all these and the file's name. The metadata are checked when a file is opened, and a
     tensor whenever it is read. A file of another run, or a damaged one, is thus never used.
 
@@ -35,12 +35,12 @@ class FinishedBlocks(SafetensorsExpert):
         records: File -> the log records in it.
     """
 
-    def __init__(self, folder: Path, run: str) -> None:
+    def __init__(self, folder: Path, run: Mapping[str, str]) -> None:
         """Start without files.
 
         Args:
             folder: The folder of the files.
-            run: Digest of the run (`digest_of_run`).
+            run: Digests of the run (`digests_of_run`).
         """
         self._folder, self._run = folder, run
         self._stored, self._states = {}, {}
@@ -56,7 +56,7 @@ class FinishedBlocks(SafetensorsExpert):
         tensors = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
         metadata = {
-            "run": self._run,
+            "run": json.dumps(self._run),
             "records": json.dumps(records),
             "digests": json.dumps(digests),
         }
@@ -77,14 +77,14 @@ class FinishedBlocks(SafetensorsExpert):
             metadata.pop("format", None)
             if seal != _seal(file, metadata):
                 raise CalibrationError("its header was changed, or it is no finished block")
-            digests = json.loads(metadata["digests"])
+            run, digests = json.loads(metadata["run"]), json.loads(metadata["digests"])
             if digests.keys() != {*self.names_in(self._folder / file)}:
                 raise CalibrationError("it has other tensors than were written")
-        if metadata["run"] != self._run:
+        if others := [name for name, digest in self._run.items() if run.get(name) != digest]:
             raise CalibrationError(
-                f"{option('checkpoint_dir')} {self._folder} belongs to another run: it had other "
-                "settings, models, samples, versions or processes. Choose another folder, or "
-                "remove this one. Nothing in it was changed"
+                f"{option('checkpoint_dir')} {self._folder} belongs to another run: it differs in "
+                f"its {' and '.join(others)}. Choose another folder, or remove this one. Nothing "
+                "in it was changed"
             )
         self._digests |= digests
         self.records[file] = json.loads(metadata["records"])

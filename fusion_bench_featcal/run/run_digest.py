@@ -1,4 +1,4 @@
-"""Digest of a run, by which its finished blocks are known again."""
+"""Digests of a run, by which its finished blocks are known again."""
 
 import torch
 
@@ -15,34 +15,48 @@ from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.settings.options import Options
 
 
-def digest_of_run(problem: Problem, options: Options) -> str:
-    """Return a digest of all that a finished block depends on, equal in every process.
+def digests_of_run(problem: Problem, options: Options) -> dict[str, str]:
+    """Return digests of all that a finished block depends on, equal in every process.
 
     Args:
         problem: The `Problem` before its first solve.
         options: Its options.
+
+    Returns:
+        What it is, for messages -> its digest.
     """
     streams, working, processes = problem.streams, problem.working, problem.processes
-    device = working.device.type
-    samples = streams.tasks.items()
-    texts = {task: digest_inputs(batch.inputs for batch in batches) for task, batches in samples}
-    texts |= {f"model {n}": model.source.digest for n, model in problem.models.items()}
+    device, family = working.device.type, streams.family
+    tasks = streams.tasks.items()
+    samples = {task: digest_inputs(batch.inputs for batch in batches) for task, batches in tasks}
+    models = {name: model.source.digest for name, model in problem.models.items()}
     merged = working.structure
     whole = dict(merged.named_buffers()) | merged.state_dict()
     with streams.autocast():
         on = torch.is_autocast_enabled(device)
         autocast = str(torch.get_autocast_dtype(device)) if on else None
-    facts = [
-        options.of_the_model(),
-        [without_addresses(repr(value)) for value in (problem.rule, streams.family, merged)],
-        [list(stage) for stage in streams.stages],
-        [own_code(type(value)) for value in (problem.rule, streams.family)],
-        {name: digest_tensor(tensor) for name, tensor in whole.items()}
-        if working.is_in_memory
-        else working.source.digest,
-        processes.size,
-        [device, autocast, products_in_force(), problem.kernel],
-        versions_of_software(),
-        sorted(item for part in processes.gather(texts) for item in part.items()),
-    ]
-    return digest_json(facts)
+    facts = {
+        "settings": [
+            options.of_the_model(),
+            [without_addresses(repr(value)) for value in (problem.rule, family)],
+            [list(stage) for stage in streams.stages],
+            [own_code(type(value)) for value in (problem.rule, family)],
+        ],
+        "samples": _of_all(samples, problem),
+        "models": [
+            without_addresses(repr(merged)),
+            {name: digest_tensor(tensor) for name, tensor in whole.items()}
+            if working.is_in_memory
+            else working.source.digest,
+            _of_all(models, problem),
+        ],
+        "versions": versions_of_software(),
+        "number of processes": processes.size,
+        "device or precision": [device, autocast, products_in_force(), problem.kernel],
+    }
+    return {name: digest_json(fact) for name, fact in facts.items()}
+
+
+def _of_all(digests: dict[str, str], problem: Problem) -> list[tuple[str, str]]:
+    """Return the digests of all processes, sorted by name."""
+    return sorted(item for part in problem.processes.gather(digests) for item in part.items())
