@@ -1,14 +1,16 @@
-"""Merged all-MiniLM-L6-v2 before and after its repair, by sentence-transformers' own evaluators.
+"""Merged encoders before and after their repair, by sentence-transformers' own evaluators.
 
     python benchmarks/encoders.py weights/minilm FOLDER
+    python benchmarks/encoders.py weights/mpnet FOLDER --seconds 300 --draws 1
 
-Three encoders are fine-tuned from all-MiniLM-L6-v2 on texts of the suites and kept in FOLDER. Three
+Three encoders are fine-tuned from one model on texts of the suites and kept in FOLDER. Three
 are merged with the base named (task arithmetic) and two without one (slerp), and repaired from 16
 or 64 texts per expert. A query finds texts of the same intent among others. Two rerankers learn
 whether the name of an intent belongs to a text, and are merged by their average. Prints tables with
 the gain over the merged model and its 95 % interval, paired over queries or pairs.
 """
 
+import argparse
 import copy
 import math
 import sys
@@ -30,9 +32,7 @@ from fusion_bench_featcal.suites import load_text_split
 TASKS = ("banking77", "snips_intent", "clinc_home")
 METRICS = ("accuracy@1", "mrr@10", "ndcg@10")
 QUERIES, CORPUS = 300, 300
-SECONDS = 45  # CPU time of each fine-tuning
 STEPS = 60  # of each fine-tuning of a reranker
-DRAWS = (0, 1)  # of calibration texts
 
 Rows = list[tuple[str, int]]
 Scores = dict[str, np.ndarray]
@@ -64,13 +64,13 @@ def contrastive_loss(model: Any, rows: Rows, random: np.random.Generator) -> tor
     return (-(scores.log_softmax(1) * positive).sum(1) / positive.sum(1).clamp_min(1)).mean()
 
 
-def tuned(minilm: Path, task: str, folder: Path) -> SentenceTransformer:
+def tuned(start: Path, task: str, folder: Path, seconds: float) -> SentenceTransformer:
     """Return a fine-tuned model, from its folder if it is there."""
     if folder.exists():
         return SentenceTransformer(str(folder), device="cpu")
-    model, rows = SentenceTransformer(str(minilm), device="cpu"), rows_of(task, "train")
+    model, rows = SentenceTransformer(str(start), device="cpu"), rows_of(task, "train")
     torch.manual_seed(0)
-    train(model, task, lambda random: contrastive_loss(model, rows, random), seconds=SECONDS)
+    train(model, task, lambda random: contrastive_loss(model, rows, random), seconds=seconds)
     model.save_pretrained(str(folder))
     return model
 
@@ -199,7 +199,12 @@ def line_of(
 
 
 def study(
-    title: str, merged: Any, base: Any, experts: dict[str, Any], evaluators: dict[str, PerQuery]
+    title: str,
+    merged: Any,
+    base: Any,
+    experts: dict[str, Any],
+    evaluators: dict[str, PerQuery],
+    draws: int,
 ) -> None:
     """Print the table of one merge: the experts on their own tasks, and all repairs."""
     chosen = [evaluators[task] for task in experts]
@@ -211,20 +216,24 @@ def study(
     for count in (16, 64):
         for label, origin in (("no base", None), ("base", base)):
             scores, seconds = list[Scores](), 0.0
-            for draw in DRAWS:
+            for draw in range(draws):
                 texts = {
                     t: [text for text, _ in rows_of(t, "calibration", count, 100 + draw)]
                     for t in experts
                 }
                 start = time.process_time()
                 model = repair(merged, experts=experts, texts=texts, base=origin, progress=False)
-                seconds += (time.process_time() - start) / len(DRAWS)
+                seconds += (time.process_time() - start) / draws
                 scores.append(scores_of(model, chosen))
             print(line_of(f"repaired, {label}, {count} texts", scores, before, seconds), flush=True)
 
 
 def study_of_rerankers(
-    title: str, merged: CrossEncoder, base: CrossEncoder, experts: dict[str, CrossEncoder]
+    title: str,
+    merged: CrossEncoder,
+    base: CrossEncoder,
+    experts: dict[str, CrossEncoder],
+    draws: int,
 ) -> None:
     """Print the table of two rerankers on their test pairs.
 
@@ -236,7 +245,7 @@ def study_of_rerankers(
         random = np.random.default_rng(1)
         pairs[task] = pairs_of(rows_of(task, "test", QUERIES), names_of(task), random)
         tests[task] = encoder_tests(merged, pairs[task], str)
-        for draw in DRAWS:
+        for draw in range(draws):
             texts = rows_of(task, "calibration", 64, 100 + draw)
             samples[task, draw] = pairs_of(texts, names_of(task), random)
 
@@ -257,34 +266,41 @@ def study_of_rerankers(
     for count in (16, 64):
         for label, origin in (("no base", None), ("base", base)):
             scores, seconds = list[Scores](), 0.0
-            for draw in DRAWS:
+            for draw in range(draws):
                 texts = {task: samples[task, draw][:count] for task in experts}
                 start = time.process_time()
                 model = repair(merged, experts=experts, texts=texts, base=origin, progress=False)
-                seconds += (time.process_time() - start) / len(DRAWS)
+                seconds += (time.process_time() - start) / draws
                 scores.append(scores_of(dict.fromkeys(experts, model)))
             name = f"repaired, {label}, {count} pairs"
             print(line_of(name, scores, before, seconds, metrics), flush=True)
 
 
-def main(minilm: Path, folder: Path) -> None:
+def main() -> None:
     """Fine-tune, merge, repair and evaluate."""
-    experts = {task: tuned(minilm, task, folder / task) for task in TASKS}
-    base, merge = SentenceTransformer(str(minilm), device="cpu"), SentenceTransformer.merge
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("start", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=45, help="CPU time of each fine-tuning")
+    parser.add_argument("--draws", type=int, default=2, help="of calibration texts")
+    options = parser.parse_args()
+    folder, draws = options.folder, options.draws
+    experts = {t: tuned(options.start, t, folder / t, options.seconds) for t in TASKS}
+    base, merge = SentenceTransformer(str(options.start), device="cpu"), SentenceTransformer.merge
     evaluators = {task: evaluator_of(task) for task in TASKS}
     weight = {"weight": 0.3}
     merged = merge([*experts.values()], "task_arithmetic", base_model=base, parameters=weight)
-    study("task arithmetic of three", merged, base, experts, evaluators)
+    study("task arithmetic of three", merged, base, experts, evaluators, draws)
     names = ("banking77", "clinc_home")
     two = {task: experts[task] for task in names}
-    study("slerp of two", merge([*two.values()], "slerp"), base, two, evaluators)
+    study("slerp of two", merge([*two.values()], "slerp"), base, two, evaluators, draws)
 
     torch.manual_seed(0)  # of the head
-    start = CrossEncoder(str(minilm), num_labels=1, device="cpu")
+    start = CrossEncoder(str(options.start), num_labels=1, device="cpu")
     pairs = {task: tuned_reranker(start, task, folder / f"{task}-reranker") for task in names}
     average = CrossEncoder.merge([*pairs.values()], "linear")
-    study_of_rerankers("average of two rerankers", average, start, pairs)
+    study_of_rerankers("average of two rerankers", average, start, pairs, draws)
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main()
