@@ -125,7 +125,7 @@ def settings_command(options: argparse.Namespace) -> None:
 
 def suite_path_command(options: argparse.Namespace) -> None:
     """Print the path of the bundled suites, or of one file or folder of them."""
-    from fusion_bench_featcal.suites.paths import suite_path
+    from fusion_bench_featcal.files.suite_paths import suite_path
 
     print(suite_path(options.name))
 

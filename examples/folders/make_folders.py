@@ -19,8 +19,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from fusion_bench_featcal.files.suite_paths import suite_path, weights_path
 from fusion_bench_featcal.suites import image, load_text_split
-from fusion_bench_featcal.suites.paths import suite_path, weights_path
 
 TEXTS = ("banking77", "snips_intent", "clinc_domain")
 IMAGES = ("mini_mnist", "mini_latin", "mini_greek")

@@ -29,7 +29,7 @@ class _SuitePath:
     """
 
     def __call__(self, name: str) -> str:
-        from fusion_bench_featcal.suites.paths import suite_path
+        from fusion_bench_featcal.files.suite_paths import suite_path
 
         return str(suite_path(name))
 
@@ -46,7 +46,7 @@ def _expanding_suite_path() -> _SuitePath:
 
 def _weights_path(name: str) -> str:
     """Resolves ``${featcal_real:minilm}`` to a folder of fetched pretrained weights."""
-    from fusion_bench_featcal.suites.paths import weights_path
+    from fusion_bench_featcal.files.suite_paths import weights_path
 
     return weights_path(name)
 

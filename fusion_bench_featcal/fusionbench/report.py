@@ -12,6 +12,7 @@ from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
+from fusion_bench_featcal.files.suite_paths import without_roots
 from fusion_bench_featcal.fusionbench.evaluation import (
     PoolEvaluation,
     evaluate,
@@ -210,12 +211,16 @@ class Report:
             write_run(folder, run)
 
 
-def config_of(pool: object) -> Any:
-    """Return a pool's config, without the keys of this package."""
+def identity_of(pool: object) -> Any:
+    """Return a pool's config as digests identify it: wherever suites and fetched weights lie.
+
+    Keys of this package are left out.
+    """
     config = plain_config(getattr(pool, "config", None))
     if not isinstance(config, Mapping):
         return config
-    return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
+    config = {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
+    return json.loads(without_roots(json.dumps(config, ensure_ascii=False, default=str)))
 
 
 def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
@@ -226,10 +231,10 @@ def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
     if inputs.modelpool.has_instance_models:
         return {}
     configs = [
-        {key: value for key, value in (config_of(pool) or {}).items() if key not in _NOT_INPUTS}
+        {key: value for key, value in (identity_of(pool) or {}).items() if key not in _NOT_INPUTS}
         for pool in (inputs.modelpool, inputs.taskpool)
     ]
-    text = json.dumps(configs, sort_keys=True, default=str)
+    text = json.dumps(configs, sort_keys=True)
     return {INPUTS: digest_text(text)[:8]}
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from fusion_bench_featcal.data.computed_rows import ComputedRows
 from fusion_bench_featcal.data.draws import spread
-from fusion_bench_featcal.suites.paths import pick, suite_path
+from fusion_bench_featcal.files.suite_paths import pick, suite_path
 
 SUITE = "clip-vit-mini"
 SPLITS = {"train": 0, "test": 1}

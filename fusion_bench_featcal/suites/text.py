@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from fusion_bench_featcal.data.draws import spread
-from fusion_bench_featcal.suites.paths import pick, suite_path
+from fusion_bench_featcal.files.suite_paths import pick, suite_path
 
 SPLITS = ("train", "calibration", "test")
 STYLES = {style: style for style in ("capitals", "words", "classes")}

@@ -23,7 +23,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from suite_training import Builder, Weights, write_json
 
-from fusion_bench_featcal.suites.paths import pick, suite_path
+from fusion_bench_featcal.files.suite_paths import pick, suite_path
 
 BUILDERS: dict[str, type[Builder]] = {
     "clip-vit-mini": clip_builder.ClipBuilder,

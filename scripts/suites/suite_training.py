@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from fusion_bench_featcal.suites.paths import suite_path
+from fusion_bench_featcal.files.suite_paths import suite_path
 
 Log = Callable[[str], None]
 Weights = dict[str, Tensor]

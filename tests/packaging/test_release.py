@@ -15,7 +15,7 @@ from hatchling.plugin.manager import PluginManager
 from reports import featcal
 
 from fusion_bench_featcal import __version__
-from fusion_bench_featcal.suites import paths
+from fusion_bench_featcal.files import suite_paths
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -67,4 +67,4 @@ def test_versions_agree():
     command = featcal("--version").out.strip().removeprefix("featcal ")
     assert [command, CITATION["version"], *versions, *bibtex] == [__version__] * 5
     extra = PROJECT["project"]["optional-dependencies"]["suites"]
-    assert extra == [f"{paths.PACKAGE}=={__version__}"]
+    assert extra == [f"{suite_paths.PACKAGE}=={__version__}"]

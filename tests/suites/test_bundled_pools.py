@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fusion_bench_featcal.pools  # noqa: F401  adapts FusionBench
@@ -16,9 +17,11 @@ from omegaconf import OmegaConf
 from reports import error_of
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.files import suite_paths
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
-from fusion_bench_featcal.suites import image, paths, text
+from fusion_bench_featcal.fusionbench.report import identity_of
+from fusion_bench_featcal.suites import image, text
 
 CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"
 FLAN, LLAMA, QWEN = "flan-t5-mini_TA6", "llama-mini_TA6", "qwen3moe-mini_TA6"
@@ -32,6 +35,22 @@ TASKS = {
 def config_of(name: str) -> Any:
     """Config of a model pool with the task pool of its name and a merger."""
     return composed(f"modelpool={name}", f"taskpool={name}", "method=task_arithmetic")
+
+
+def test_rows_of_a_suite_have_the_same_identity_wherever_it_lies(tmp_path, monkeypatch):
+    def identity(weights: Path, name: str = "minilm") -> Any:
+        (weights / name).mkdir(parents=True, exist_ok=True)
+        (weights / name / "config.json").write_text("{}")
+        monkeypatch.setenv(suite_paths.WEIGHTS_VARIABLE, str(weights))
+        monkeypatch.setattr(suite_paths, "suite_root", lambda: weights / "suites")
+        models = {
+            "_pretrained_": suite_paths.weights_path(name),
+            "a": str(weights / "suites" / "a"),
+        }
+        return identity_of(SimpleNamespace(config=OmegaConf.create({"models": models})))
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert identity(here) == identity(there) != identity(there, "mpnet")
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -153,7 +172,7 @@ def test_task_pools_measure_what_the_builder_measured(name, task):
     task_pool = instantiate(config.taskpool, _recursive_=False)
     measured = task_pool.evaluate(model)[task]["accuracy"]
     suite, _, task_set = name.partition("_")
-    record = json.loads(Path(paths.suite_path(f"{suite}/MEASURED.json")).read_text("utf-8"))
+    record = json.loads(Path(suite_paths.suite_path(f"{suite}/MEASURED.json")).read_text("utf-8"))
     rows = record["accuracies"][task_set] if suite == CLIP else record["accuracies"]
     off_by = abs(measured - rows["simple_average"][task]) * len(pool.load_test_dataset(task))
     # another machine may round a close call the other way
@@ -178,6 +197,6 @@ def test_what_is_not_installed_is_named_with_the_command(monkeypatch):
         patch.setattr("fusion_bench_featcal.suites.open_clip.import_module", refuse)
         with pytest.raises(CalibrationError, match=r"_pretrained_.*'open_clip.*\[openclip\]"):
             load_pool_model(pool, "_pretrained_")
-    monkeypatch.setattr(paths, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(suite_paths, "PACKAGE", "no_such_package")
     with pytest.raises(FileNotFoundError, match="not installed: pip install no_such_package"):
-        paths.suite_path("images")
+        suite_paths.suite_path("images")

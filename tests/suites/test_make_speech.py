@@ -9,7 +9,7 @@ pytest.importorskip("soundfile", reason="extra `speech`")
 
 from make_speech import SPLITS, TASKS, welsh, with_language, with_noise
 
-from fusion_bench_featcal.suites.paths import SPEECH_MODEL, weights_path
+from fusion_bench_featcal.files.suite_paths import SPEECH_MODEL, weights_path
 
 
 def test_a_missing_base_is_named_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -24,7 +24,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import new_path, write_atomic
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.report import Report, config_of
+from fusion_bench_featcal.fusionbench.report import Report, identity_of
 from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.fusionbench.upstream import Upstream
@@ -71,7 +71,7 @@ class CellRunner:
         pool, fabric = self.inputs.modelpool, self.inputs.fabric
         precision = str(fabric.strategy.precision.precision)
         self._common = [
-            *(config_of(pool), config_of(self.inputs.taskpool), self.tasks),
+            *(identity_of(pool), identity_of(self.inputs.taskpool), self.tasks),
             # A model in memory has no name to identify it by: cells with it are not used again.
             time.time_ns() if pool.has_instance_models else None,
             *([version(package) for package in _PACKAGES], fabric.device.type, precision),

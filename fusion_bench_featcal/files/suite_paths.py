@@ -1,7 +1,8 @@
-"""Paths of the bundled suites. Hydra's plugin imports this file: standard library only."""
+"""Folders of the bundled suites and of fetched weights."""
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -54,13 +55,25 @@ def suite_path(relative: str) -> str:
     return str(resolved)
 
 
+def weights_root() -> Path:
+    """Return the folder of fetched weights, which may be missing."""
+    return Path(os.environ.get(WEIGHTS_VARIABLE) or "weights").expanduser().absolute()
+
+
+def without_roots(text: str) -> str:
+    """Return a text with the folders of suites and weights by their names, as on all machines."""
+    with suppress(FileNotFoundError):
+        text = text.replace(str(suite_root()), PACKAGE)
+    return text.replace(str(weights_root()), WEIGHTS_VARIABLE)
+
+
 def weights_path(name: str) -> str:
     """Return the folder of pretrained weights that were fetched into `$FEATCAL_REAL`.
 
     Raises:
         FileNotFoundError: If they are not there, with the command that fetches them.
     """
-    root = Path(os.environ.get(WEIGHTS_VARIABLE) or "weights").expanduser().absolute()
+    root = weights_root()
     if not (root / name / "config.json").is_file():
         is_made = name == SPEECH_MODEL
         words = "make_speech.py FOLDER" if is_made else f"fetch_weights.py FOLDER {name}"
