@@ -64,8 +64,8 @@ for study in "${studies[@]}"; do
     ;;
   dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
   smollm2) grid smollm2_TA4 42,43 "$mergers" "featcal_paper_llama_3b-targets,featcal_plus,ridge_surgery" "$closed,featcal_paper_llama_3b-targets,$trained" ;;
-  whisper) # transcripts take most of the time: one draw, and few rows
-    compare whisper_TA4 whisper_TA4 method.seed=42 method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
+  whisper) # transcripts take most of the time: few rows, and mergers with data in one draw
+    compare whisper_TA4 whisper_TA4 method.seed=42,43 method.samples_per_task=64 'method.upstreams=[task_arithmetic]' \
       'method.post_merging=[featcal,featcal_plus]'
     compare whisper_TA4 whisper_TA4-with-data method.seed=42 method.samples_per_task=64 \
       'method.upstreams=[regmean_plusplus,lot]' 'method.post_merging=[]'
