@@ -37,6 +37,11 @@ UNLIKE = {
         "exchanged": "two tasks exchanged",
         "others": "another task's, for each",
     },
+    "mpnet_TA6": {
+        "clean": "each task's own",
+        "shuffled": "words in random order",
+        "exchanged": "two tasks exchanged",
+    },
     "dinov2_small_TA4": {
         "clean": "each task's own",
         "fog": "in fog, severity 3",

@@ -22,6 +22,17 @@ unlike() { # SUITE KIND PRESETS SETTING...
 samples_of() { # FIELD TASK=OTHER... Words that give a task the samples of another
   for pair in "${@:2}"; do echo "modelpool.train_datasets.${pair%=*}.$1=${pair#*=}"; done
 }
+unlike_texts() { # SUITE PRESETS MORE_PRESETS: right texts, with words in random order, and of two tasks exchanged
+  unlike "$1" clean "$2$3"
+  python scripts/unlike_texts.py "$folder/shuffled"
+  local words=() file
+  for file in "$folder/shuffled"/*.jsonl; do
+    words+=("+method.calibration_data.$(basename "$file" .jsonl)=$file")
+  done
+  unlike "$1" shuffled "$2$3" "${words[@]}"
+  # shellcheck disable=SC2046 # one word a pair
+  unlike "$1" exchanged "$2" $(samples_of name banking77=clinc_work clinc_work=banking77)
+}
 
 # Without WUDI, which optimises each matrix in turn: two hours of one core for DINOv2.
 mergers=simple_average,task_arithmetic,ties_merging
@@ -50,7 +61,7 @@ samples() { # SUITE: a few and many samples
 for study in "${studies[@]}"; do
   case "$study" in
   minilm) grid minilm_TA6 42,43 "$mergers" "$closed" "$closed,featcal_t5_settings,$trained,$slow" ;;
-  mpnet) # on task arithmetic alone, and what trains in one draw: two hours and a half
+  mpnet) # on task arithmetic alone, and what trains in one draw: four hours
     on_one=(method.samples_per_task=64 'method.upstreams=[task_arithmetic]')
     balance='+modelpool.featcal.presets.plus_balance={rule: plus, balance: 1}'
     compare mpnet_TA6 mpnet_TA6 method.seed=42,43 "${on_one[@]}" "method.post_merging=[$closed]"
@@ -58,9 +69,9 @@ for study in "${studies[@]}"; do
     compare mpnet_TA6 mpnet_TA6-with-data method.seed=42,43 method.samples_per_task=64 \
       'method.upstreams=[regmean_plusplus,lot]' 'method.post_merging=[]'
     compare mpnet_TA6 mpnet_TA6-trained method.seed=42 "${on_one[@]}" \
-      'method.post_merging=[surgery_calibration,surgery_v2_calibration]' "${in_short[@]:1:1}"
+      'method.post_merging=[surgery_calibration,surgery_v2_calibration,distillation]' "${in_short[@]:1}"
     compare mpnet_TA6 mpnet_TA6-few method.seed=42,43 "${on_one[@]}" "method.post_merging=[$closed]" method.samples_per_task=8
-    compare mpnet_TA6 mpnet_TA6-many method.seed=42 "${on_one[@]}" "method.post_merging=[$closed]" method.samples_per_task=256
+    compare mpnet_TA6 mpnet_TA6-many method.seed=42,43 "${on_one[@]}" "method.post_merging=[$closed]" method.samples_per_task=256
     ;;
   dinov2) grid dinov2_small_TA4 42,43 "$mergers" "$closed" "$closed,$trained,$slow" ;;
   smollm2) grid smollm2_TA4 42,43 "$mergers" "featcal_paper_llama_3b-targets,featcal_plus,ridge_surgery" "$closed,featcal_paper_llama_3b-targets,$trained" ;;
@@ -73,18 +84,12 @@ for study in "${studies[@]}"; do
   minilm-samples) samples minilm_TA6 ;;
   dinov2-samples) samples dinov2_small_TA4 ;;
   unlike-minilm)
-    unlike minilm_TA6 clean "$draws, $many"
-    python scripts/unlike_texts.py "$folder/shuffled" && words=()
-    for file in "$folder/shuffled"/*.jsonl; do
-      words+=("+method.calibration_data.$(basename "$file" .jsonl)=$file")
-    done
-    unlike minilm_TA6 shuffled "$draws, $many" "${words[@]}"
+    unlike_texts minilm_TA6 "$draws" ", $many"
     # shellcheck disable=SC2046 # one word a pair
-    unlike minilm_TA6 exchanged "$draws" $(samples_of name banking77=clinc_work clinc_work=banking77)
-    # shellcheck disable=SC2046
     unlike minilm_TA6 others "$draws, $many" $(samples_of name snips_intent=banking77 banking77=clinc_domain \
       clinc_domain=clinc_home clinc_home=clinc_work clinc_work=clinc_auto clinc_auto=snips_intent)
     ;;
+  unlike-mpnet) unlike_texts mpnet_TA6 "few: {samples_per_task: 8}, paper: {rule: paper}" "" ;;
   unlike-dinov2)
     unlike dinov2_small_TA4 clean "$draws"
     for kind in fog gaussian_noise motion_blur; do

@@ -14,7 +14,7 @@ SMALL = 192
 """Narrower strips than this cost more than they save. A tile of this size and its transpose fit
 the second-level cache together."""
 
-QUADRATIC_BLOCKS = 4
+QUADRATIC_BLOCKS = 8
 """Largest number of strips of a quadratic form, which read narrower slices of a weight each."""
 
 LEAST_WORK = 2**33
