@@ -4,7 +4,6 @@ The mathematics is in docs/method.md.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -259,26 +258,19 @@ def ridge_of_least_error(
 ) -> float:
     """Return the ridge of least error, as of `largest_of_equal`.
 
-    Each error costs a Cholesky factor, which float64 takes twice as long for. The first ridge is
-    the smallest one that float32 solves. Larger ones are tried until one is not the best so far,
-    and smaller ones if none of them is better. If the errors have several minima, the next one is
-    taken: those of 438 groups of the bundled suites have one each.
+    Small ridges are solved in float64, which takes twice the time. They are tried from the largest
+    one downwards, until one is not the best so far.
 
     Args:
         ridges: The ridges.
         error_of: Returns a ridge's error, infinite if it cannot be used, and the rounding of that.
     """
-    ordered, errors = sorted(ridges), dict[float, tuple[float, float]]()
-    first = min(bisect_left(ordered, SINGLE_RIDGE), len(ordered) - 1)
-    best = ordered[first]
-    for direction in (ordered[first:], ordered[:first][::-1]):
-        if best > ordered[first]:
+    errors = dict[float, tuple[float, float]]()
+    for ridge in sorted(ridges, reverse=True):
+        if ridge < SINGLE_RIDGE and errors and largest_of_equal(errors) > min(errors):
             break
-        for ridge in direction:
-            errors[ridge] = error_of(ridge)
-            best = largest_of_equal(errors)
-            if best != ridge:
-                break
+        errors[ridge] = error_of(ridge)
+    best = largest_of_equal(errors)
     return best if math.isfinite(errors[best][0]) else WITHOUT_HELD_OUT
 
 
