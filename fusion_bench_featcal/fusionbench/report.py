@@ -211,16 +211,18 @@ class Report:
             write_run(folder, run)
 
 
-def identity_of(pool: object) -> Any:
-    """Return a pool's config as digests identify it: wherever suites and fetched weights lie.
-
-    Keys of this package are left out.
-    """
+def config_of(pool: object) -> Any:
+    """Return a pool's config, without the keys of this package."""
     config = plain_config(getattr(pool, "config", None))
     if not isinstance(config, Mapping):
         return config
-    config = {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
-    return json.loads(without_roots(json.dumps(config, ensure_ascii=False, default=str)))
+    return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
+
+
+def digest_config(config: object) -> str:
+    """Return the digest of plain configs, equal wherever suites and fetched weights lie."""
+    text = json.dumps(config, sort_keys=True, ensure_ascii=False, default=str)
+    return digest_text(without_roots(text))
 
 
 def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
@@ -231,11 +233,10 @@ def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
     if inputs.modelpool.has_instance_models:
         return {}
     configs = [
-        {key: value for key, value in (identity_of(pool) or {}).items() if key not in _NOT_INPUTS}
+        {key: value for key, value in (config_of(pool) or {}).items() if key not in _NOT_INPUTS}
         for pool in (inputs.modelpool, inputs.taskpool)
     ]
-    text = json.dumps(configs, sort_keys=True)
-    return {INPUTS: digest_text(text)[:8]}
+    return {INPUTS: digest_config(configs)[:8]}
 
 
 def suite_name(modelpool: BaseModelPool) -> str:

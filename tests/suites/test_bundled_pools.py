@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fusion_bench_featcal.pools  # noqa: F401  adapts FusionBench
@@ -20,7 +19,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.files import suite_paths
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
-from fusion_bench_featcal.fusionbench.report import identity_of
+from fusion_bench_featcal.fusionbench.report import digest_config
 from fusion_bench_featcal.suites import image, text
 
 CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"
@@ -47,7 +46,7 @@ def test_rows_of_a_suite_have_the_same_identity_wherever_it_lies(tmp_path, monke
             "_pretrained_": suite_paths.weights_path(name),
             "a": str(weights / "suites" / "a"),
         }
-        return identity_of(SimpleNamespace(config=OmegaConf.create({"models": models})))
+        return digest_config({"models": models})
 
     here, there = tmp_path / "here", tmp_path / "there"
     assert identity(here) == identity(there) != identity(there, "mpnet")

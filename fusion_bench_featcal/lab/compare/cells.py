@@ -1,7 +1,6 @@
 """Cells of a comparison: built, evaluated and timed, or read from their files."""
 
 import gc
-import json
 import logging
 import os
 import re
@@ -24,7 +23,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import new_path, write_atomic
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.report import Report, identity_of
+from fusion_bench_featcal.fusionbench.report import Report, config_of, digest_config
 from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.fusionbench.upstream import Upstream
@@ -34,7 +33,7 @@ from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Cost, ReportError, Run, measure, read_run, write_run
 from fusion_bench_featcal.results.lines import RUN_FILE
 from fusion_bench_featcal.results.run import Facts
-from fusion_bench_featcal.run.digests import digest_text, own_code
+from fusion_bench_featcal.run.digests import own_code
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class CellRunner:
         pool, fabric = self.inputs.modelpool, self.inputs.fabric
         precision = str(fabric.strategy.precision.precision)
         self._common = [
-            *(identity_of(pool), identity_of(self.inputs.taskpool), self.tasks),
+            *(config_of(pool), config_of(self.inputs.taskpool), self.tasks),
             # A model in memory has no name to identify it by: cells with it are not used again.
             time.time_ns() if pool.has_instance_models else None,
             *([version(package) for package in _PACKAGES], fabric.device.type, precision),
@@ -89,9 +88,8 @@ class CellRunner:
                 settings,
             ]
             made_of.append(_own_code(cell.method))
-        text = json.dumps([self._common, made_of], sort_keys=True, default=str)
         title = re.sub(r"[^0-9A-Za-z_.+-]", "_", cell.title)
-        return self.folder / f"{title}-{digest_text(text)[:16]}"
+        return self.folder / f"{title}-{digest_config([self._common, made_of])[:16]}"
 
     def run(self, cell: Cell) -> Run:
         """Return a finished cell, or run it and write its folder."""
