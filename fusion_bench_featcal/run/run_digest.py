@@ -58,5 +58,5 @@ def digests_of_run(problem: Problem, options: Options) -> dict[str, str]:
 
 
 def _of_all(digests: dict[str, str], problem: Problem) -> list[tuple[str, str]]:
-    """Return the digests of all processes, sorted by name."""
-    return sorted(item for part in problem.processes.gather(digests) for item in part.items())
+    """Return the digests of all processes, sorted by name, equal ones (of the base) once."""
+    return sorted({item for part in problem.processes.gather(digests) for item in part.items()})
