@@ -22,16 +22,16 @@ unlike() { # SUITE KIND PRESETS SETTING...
 samples_of() { # FIELD TASK=OTHER... Words that give a task the samples of another
   for pair in "${@:2}"; do echo "modelpool.train_datasets.${pair%=*}.$1=${pair#*=}"; done
 }
-unlike_texts() { # SUITE PRESETS MORE_PRESETS: right texts, with words in random order, and of two tasks exchanged
-  unlike "$1" clean "$2$3"
+unlike_texts() { # SUITE PRESETS PRESETS: right texts and those with words in random order, then two tasks' exchanged
+  unlike "$1" clean "$2"
   python scripts/unlike_texts.py "$folder/shuffled"
   local words=() file
   for file in "$folder/shuffled"/*.jsonl; do
     words+=("+method.calibration_data.$(basename "$file" .jsonl)=$file")
   done
-  unlike "$1" shuffled "$2$3" "${words[@]}"
+  unlike "$1" shuffled "$2" "${words[@]}"
   # shellcheck disable=SC2046 # one word a pair
-  unlike "$1" exchanged "$2" $(samples_of name banking77=clinc_work clinc_work=banking77)
+  unlike "$1" exchanged "$3" $(samples_of name banking77=clinc_work clinc_work=banking77)
 }
 
 # Without WUDI, which optimises each matrix in turn: two hours of one core for DINOv2.
@@ -84,12 +84,15 @@ for study in "${studies[@]}"; do
   minilm-samples) samples minilm_TA6 ;;
   dinov2-samples) samples dinov2_small_TA4 ;;
   unlike-minilm)
-    unlike_texts minilm_TA6 "$draws" ", $many"
+    unlike_texts minilm_TA6 "$draws, $many" "$draws"
     # shellcheck disable=SC2046 # one word a pair
     unlike minilm_TA6 others "$draws, $many" $(samples_of name snips_intent=banking77 banking77=clinc_domain \
       clinc_domain=clinc_home clinc_home=clinc_work clinc_work=clinc_auto clinc_auto=snips_intent)
     ;;
-  unlike-mpnet) unlike_texts mpnet_TA6 "few: {samples_per_task: 8}, paper: {rule: paper}" "" ;;
+  unlike-mpnet)
+    one="few: {samples_per_task: 8}, paper: {rule: paper}"
+    unlike_texts mpnet_TA6 "$one" "$one"
+    ;;
   unlike-dinov2)
     unlike dinov2_small_TA4 clean "$draws"
     for kind in fog gaussian_noise motion_blur; do
