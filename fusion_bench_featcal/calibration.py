@@ -180,7 +180,6 @@ def result_of(problem: Problem) -> CalibrationResult:
 def reads_of(problem: Problem) -> dict[str, Any]:
     """Return the bytes read of each model and the reads that a budget allowed, fit for JSON."""
     sizes = {name: sum(model.sizes.values()) for name, model in problem.models.items()}
-    gathered = problem.processes.gather(sizes)
-    read = {name: size for of_process in gathered for name, size in of_process.items()}
+    read = problem.processes.united(sizes)
     base = read.pop(BASE_MODEL, 0)
     return {"plan": problem.grant.as_dict(), "experts": read, "base": base}

@@ -111,7 +111,7 @@ def limit_reads(
     order: Iterable[str],
     merged: LazyModel,
     tasks: Iterable[str],
-    gather: Callable[[Any], list[Any]],
+    united: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Grant:
     """Apply a budget to the experts of all processes.
 
@@ -121,7 +121,7 @@ def limit_reads(
         order: The merged model's names of the tensors to read, in forward order.
         merged: The merged model, whose tensors replace those that are not read.
         tasks: All tasks, of all processes.
-        gather: Returns the values of all processes, whose experts share the budget.
+        united: Returns the items of all processes, whose experts share the budget.
 
     Raises:
         CalibrationError: If the budget allows no read.
@@ -131,7 +131,7 @@ def limit_reads(
         task: {name: (key := expert.keys[name], expert.source.nbytes(key)) for name in names}
         for task, expert in experts.items()
     }
-    of_all = {task: of_task for of_process in gather(sizes) for task, of_task in of_process.items()}
+    of_all = united(sizes)
     grant = grant_of(budget, {task: of_all[task] for task in tasks})
     if budget is not None and not grant.bytes:
         raise CalibrationError(

@@ -165,12 +165,11 @@ def sums_by_task(
 def note(problem: Problem, block: str, figures: Mapping[str, Any], seconds: float) -> None:
     """Log a finished block. The log is equal in every process."""
     log, modules, streams = problem.log, problem.modules[block], problem.streams
-    gather, drift = problem.processes.gather, streams.drift
+    united, drift = problem.processes.united, streams.drift
     for module in (site.name for site in modules.sites if site.name in figures):
         log.add("module", {"block": block, "module": module, **figures[module]})
-    drifts = {} if drift is None else drift.records(gather)
-    counts = gather({task: streams.counts(task) for task in streams.running})
-    samples = {task: count for part in counts for task, count in part.items()}
+    drifts = {} if drift is None else drift.records(united)
+    samples = united({task: streams.counts(task) for task in streams.running})
     for task in (task for task in problem.tasks if task in samples):
         of_task = {"block": block, "task": task, "samples": samples[task]}
         log.add("task", of_task | drifts.get(task, {}))

@@ -149,7 +149,7 @@ def open_problem(
     if base is not None and budget is None:
         named = {word("expert", task): expert for task, expert in experts.items()}
         warn_of_strangers({**named, "merged": working}, base)
-    grant = limit_reads(experts, budget, order, working, tasks, processes.gather)
+    grant = limit_reads(experts, budget, order, working, tasks, processes.united)
     modules = with_estimated_statistics(modules, rule, working, experts, processes)
     images = any(gives_images(inputs.merged.get_submodule(block)) for block in modules)
     streams = Streams(

@@ -4,7 +4,7 @@ Every exchange of tensors follows a `gather` over gloo, in which a process that 
 at once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from torch import Tensor
 from fusion_bench_featcal.errors import CalibrationError, LostProcessError
 from fusion_bench_featcal.errors.words import option, word
 
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(days=7)
@@ -59,6 +60,10 @@ class Processes:
             LostProcessError: If a process has ended.
         """
         return [value]
+
+    def united(self, items: Mapping[Key, Value]) -> dict[Key, Value]:
+        """Return the items of every process's mapping. A barrier for all processes."""
+        return {key: value for part in self.gather(items) for key, value in part.items()}
 
     def decided(self, priority: Any, value: Value) -> Value:
         """Return the value of the process with the least priority. A barrier for all processes."""

@@ -33,7 +33,7 @@ def calibrate_mixture(problem: Problem, block: str, mixture: Mixture) -> None:
     routed = {task: streams.routed(task, block, mixture.name) for task in streams.running}
     rows = {task: of_task.by_slot(mixture.slots) for task, of_task in routed.items()}
     counts = {task: [len(numbers) for numbers in of_task] for task, of_task in rows.items()}
-    of_all = (of_task for part in problem.processes.gather(counts) for of_task in part.values())
+    of_all = problem.processes.united(counts).values()
     totals = [sum(of_slot) for of_slot in zip(*of_all, strict=True)]
     for number in (number for number, total in enumerate(totals) if total):
         problem.progress.at(f"{block} · routed expert {number} of {mixture.slots}")

@@ -39,9 +39,7 @@ def towers_of(model: nn.Module, samples: Mapping[str, Sequence[Batch]], runtime:
         inputs = to_device(part_of(batch.inputs, batch.samples, slice(1)), device_of(model))
         with at(task=task), runtime.autocast():
             orders[task, *names] = stages_in_order(model, lists, inputs)
-    everywhere = {
-        kind: order for part in runtime.processes.gather(orders) for kind, order in part.items()
-    }
+    everywhere = runtime.processes.united(orders)
     stages = list[list[str]]()
     for kind in sorted(everywhere):
         stages += [stage for stage in everywhere[kind] if stage not in stages]

@@ -91,9 +91,8 @@ def likenesses(
         for task, row in rows.items():
             tau = step_of(problem, group, task, base)
             row.append(quadratic(tau, moment) / norms[task])
-    mine = {task: torch.stack(row).tolist() for task, row in rows.items()}
-    gathered = {task: row for part in processes.gather(mine) for task, row in part.items()}
-    table = torch.tensor([gathered[task] for task in problem.tasks], dtype=torch.float64)
+    of_all = processes.united({task: torch.stack(row).tolist() for task, row in rows.items()})
+    table = torch.tensor([of_all[task] for task in problem.tasks], dtype=torch.float64)
     return table[:, 1:], table[:, 0] / len(table)
 
 

@@ -187,7 +187,7 @@ def paired_features(
         start = stop
 
 
-Gather = Callable[[Any], list[Any]]
+Union = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class DriftLog:
@@ -238,11 +238,11 @@ class DriftLog:
             return rows_of(hidden.movedim(1, -1), counted)
         return hidden if counted is None else counted.of(hidden)
 
-    def records(self, gather: Gather) -> dict[str, dict[str, Any]]:
+    def records(self, united: Union) -> dict[str, dict[str, Any]]:
         """Return each task's figures behind the block, and reset the sums.
 
         Args:
-            gather: Returns the values of all processes.
+            united: Returns the items of all processes.
 
         Returns:
             Task -> mean L2 drift over rows, root mean square drift relative to the expert's
@@ -256,13 +256,11 @@ class DriftLog:
             read[task].append(next(numbers))
         self.sums, self.rows, self.experts = {}, {}, {}
         records: dict[str, dict[str, Any]] = {}
-        for of_process in gather(read):
-            for task, (norms, squares, expert, rows, *spread) in of_process.items():
-                relative = (squares / expert) ** 0.5 if expert > 0 else None
-                records[task] = {"drift": norms / rows, "relative_drift": relative}
-                records[task]["rows"] = rows
-                for variance in spread:
-                    records[task]["distance"] = squares / rows / variance if variance > 0 else None
+        for task, (norms, squares, expert, rows, *spread) in united(read).items():
+            relative = (squares / expert) ** 0.5 if expert > 0 else None
+            records[task] = {"drift": norms / rows, "relative_drift": relative, "rows": rows}
+            for variance in spread:
+                records[task]["distance"] = squares / rows / variance if variance > 0 else None
         return records
 
 
