@@ -12,10 +12,14 @@ from fusion_bench_featcal.core.products import (
     factor_of,
     in_parts,
     mirror_lower,
+    multiply_by_rows,
+    quadratic,
 )
 
 MOST_ROWS = 4096
 """Rows multiplied at a time: products may copy them."""
+FEW_ROWS = 1024
+"""Fewer rows wait for further ones: a product of few is as fast as its addition to the sums."""
 CONSTANT = 1e-6
 """Inputs with a smaller ratio of variance to mean square count as constant up to rounding."""
 
@@ -33,6 +37,10 @@ class Moments:
         y: `sum y`, `[r]`.
         count: Number of rows, or the sum of their weights, a scalar.
         uncounted: Number of added rows that are not in `count` yet.
+        multiplied: Number of rows in `gram` and `cross`.
+        waiting: Rows, and their features, that are not in them yet.
+        rows: All rows times the roots of their weights, `[n, d]`, if these are few after
+            `mirrored`, else None.
     """
 
     gram: Float[Tensor, "d d"]
@@ -41,6 +49,9 @@ class Moments:
     y: Float[Tensor, " r"]
     count: Float[Tensor, ""]
     uncounted: int = field(default=0, init=False)
+    multiplied: int = field(default=0, init=False)
+    waiting: list[list[Tensor]] = field(default_factory=list, init=False)
+    rows: Tensor | None = field(default=None, init=False)
 
     @classmethod
     def zeros(cls, inputs: int, outputs: int, example: Tensor) -> "Moments":
@@ -73,33 +84,78 @@ class Moments:
             self.count.add_(weights.sum())
             tensors.append(weights.to(self.gram.dtype).sqrt())
         for parts in in_parts(MOST_ROWS, *tensors) if len(x) else ():
-            rows, *features = (part.to(self.gram.dtype) for part in parts)
-            root = None if weights is None else features.pop()
+            waits = len(parts[0]) < FEW_ROWS
+            # A copy, because the caller's tensors may change before the rows are multiplied.
+            pair = [part.to(self.gram.dtype, copy=waits) for part in parts]
+            root = None if weights is None else pair.pop()
             if root is not None:
-                rows, *features = (part.mul(root[:, None]) for part in (rows, *features))
-            factor = factor_of(rows)
-            add_lower_gram(self.gram, factor)
-            for part in features:
-                add_product(self.cross, factor_of(part), factor)
-            sums = [part.sum(0) if root is None else root @ part for part in (rows, *features)]
+                pair = [part.mul(root[:, None]) for part in pair]
+            sums = [part.sum(0) if root is None else root @ part for part in pair]
             torch._foreach_add_([self.x, self.y][: len(sums)], sums)
+            if waits:
+                self.waiting.append(pair)
+            else:
+                self._multiply(pair)
+        if sum(len(rows) for rows, *_ in self.waiting) >= FEW_ROWS:
+            self._multiply(self._joined())
+
+    def _joined(self) -> list[Tensor]:
+        """Return the rows that wait, and their features, which then wait no more."""
+        joined = [torch.cat(parts) for parts in zip(*self.waiting, strict=True)]
+        self.waiting.clear()
+        return joined
+
+    def _multiply(self, pair: list[Tensor]) -> None:
+        """Add products of rows, and of their features with them."""
+        rows, *features = pair
+        factor = factor_of(rows)
+        add_lower_gram(self.gram, factor)
+        for part in features:
+            add_product(self.cross, factor_of(part), factor)
+        self.multiplied += len(rows)
 
     def mirrored(self) -> "Moments":
         """Complete the Gram matrix, of which `add` forms the lower triangle, and the count."""
+        if self.waiting:
+            last = self._joined()
+            if self.multiplied == 0:
+                self.rows = self._if_few(last[0])
+            self._multiply(last)
         mirror_lower(self.gram)
         self.count.add_(self.uncounted)
         self.uncounted = 0
         return self
 
+    def squares(self, weight: Float[Tensor, "m d"]) -> Float[Tensor, ""]:
+        """Return the sum of `|W x|^2` over rows."""
+        if self.rows is None:
+            return quadratic(weight, self.gram)
+        return multiply_by_rows(self.rows, weight).square().sum()
+
+    def times(self, weight: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
+        """Return the sum of `W x x'` over rows, for fewer outputs than inputs."""
+        if self.rows is None:
+            return weight @ self.gram
+        return (weight @ self.rows.T) @ self.rows
+
     def merge(self, other: "Moments", weight: Tensor) -> None:
         """Add other sums in place, each row with a weight."""
         for total, part in zip(self.tensors(), other.tensors(), strict=True):
             total.addcmul_(part.to(total.dtype), weight.to(total.dtype))
+        self.rows = None
 
     def __iadd__(self, other: "Moments") -> "Moments":
         """Add other sums in place."""
         torch._foreach_add_(self.tensors(), other.tensors())
+        if self.rows is None or other.rows is None:
+            self.rows = None
+        else:
+            self.rows = self._if_few(torch.cat([self.rows, other.rows]))
         return self
+
+    def _if_few(self, rows: Tensor) -> Tensor | None:
+        """Return rows if products with them are faster than those with half of `gram`, or None."""
+        return rows if 2 * len(rows) < len(self.gram) else None
 
     def means(self, *, centred: bool) -> "Moments":
         """Return means over rows. `count` does not change.

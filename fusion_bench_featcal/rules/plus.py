@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import quadratic
 from fusion_bench_featcal.core.solve import (
     PROBES,
     SINGLE_RIDGE,
@@ -173,7 +172,7 @@ class PlusSums:
         if self._has_few_outputs:
             weight, reach = -self._probes @ self._targets.anchor.weight, self._probes
         bias = self._probes @ step.bias
-        cross = weight @ rows.gram + reach @ rows.cross + torch.outer(bias, rows.x)
+        cross = rows.times(weight) + reach @ rows.cross + torch.outer(bias, rows.x)
         y = weight @ rows.x + reach @ rows.y + bias * rows.count
         return Moments(rows.gram, cross, rows.x, y, rows.count)
 
@@ -292,7 +291,7 @@ def energy(linear: Linear, rows: Moments) -> Tensor:
 def energies(linear: Linear, rows: Moments) -> Tensor:
     """Return the sums of `|W x|^2`, `2 b' W x` and `|b|^2` over rows, `[3]`."""
     weight, bias = linear
-    square = quadratic(weight, rows.gram)
+    square = rows.squares(weight)
     mixed = 2 * bias @ (weight @ rows.x)
     return torch.stack([square, mixed, rows.count * bias.square().sum()])
 

@@ -15,8 +15,10 @@ from fusion_bench_featcal.core.solve import UnsolvedError, solve_ridge
 EPS = torch.finfo(torch.float64).eps
 
 
-def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("few", [1, 3, 1024])  # no rows wait, some do, all do
+def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.MonkeyPatch, few: int):
     monkeypatch.setattr(moments, "MOST_ROWS", 4)  # the last part has one row
+    monkeypatch.setattr(moments, "FEW_ROWS", few)
     x, y = normal(1, 9, 3).double(), normal(2, 9, 2).double()
     whole, first, second = (moments.Moments.zeros(3, 2, x) for _ in range(3))
     whole.add(x, y)
@@ -32,6 +34,34 @@ def test_moments_equal_their_definition_for_any_split(monkeypatch: pytest.Monkey
     torch.testing.assert_close(means.gram, torch.cov(x.T, correction=0))
     torch.testing.assert_close(whole.energy(centred=True), (x - x.mean(0)).square().sum())
     torch.testing.assert_close(whole.row_weight(0.0), 1 / (x.T @ x).norm())
+
+
+def test_rows_that_wait_are_those_that_were_added():
+    x, y = normal(1, 9, 3), normal(2, 9, 2)
+    sums, expected = moments.Moments.zeros(3, 2, x), (x.T @ x, y.T @ x)
+    sums.add(x, y)
+    x.zero_(), y.zero_()
+    torch.testing.assert_close((sums.mirrored().gram, sums.cross), expected)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("counts", [(5, 3), (5, 30), (30, 5), (30, 30), (9, 9), (5, 0)])
+def test_products_with_few_rows_are_those_with_their_moments(
+    counts: tuple[int, int], weighted: bool
+):
+    width, weight, parts = 32, normal(9, 4, 32).double(), list[moments.Moments]()
+    for number, count in enumerate(counts):
+        sums, rows = moments.Moments.zeros(width, 0, weight), normal(number, count, width).double()
+        sums.add(rows, weights=rows[:, 0].square() if weighted else None)
+        parts.append(sums.mirrored())
+        assert (sums.rows is not None) == (0 < 2 * count < width)
+    whole, other = parts
+    whole += other
+    assert (whole.rows is not None) == (0 not in counts and 2 * sum(counts) < width)
+    torch.testing.assert_close(whole.squares(weight), ((weight @ whole.gram) * weight).sum())
+    torch.testing.assert_close(whole.times(weight), weight @ whole.gram)
+    whole.merge(other, weight.new_ones(()))
+    torch.testing.assert_close(whole.times(weight), weight @ whole.gram)
 
 
 def test_a_weight_counts_a_row_so_often(monkeypatch: pytest.MonkeyPatch):
