@@ -61,7 +61,7 @@ samples() { # SUITE: a few and many samples
 for study in "${studies[@]}"; do
   case "$study" in
   minilm) grid minilm_TA6 42,43 "$mergers" "$closed" "$closed,featcal_t5_settings,$trained,$slow" ;;
-  mpnet) # on task arithmetic alone, and what trains in one draw: three hours
+  mpnet) # on task arithmetic alone, and what trains in one draw: four hours
     on_one=(method.samples_per_task=64 'method.upstreams=[task_arithmetic]')
     balance='+modelpool.featcal.presets.plus_balance={rule: plus, balance: 1}'
     compare mpnet_TA6 mpnet_TA6 method.seed=42,43 "${on_one[@]}" "method.post_merging=[$closed]"
@@ -69,7 +69,7 @@ for study in "${studies[@]}"; do
     compare mpnet_TA6 mpnet_TA6-with-data method.seed=42,43 method.samples_per_task=64 \
       'method.upstreams=[regmean_plusplus,lot]' 'method.post_merging=[]'
     compare mpnet_TA6 mpnet_TA6-trained method.seed=42 "${on_one[@]}" \
-      'method.post_merging=[surgery_calibration,surgery_v2_calibration]' "${in_short[@]:1:1}"
+      "method.post_merging=[surgery_calibration,$slow]" "${in_short[@]:1}"
     compare mpnet_TA6 mpnet_TA6-few method.seed=42,43 "${on_one[@]}" "method.post_merging=[$closed]" method.samples_per_task=8
     compare mpnet_TA6 mpnet_TA6-many method.seed=42,43 "${on_one[@]}" "method.post_merging=[$closed]" method.samples_per_task=256
     ;;
