@@ -187,7 +187,7 @@ class PlusSums:
             if self._rule.holds_out:
                 ridge = self._best_ridge(sums)
             # Divided by the scale, because the ridge and the solve's bounds are relative to it.
-            gram, right = means.gram / scale, means.cross / scale
+            gram, right = means.gram.div_(scale), means.cross.div_(scale)
             rounding = torch.finfo(gram.dtype).eps
             step, residual = solve_ridge(gram, right, ridge, rounding=rounding)
         return Solved(self._targets.moved(step), residual, {"ridge": ridge, **facts})
@@ -231,7 +231,7 @@ class PlusSums:
         if not fitted.varies(means):  # one row, or equal ones, of modules with a bias
             return WITHOUT_HELD_OUT
         scale = means.gram.diagonal().mean()
-        gram, right = means.gram / scale, means.cross / scale
+        gram, right = means.gram.div_(scale), means.cross.div_(scale)
         # With targets `u`, the sum of `|E x + b - u|^2` is that of `|E x + b|^2 - 2 u' (E x + b)`
         # plus `|u|^2`, which no ridge changes and which is therefore never summed.
         # The terms of an error are sums of at least `width` products, which round independently.

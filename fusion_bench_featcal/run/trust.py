@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
-from fusion_bench_featcal.core.products import gram_of, quadratic
+from fusion_bench_featcal.core.products import gram_of
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.run.log import exchanged_samples
 from fusion_bench_featcal.run.problem import Problem
@@ -69,28 +69,28 @@ def likenesses(
     They are measured at the inputs of the first linear modules of a block. None is returned if
     there are none, or no base.
 
-    With `P_i = tau_i' tau_i` all products are `<P_i, G> = sum (tau_i G) * tau_i`, and the sum of
-    all `P_j / |P_j|` takes the place of G for their mean. So only one matrix is in memory at a
-    time, and no process needs the experts of another one.
+    With `P_i = tau_i' tau_i` all products are `<P_i, G>`, and the sum of all `P_j / |P_j|` takes
+    the place of G for their mean. So no process needs the experts of another one. The `P_i` of its
+    own tasks stay in memory. They are no larger than the samples if a task has as many positions
+    as the inputs have dimensions.
     """
     linear = (group for group in groups if group.kind == "linear" and not group.convolves)
     group, streams, processes = next(linear, None), problem.streams, problem.processes
     if group is None or problem.base is None:
         return None
     base = group.linear(problem.base.tensor, torch.float32).weight
-    norms, total = dict[str, Tensor](), base.new_zeros(group.inputs, group.inputs)
+    squares, total = dict[str, Tensor](), base.new_zeros(group.inputs, group.inputs)
     for task in streams.tasks:
         square = gram_of(step_of(problem, group, task, base))
-        norms[task] = square.norm().clamp_min(torch.finfo(square.dtype).tiny)
-        total.add_(square.div_(norms[task]))
-        del square  # frees memory before the next task
+        square.div_(square.norm().clamp_min(torch.finfo(square.dtype).tiny))
+        total.add_(square)
+        squares[task] = square
     processes.add_up([total])
     rows = {task: list[Tensor]() for task in streams.tasks}
     for number in range(-1, len(problem.tasks)):
         moment = total if number < 0 else moment_of(problem, block, group, number, total)
         for task, row in rows.items():
-            tau = step_of(problem, group, task, base)
-            row.append(quadratic(tau, moment) / norms[task])
+            row.append((squares[task] * moment).sum())
     of_all = processes.united({task: torch.stack(row).tolist() for task, row in rows.items()})
     table = torch.tensor([of_all[task] for task in problem.tasks], dtype=torch.float64)
     return table[:, 1:], table[:, 0] / len(table)
