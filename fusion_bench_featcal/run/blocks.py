@@ -117,7 +117,8 @@ def collect(
     for task, of_task in sums_by_task(problem, block, turn, entering):
         with exact_products():
             for group in of_task:
-                moments = of_task[group].finished()
+                with group.place(block, task):
+                    moments = of_task[group].finished()
                 sums[group].add(task, of_task[group].expert, *moments)
                 checks.add(task, group.name, moments, sums[group].tensors())
         # The generator holds this dict, too. Emptied, a task's Gram matrices and the copies of its

@@ -112,8 +112,9 @@ class Slot:
         for task, rows in self.rows.items():
             for group in turn:
                 of_task = self._sums_of(task, rows, group)
-                moments = of_task.finished()
                 with exact_products():
+                    with group.place(self.block, task):
+                        moments = of_task.finished()
                     sums[group].add(task, of_task.expert, *moments)
                 checks.add(task, group.label, moments, sums[group].tensors())
         checks.run(problem.processes.gather)

@@ -89,7 +89,7 @@ class LinearTaskSums:
             return linear(torch.lerp(x, expert_x, self._alpha), self.expert.weight)
 
     def finished(self) -> list[Moments]:
-        """Return the completed sums."""
+        """Return the completed sums, for which the last rows are multiplied."""
         return [sums.mirrored() for sums in self.sums]
 
 

@@ -1,19 +1,25 @@
 """Matrix products: exact in both libraries, whatever shortcuts the caller allows."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from calibrations import assert_identical, assert_same, run_fast
-from tiny_models import clip_suite
+from calibrations import PLUS, assert_identical, assert_same, run_fast
+from mixture_types import mixture_suite
+from tiny_languages import NEEDS_RELEASE_5
+from tiny_models import Suite, clip_suite
+from torch import Tensor
 from torch.nn import functional
 
-from fusion_bench_featcal.core import kernels, products
+from fusion_bench_featcal.core import kernels, moments, products
 from fusion_bench_featcal.core.float32_products import exact_products, products_in_force
 from fusion_bench_featcal.run import problem
 
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
 backends: Any = torch.backends  # typed without its newer attributes
+MIXTURE = partial(mixture_suite, "qwen3_moe", ([6, 7], [4]))
 BACKENDS = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.mkldnn.conv]
 
 
@@ -61,18 +67,44 @@ def test_both_libraries_give_one_model(monkeypatch: pytest.MonkeyPatch):
     assert kernels.agreed_kernel([kernels.ONEDNN, kernels.TORCH]) == kernels.TORCH
 
 
+@pytest.fixture
+def shortcuts() -> Iterator[None]:
+    """TF32 in all float32 products, as a caller may allow."""
+    before = [backend.fp32_precision for backend in BACKENDS]
+    backends.fp32_precision = "tf32"
+    yield
+    backends.fp32_precision = "none"
+    for backend, precision in zip(BACKENDS, before, strict=True):
+        backend.fp32_precision = precision
+
+
+@pytest.mark.usefixtures("shortcuts")
 def test_shortcuts_of_the_caller_change_no_model_and_stay_its_choice():
-    suite, before = clip_suite(tasks=2).to(torch.float32), [b.fp32_precision for b in BACKENDS]
-    try:
-        backends.fp32_precision = "tf32"
-        chosen = products_in_force()
-        with exact_products():
-            exact, in_force = run_fast(suite).model, products_in_force()
-        assert {in_force[name] for name in ("cuda.matmul", "mkldnn.matmul")} == {"ieee"}
-        # Forward passes follow the caller, which shows on CPUs that multiply in bfloat16 (AMX).
-        assert_identical(run_fast(suite, autocast=exact_products).model, exact)
-        assert products_in_force() == chosen
-    finally:
-        backends.fp32_precision = "none"
-        for backend, precision in zip(BACKENDS, before, strict=True):
-            backend.fp32_precision = precision
+    suite, chosen = clip_suite(tasks=2).to(torch.float32), products_in_force()
+    with exact_products():
+        exact, in_force = run_fast(suite).model, products_in_force()
+    assert {in_force[name] for name in ("cuda.matmul", "mkldnn.matmul")} == {"ieee"}
+    # Forward passes follow the caller, which shows on CPUs that multiply in bfloat16 (AMX).
+    assert_identical(run_fast(suite, autocast=exact_products).model, exact)
+    assert products_in_force() == chosen
+
+
+@pytest.mark.usefixtures("shortcuts")
+@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize(
+    "make", [clip_suite, pytest.param(MIXTURE, marks=NEEDS_RELEASE_5)], ids=["clip", "mixture"]
+)
+def test_no_sum_takes_a_shortcut(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Suite], plus: bool
+):
+    in_force = list[str]()
+
+    def watching(product: Callable[..., Any], matrix: Tensor, *others: Any) -> Any:
+        if matrix.dtype == torch.float32:  # sums of drifts are in float64
+            in_force.append(products_in_force()["cuda.matmul"])
+        return product(matrix, *others)
+
+    for name in ("add_lower_gram", "add_product", "multiply_by_rows", "quadratic"):
+        monkeypatch.setattr(moments, name, partial(watching, getattr(moments, name)))
+    run_fast(make().to(torch.float32), **PLUS if plus else {})
+    assert {*in_force} == {"ieee"}

@@ -120,7 +120,8 @@ class Merger(Rule, SampleSettings, Blocks):
                             rows[group].add(batch, inputs[group.name])
                 with exact_products():
                     for group in groups:
-                        moments = rows[group].finished()
+                        with group.place(block, task):
+                            moments = rows[group].finished()
                         sums[group].add(task, rows[group].expert, *moments)
                         checks.add(task, group.name, moments, [])
             problem.progress.step()
