@@ -85,8 +85,10 @@ class Moments:
             tensors.append(weights.to(self.gram.dtype).sqrt())
         for parts in in_parts(MOST_ROWS, *tensors) if len(x) else ():
             waits = len(parts[0]) < FEW_ROWS
-            # A copy, because the caller's tensors may change before the rows are multiplied.
-            pair = [part.to(self.gram.dtype, copy=waits) for part in parts]
+            # A copy, because the caller's tensors may change before the rows are multiplied. The
+            # products with weights are copies.
+            copy = waits and weights is None
+            pair = [part.to(self.gram.dtype, copy=copy) for part in parts]
             root = None if weights is None else pair.pop()
             if root is not None:
                 pair = [part.mul(root[:, None]) for part in pair]

@@ -17,7 +17,7 @@ from fusion_bench_featcal.rules.rule import GroupSums
 from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.run.slots import calibrate_mixture
 from fusion_bench_featcal.run.trust import with_trust
-from fusion_bench_featcal.run.turns import empty_sums_of, solve, tensors_of, turns_of
+from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensors_of, turns_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
 
@@ -115,12 +115,9 @@ def collect(
     sums = empty_sums_of(problem, block, turn)
     checks = Checks(block)
     for task, of_task in sums_by_task(problem, block, turn, entering):
-        with exact_products():
-            for group in of_task:
-                with group.place(block, task):
-                    moments = of_task[group].finished()
-                sums[group].add(task, of_task[group].expert, *moments)
-                checks.add(task, group.name, moments, sums[group].tensors())
+        for group in of_task:
+            moments = add_task(sums[group], group, block, task, of_task[group])
+            checks.add(task, group.name, moments, sums[group].tensors())
         # The generator holds this dict, too. Emptied, a task's Gram matrices and the copies of its
         # expert's parameters are freed before those of the next task are made.
         of_task.clear()

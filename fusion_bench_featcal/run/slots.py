@@ -19,7 +19,7 @@ from fusion_bench_featcal.modules.mixtures import Mixture
 from fusion_bench_featcal.modules.models import refuse_overflow
 from fusion_bench_featcal.rules.rule import GroupSums
 from fusion_bench_featcal.run.problem import Problem
-from fusion_bench_featcal.run.turns import Get, empty_sums, solve, turns_of
+from fusion_bench_featcal.run.turns import Get, add_task, empty_sums, solve, turns_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.routed import RoutedRows
 from fusion_bench_featcal.streams.task_sums import LinearTaskSums
@@ -112,10 +112,7 @@ class Slot:
         for task, rows in self.rows.items():
             for group in turn:
                 of_task = self._sums_of(task, rows, group)
-                with exact_products():
-                    with group.place(self.block, task):
-                        moments = of_task.finished()
-                    sums[group].add(task, of_task.expert, *moments)
+                moments = add_task(sums[group], group, self.block, task, of_task)
                 checks.add(task, group.label, moments, sums[group].tensors())
         checks.run(problem.processes.gather)
         return sums

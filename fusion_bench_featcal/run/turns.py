@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at, message_of
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.models import relative_change, tensors_under
-from fusion_bench_featcal.rules.norms import StatisticsSums
+from fusion_bench_featcal.rules.norms import NormMoments, StatisticsSums
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.streams.task_sums import TaskSums
 
 Get = Callable[[str], Tensor]
 """Returns a tensor by name: a parameter or buffer, or what one routed expert has of it."""
@@ -89,6 +91,20 @@ def empty_sums_of(problem: Problem, block: str, groups: Iterable[Group]) -> dict
 def tensors_of(problem: Problem, block: str) -> Get:
     """Return what gives the current tensors of a block."""
     return tensors_under(problem.model, block).__getitem__
+
+
+@exact_products()
+def add_task(
+    sums: GroupSums, group: Group, block: str, task: str, of_task: TaskSums
+) -> list[Moments] | list[NormMoments]:
+    """Add the sums over a task's samples to those over tasks, and return them, completed.
+
+    Errors of their last products name task, block and module.
+    """
+    with group.place(block, task):
+        moments = of_task.finished()
+    sums.add(task, of_task.expert, *moments)
+    return moments
 
 
 @exact_products()

@@ -187,7 +187,7 @@ def paired_features(
         start = stop
 
 
-Union = Callable[[dict[str, Any]], dict[str, Any]]
+United = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class DriftLog:
@@ -238,7 +238,7 @@ class DriftLog:
             return rows_of(hidden.movedim(1, -1), counted)
         return hidden if counted is None else counted.of(hidden)
 
-    def records(self, united: Union) -> dict[str, dict[str, Any]]:
+    def records(self, united: United) -> dict[str, dict[str, Any]]:
         """Return each task's figures behind the block, and reset the sums.
 
         Args:

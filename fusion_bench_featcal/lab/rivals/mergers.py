@@ -22,7 +22,7 @@ from fusion_bench_featcal.run.blocks import groups_of
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.problem import Problem, open_problem
-from fusion_bench_featcal.run.turns import empty_sums_of, solve, tensors_of
+from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensors_of
 from fusion_bench_featcal.settings import Blocks
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.checks import Checks
@@ -118,12 +118,9 @@ class Merger(Rule, SampleSettings, Blocks):
                     for group in groups:
                         with group.place(block, task), exact_products():
                             rows[group].add(batch, inputs[group.name])
-                with exact_products():
-                    for group in groups:
-                        with group.place(block, task):
-                            moments = rows[group].finished()
-                        sums[group].add(task, rows[group].expert, *moments)
-                        checks.add(task, group.name, moments, [])
+                for group in groups:
+                    moments = add_task(sums[group], group, block, task, rows[group])
+                    checks.add(task, group.name, moments, [])
             problem.progress.step()
         checks.run(problem.processes.gather)
         return solve(problem, block, sums, tensors_of(problem, block))[0]
