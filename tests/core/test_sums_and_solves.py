@@ -40,7 +40,8 @@ def test_rows_that_wait_are_those_that_were_added():
     x, y = normal(1, 9, 3), normal(2, 9, 2)
     sums, expected = moments.Moments.zeros(3, 2, x), (x.T @ x, y.T @ x)
     sums.add(x, y)
-    x.zero_(), y.zero_()
+    x.zero_()
+    y.zero_()
     torch.testing.assert_close((sums.mirrored().gram, sums.cross), expected)
 
 
