@@ -1,87 +1,125 @@
-"""Simulate how often the 95 % intervals of reports and verdicts hold.
+"""Compute how often the 95 % intervals of reports and verdicts contain the true value.
 
     OMP_NUM_THREADS=1 python benchmarks/interval_coverage.py
 
-Each draw has two rows with a flag per test item. An interval holds if it has the true difference,
-or the true value of one row.
+Two methods answer the same test examples. An interval of their difference on one task, or of one
+method's accuracy, has a finite number of possible inputs. So its coverage is an exact sum over all
+of them, for every pair of shares in a grid. Averages over tasks and seeds are simulated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
+from scipy.special import gammaln, xlogy
+from scipy.stats import binom
 
-from fusion_bench_featcal.results.statistics import OF_DIFFERENCES, difference, halves, student
+from fusion_bench_featcal.results.statistics import ADDED_DIFFERENCES, difference, halves, student
+
+ITEMS = (50, 100, 200, 400)
+SHARES = (0, *np.arange(0.0025, 0.03, 0.0025), *np.arange(0.03, 0.1, 0.01),
+          *np.arange(0.1, 0.31, 0.02))  # fmt: skip
+"""Shares of the test examples that only one of two methods answers."""
+PAIRS = [(one, other) for one in SHARES for other in SHARES if other <= one <= 0.5 - other]
+VALUES = np.arange(0.3, 1.0, 0.005)
 
 DRAWS = 4000
-ITEMS = (50, 100, 400)
-CHANGES = ((0.20, 0.05), (0.08, 0.03), (0.03, 0.03), (0.03, 0.01), (0.01, 0.003))
-"""Shares of items that one row alone has right, and the other alone. Rows of docs/results have
-such shares."""
-VALUES = (0.5, 0.8, 0.9, 0.95, 0.98)
+CHANGES = ((0.2, 0.05), (0.2, 0), (0.08, 0.03), (0.05, 0), (0.03, 0.01), (0.02, 0), (0.01, 0.003))
 SPREAD = 0.01
-"""Standard deviation over seeds of the share that one row alone has right."""
+"""Standard deviation over seeds of the share that only the first method answers."""
 
 
-def flags(uniform: np.ndarray, one: float, other: float) -> np.ndarray:
-    """Return the flags of two rows for uniform draws `[items]`, `[2, items]`."""
-    return np.stack([uniform < 0.6 + one, (uniform < 0.6) | (uniform > 1 - other)])
+def report_half(differences: np.ndarray) -> float:
+    """Return half of the interval that reports have for `[items]` differences of flags."""
+    rows = ({None: {"task": differences == value}} for value in (1, -1))
+    result = difference(*rows)
+    assert result and result.half is not None
+    return result.half
 
 
-def difference_holds(random: np.random.Generator, items: int, change: tuple[float, float],
-                     tasks: int, seeds: int) -> bool:  # fmt: skip
-    """Draw two rows, and test the interval of the difference of their averages."""
+def verdict_half(differences: np.ndarray) -> float:
+    """Return half of the interval of a verdict for `[items]` differences of flags."""
+    return student(differences.astype(float), ADDED_DIFFERENCES)[0]
+
+
+def exact_differences(items: int, half_of: Callable[[np.ndarray], float]) -> np.ndarray:
+    """Return the probability that the interval holds, for each pair of shares in `PAIRS`.
+
+    Args:
+        items: Number of test examples.
+        half_of: Returns half of the interval of `[items]` differences of flags.
+    """
+    one, other = (grid.ravel() for grid in np.indices((items + 1, items + 1)))
+    one, other = (numbers[one + other <= items] for numbers in (one, other))
+    by_numbers: Mapping[tuple[int, int], float] = {
+        (b, c): half_of(np.repeat([1, -1, 0], [b, c, items - b - c]))
+        for b, c in zip(one.tolist(), other.tolist(), strict=True)
+        if b >= c
+    }
+    half = np.array([by_numbers[max(pair), min(pair)] for pair in zip(one, other, strict=True)])
+    same = items - one - other
+    ways = gammaln(items + 1) - gammaln(one + 1) - gammaln(other + 1) - gammaln(same + 1)
+    return np.array([
+        np.exp(ways + xlogy(one, p) + xlogy(other, q) + xlogy(same, 1 - p - q))
+        @ (abs((one - other) / items - (p - q)) <= half + 1e-12)
+        for p, q in PAIRS
+    ])  # fmt: skip
+
+
+def exact_values(items: int) -> np.ndarray:
+    """Return the probability that the interval of one method's accuracy holds, for `VALUES`."""
+    right = np.arange(items + 1)
+    half = np.array([halves({0: {"task": np.arange(items) < n}})["task"] for n in right])
+    return np.array([
+        binom.pmf(right, items, value) @ (abs(right / items - value) <= half + 1e-12)
+        for value in VALUES
+    ])  # fmt: skip
+
+
+def averages_hold(random: np.random.Generator, items: int, change: tuple[float, float],
+                  tasks: int, seeds: int) -> bool:  # fmt: skip
+    """Draw flags of two methods, and return whether the interval of their averages holds."""
     one, other = change
     uniform = {str(task): random.random(items) for task in range(tasks)}
     shifts = SPREAD * random.standard_normal(seeds) * (seeds > 1)
-    drawn = [{t: flags(u, one + shift, other) for t, u in uniform.items()} for shift in shifts]
+    drawn = [
+        {t: (u < 0.6 + one + shift, (u < 0.6) | (u > 1 - other)) for t, u in uniform.items()}
+        for shift in shifts
+    ]
     rows = ({s: {t: pair[n] for t, pair in d.items()} for s, d in enumerate(drawn)} for n in (0, 1))
     result = difference(*rows)
     assert result and result.half is not None
     return abs(result.value - (one - other)) <= result.half
 
 
-def value_holds(random: np.random.Generator, items: int, value: float) -> bool:
-    """Draw a row, and test the interval of its value."""
-    flags = {"task": random.random(items) < value}
-    return abs(flags["task"].mean() - value) <= halves({0: flags})["task"]
-
-
-def student_holds(random: np.random.Generator, items: int, change: tuple[float, float]) -> bool:
-    """Draw two rows, and test Student's interval of their difference."""
-    one, other = flags(random.random(items), *change).astype(float)
-    half = student(one - other, OF_DIFFERENCES)[0]
-    return abs((one - other).mean() - (change[0] - change[1])) <= half
-
-
-def simulations() -> Iterator[tuple[str, str, Callable[..., bool]]]:
-    """Yield kinds of intervals with the shares of their rows and the simulation of one draw."""
-    for kind, tasks, seeds in (
-        ("difference on one task", 1, 1),
-        ("difference of averages over six tasks", 6, 1),
-        ("the same over three seeds", 6, 3),
-    ):
-        for change in CHANGES:
-            text = " and ".join(f"{100 * share:g} %" for share in change)
-            yield kind, text, partial(difference_holds, change=change, tasks=tasks, seeds=seeds)
-    for value in VALUES:
-        yield "value of one row", f"{100 * value:g} %", partial(value_holds, value=value)
+def simulated(items: int, **options: int) -> np.ndarray:
+    """Return the share of draws whose interval holds, for each of `CHANGES`."""
+    shares = []
     for change in CHANGES:
-        text = " and ".join(f"{100 * share:g} %" for share in change)
-        yield "verdict of `featcal calibrate`", text, partial(student_holds, change=change)
+        random = np.random.default_rng(0)
+        held = (averages_hold(random, items, change, **options) for _ in range(DRAWS))
+        shares.append(np.mean([*held]))
+    return np.array(shares)
+
+
+def kinds() -> Iterator[tuple[str, Callable[[int], np.ndarray]]]:
+    """Yield each kind of interval with a function: test examples -> coverages."""
+    yield "difference on one task", partial(exact_differences, half_of=report_half)
+    yield "verdict of `featcal calibrate`", partial(exact_differences, half_of=verdict_half)
+    yield "accuracy of one method", exact_values
+    yield "difference of averages over six tasks", partial(simulated, tasks=6, seeds=1)
+    yield "the same over three seeds", partial(simulated, tasks=6, seeds=3)
 
 
 def main() -> None:
-    """Print how often each interval holds, in per cent."""
-    print("| interval | right: one row alone and the other alone, or the row |",
-          *(f" {items} items |" for items in ITEMS), sep="")  # fmt: skip
+    """Print the least, the median and the greatest coverage of each interval, in per cent."""
+    print("| interval | coverage |", *(f" {items} examples |" for items in ITEMS), sep="")
     print("|:--|:--|", "--:|" * len(ITEMS), sep="")
-    for kind, shares, holds in simulations():
-        cells = []
-        for items in ITEMS:
-            random = np.random.default_rng(0)
-            cells.append(f"{100 * np.mean([holds(random, items) for _ in range(DRAWS)]):.1f}")
-        print(f"| {kind} | {shares} | {' | '.join(cells)} |", flush=True)
+    for kind, coverages in kinds():
+        columns = [100 * coverages(items) for items in ITEMS]
+        for name, summary in (("least", np.min), ("median", np.median), ("greatest", np.max)):
+            cells = " | ".join(f"{summary(column):.1f}" for column in columns)
+            print(f"| {kind} | {name} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

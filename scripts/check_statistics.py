@@ -32,15 +32,17 @@ def read(runs: list[Path]) -> dict:
 
 def difference(row: dict, other: dict) -> list[float]:
     """Return the difference of averages, half of its interval, and the p-value."""
-    sums, by_seed, differing = 0.0, [], 0
+    sums, shift, by_seed, differing = 0.0, 0.0, [], 0
     for task, flags in row.items():
         seeds = sorted({*flags, *other[task]} - {None}) or [None]
         pairs = [(flags.get(s, flags.get(None)), other[task].get(s, other[task].get(None)))
                  for s in seeds]  # fmt: skip
         gains = np.array([one - two for one, two in pairs])
         items = gains.mean(axis=0)
-        count = len(items) + 1  # with half an item that each row alone has right
-        sums += ((items**2).sum() + 1) / count**2 - items.sum() ** 2 / count**3
+        added = 2 / len(row)  # two examples in all, of which each method alone answers one
+        count = len(items) + added
+        sums += ((items**2).sum() + added) / count**2 - items.sum() ** 2 / count**3
+        shift += items.mean() - items.sum() / count
         differing += int((abs(items) > 1e-12).sum())
         by_seed.append(gains.mean(axis=1))
     of_seeds, half_seeds, p = np.mean(by_seed, axis=0), 0.0, 0.0
@@ -50,7 +52,7 @@ def difference(row: dict, other: dict) -> list[float]:
         half_seeds = float(stats.t.ppf(0.975, degrees)) * error
         p = float(2 * stats.t.sf(abs(value) / error, degrees))
     quantile = float(stats.norm.ppf(0.975))
-    half = math.hypot(quantile * math.sqrt(sums) / len(row), half_seeds)
+    half = math.hypot(quantile * math.sqrt(sums) / len(row), half_seeds) + abs(shift) / len(row)
     p_items = float(2 * stats.norm.sf(abs(value) / half * quantile)) if half else float(not value)
     return [value, half, max(p, p_items, min(1.0, 2.0 ** (1 - differing)))]
 

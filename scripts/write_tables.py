@@ -164,19 +164,17 @@ def mixtures() -> str:
 
 
 def coverage() -> str:
-    """Return how often intervals hold, the lowest and the highest figure of each kind."""
+    """Return the least and the median coverage of each kind of interval."""
     text = (ROOT / "benchmarks" / "results" / "interval_coverage.md").read_text(encoding="utf-8")
-    lines = text.partition("\n## ")[0].splitlines()
-    head, _, *rows = (line[2:-2].split(" | ") for line in lines if line.startswith("|"))
-    cells: dict[str, list[list[str]]] = {}
-    for kind, _, *figures in rows:
-        cells.setdefault(kind, []).append(figures)
-    ranges = [
-        [kind, *(f"{min(column, key=float)} to {max(column, key=float)}"
-                 for column in zip(*rows, strict=True))]
-        for kind, rows in cells.items()
-    ]  # fmt: skip
-    return table([head[0], *head[2:]], ranges)
+    head, _, *rows = (line[2:-2].split(" | ") for line in text.splitlines() if line[:1] == "|")
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for kind, summary, *numbers in rows:
+        kinds.setdefault(kind, {})[summary] = numbers
+    lines = [
+        [kind, *map("{} ({})".format, summaries["least"], summaries["median"])]
+        for kind, summaries in kinds.items()
+    ]
+    return table([f"{head[0]}: least (median)", *head[2:]], lines)
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -11,7 +11,7 @@ from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.folders.tasks import FEW_ROWS
 from fusion_bench_featcal.results.notes import Note
-from fusion_bench_featcal.results.statistics import OF_DIFFERENCES, student
+from fusion_bench_featcal.results.statistics import ADDED_DIFFERENCES, student
 
 _WORSE = 0.1
 """Smallest excess loss of an expert over the merged model. An expert may use other words."""
@@ -34,7 +34,7 @@ class Mean(NamedTuple):
     @classmethod
     def of_flags(cls, before: Tensor, after: Tensor) -> "Mean":
         """Return the mean rise of flags, bool `[rows]`, in points."""
-        rise = cls.of(after.double() - before.double(), OF_DIFFERENCES)
+        rise = cls.of(after.double() - before.double(), ADDED_DIFFERENCES)
         return cls(100 * rise.value, 100 * rise.half)
 
     def is_above(self, least: float = 0.0) -> bool:

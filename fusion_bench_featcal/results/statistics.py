@@ -1,12 +1,17 @@
-"""Differences between rows with 95 % intervals: over test items, and over seeds.
+"""Differences between methods with 95 % intervals: over test examples, and over seeds.
 
-Two rows answer the same items, so their flags are paired. The average over tasks of paired means
-has the variance `sum_t var(d_t) / n_t / T^2`, with `d_t` the items' differences (each a mean over
-the seeds), `n_t` items and `T` tasks. `var` has half an item more for each row, which that row
-alone has right: without them intervals are too narrow where few items differ. That of a row's own
-value has two items right and two wrong more (Agresti and Coull, 1998). From three seeds on,
-Student's interval over them is added: half of the interval is the root of the sum of squares of
-both halves. `benchmarks/interval_coverage.py` simulates how often they hold.
+Two methods answer the same examples, so their flags are paired. Each interval has its observed
+value in the middle. Two examples are added, of which each method alone answers one (Bonett and
+Price, 2012), in equal parts to all `T` tasks (Price and Bonett, 2004). They change a task's mean
+difference `d` by `s`, and `v` is the variance of the changed mean. The average over tasks has the
+interval
+
+    mean(d) ± (1.96 sqrt(sum v) / T + |sum s| / T)
+
+Its last term puts the observed value into the middle of an interval that contains the published
+one. Values of one method have two right and two wrong examples more (Agresti and Coull, 1998).
+From three seeds on, Student's interval over the seeds is added: the first term becomes the root of
+the sum of squares of both. `benchmarks/interval_coverage.py` computes how often intervals hold.
 """
 
 import math
@@ -25,8 +30,8 @@ LEVEL = 0.95
 NORMAL = 1.959964  # quantile of the normal distribution for 95 %
 LEAST_SEEDS = 3
 """Smallest number of seeds with an interval. Student's interval of two is 12.7 standard errors."""
-OF_DIFFERENCES, _OF_VALUES = {-1.0: 0.5, 1.0: 0.5}, {0.0: 2.0, 1.0: 2.0}
-"""Value -> number of items that the variance of differences of flags, or of flags, has more."""
+ADDED_DIFFERENCES, _ADDED_FLAGS = {-1.0: 1.0, 1.0: 1.0}, {0.0: 2.0, 1.0: 2.0}
+"""Value -> number of examples of this value that are added to differences of flags, or to flags."""
 
 BySeed = Mapping[Any, Mapping[str, NDArray[Any]]]
 """Seed -> task -> flags per test item `[items]`, or one value `[1]` of a whole test set. The seed
@@ -64,7 +69,7 @@ def difference(row: BySeed, other: BySeed) -> Difference | None:
         return None
     gains = _paired([_of_seed(row, s) for s in seeds], [_of_seed(other, s) for s in seeds])
     value, count = float(np.mean([gain.mean() for gain in gains])), len(seeds)
-    half, p_seeds = _interval(gains, OF_DIFFERENCES)
+    half, p_seeds = _interval(gains, ADDED_DIFFERENCES)
     if count == 2 or half is None:
         return Difference(value, None, count, None)
     items = [gain.mean(axis=0) for gain in gains]
@@ -81,26 +86,29 @@ def _interval(
 
     Args:
         values: For each task `[seeds, items]`, or `[seeds, 1]` of a whole test set.
-        added: Value -> number of items of this value that the variance has more.
+        added: Value -> number of examples of this value that are added, in parts to all tasks.
     """
     seeds, has_items = len(values[0]), all(value.shape[1] > 1 for value in values)
     if not has_items and seeds < LEAST_SEEDS:
         return None, 0.0
     items = [value.mean(axis=0) for value in values] if has_items else []
-    variance = sum(_variance(item, added) for item in items)
-    half, p_seeds = NORMAL * math.sqrt(variance) / len(values), 0.0
+    part = {value: count / len(values) for value, count in added.items()}
+    moments = [_extended_mean(item, part) for item in items]
+    half = NORMAL * math.sqrt(sum(variance for variance, _ in moments)) / len(values)
+    p_seeds = 0.0
     if seeds >= LEAST_SEEDS:
         of_seeds, p_seeds = student(np.mean([value.mean(axis=1) for value in values], axis=0))
         half = math.hypot(half, of_seeds)
-    return half, p_seeds
+    return half + abs(sum(shift for _, shift in moments)) / len(values), p_seeds
 
 
-def _variance(items: NDArray[Any], added: Mapping[float, float]) -> float:
-    """Return the variance of the mean of items, with further ones by value and number."""
+def _extended_mean(items: NDArray[Any], added: Mapping[float, float]) -> tuple[float, float]:
+    """Return the variance of the mean after examples are added, and the change of the mean."""
     values = np.append(items, [*added])
     weights = np.append(np.ones(items.size), [*added.values()])
     mean = np.average(values, weights=weights)
-    return float(np.average((values - mean) ** 2, weights=weights) / weights.sum())
+    variance = np.average((values - mean) ** 2, weights=weights) / weights.sum()
+    return float(variance), float(mean - items.mean())
 
 
 def halves(row: BySeed) -> dict[str, float]:
@@ -114,7 +122,7 @@ def halves(row: BySeed) -> dict[str, float]:
     values = {task: np.stack([draw[task] for draw in draws]).astype(float) for task in shared}
     parts = {task: [value] for task, value in values.items()}
     parts |= {AVERAGE: [*values.values()]} if values else {}
-    intervals = {name: _interval(part, _OF_VALUES)[0] for name, part in parts.items()}
+    intervals = {name: _interval(part, _ADDED_FLAGS)[0] for name, part in parts.items()}
     return {name: half for name, half in intervals.items() if half is not None}
 
 
@@ -131,14 +139,16 @@ def student(
 
     Args:
         values: Two or more draws.
-        added: As in `OF_DIFFERENCES`, for differences of flags.
+        added: As in `ADDED_DIFFERENCES`, for differences of flags.
     """
     from scipy import stats  # slow to import
 
     count, mean = len(values), float(np.mean(values))
-    variance = _variance(np.asarray(values), added) if added else np.var(values, ddof=1) / count
+    variance, shift = float(np.var(values, ddof=1)) / count, 0.0
+    if added:
+        variance, shift = _extended_mean(np.asarray(values), added)
     error = math.sqrt(variance)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
+    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error + abs(shift)
     p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
     return half, p
 

@@ -46,9 +46,9 @@ def test_an_expert_that_loses_to_the_merged_model_is_noted(losses, right, is_wea
 MERGED = noisy(1.0, 10)
 # A mean of -0.005 with a standard error of 0.005.
 UNCLEAR = score(0.99 + NOISE + 0.1 * (torch.arange(20) == 0), 0)
-# The half interval of four more right of twenty, by Student's t of 19 degrees of freedom, with half
-# a row more for each model.
-HALF = 100 * 2.0930240544 * ((5 / 21 - (4 / 21) ** 2) / 21) ** 0.5
+# The half interval of four more right of twenty, by Student's t of 19 degrees of freedom, with an
+# example more that each model alone answers, and the change of the mean by these.
+HALF = 100 * (2.0930240544 * ((6 / 22 - (4 / 22) ** 2) / 22) ** 0.5 + 4 / 20 - 4 / 22)
 MORE_RIGHT = f"accuracy +20.0 ± {HALF:.1f} points, loss -0.250 ± 0.000"
 
 
@@ -59,7 +59,7 @@ MORE_RIGHT = f"accuracy +20.0 ± {HALF:.1f} points, loss -0.250 ± 0.000"
         (MERGED, MERGED, True, "; no clear change: a", "loss +0.000 ± 0.000"),
         (MERGED, noisy(math.nan), False, "on 0 of 1 task by Student's 95 % interval; worse: a "
          "(loss +nan). Try", "+nan"),
-        (noisy(1.0, 15), noisy(0.9, 5), False, "; worse: a (accuracy -50.0 ± 24.9", "-50.0"),
+        (noisy(1.0, 15), noisy(0.9, 5), False, "; worse: a (accuracy -50.0 ± 30.5", "-50.0"),
         (noisy(1.0), noisy(1.1), False, "; worse: a (loss +0.100 ± 0.000). Try this.", "+0.100"),
         (noisy(1.0), UNCLEAR, True, "no clear change: a", "loss -0.005 ± 0.010"),
         (noisy(0.001), noisy(0.003), True, "on 0 of 1 task by Student's 95 % interval; no clear "
@@ -116,6 +116,7 @@ def test_answers_that_lack_the_end_token_alone_are_counted():
 def test_an_expert_that_never_ends_its_answers_is_named_once(tmp_path):
     """It writes "c" whatever the prompt is."""
     config = GPT2Config(vocab_size=len(WORDS), n_embd=8, n_layer=2, n_head=2, n_positions=32)
+    torch.manual_seed(0)
     base = GPT2LMHeadModel(config)
     nn.init.zeros_(base.transformer.ln_f.weight)
     base.transformer.ln_f.bias.data = 100 * base.transformer.wte.weight.data[WORDS.index("c")]

@@ -23,28 +23,28 @@ def leave(folder: Path, rows: dict[str, tuple[float, ...]], with_task_id: Any = 
     return write_run(folder, run)
 
 
-# First case: 10 of each task's 200 items tell the rows apart, so that half of the interval is
-# 1.96 sqrt(2 (11 / 201 - (10 / 201)^2) / 201) / 2.
+# First case: 10 of each task's 200 examples tell the methods apart, so that half of the interval
+# is 1.96 sqrt(2 (11 / 201 - (10 / 201)^2) / 201) / 2 + 10 / 200 - 10 / 201.
 @pytest.mark.parametrize(
     ("rows", "with_task_id", "line"),
     [
         ({"featcal": (0.8, 0.7), "surgery": (0.75, 0.65)}, (),
-         "best: featcal, +5.0 ± 2.2 points over surgery, worse on no task"),
+         "best: featcal, +5.0 ± 2.3 points over surgery, worse on no task"),
         ({"featcal": (0.75, 0.65), "surgery": (0.8, 0.7)}, (),
-         "best: surgery, +5.0 ± 2.2 points over featcal, worse on no task"),
+         "best: surgery, +5.0 ± 2.3 points over featcal, worse on no task"),
         ({"featcal": (0.9, 0.7), "surgery": (0.75, 0.75)}, (),
-         "best: featcal, +5.0 ± 3.0 points over surgery, worse on b (-5.0 ± 3.2)"),
+         "best: featcal, +5.0 ± 3.0 points over surgery, worse on b (-5.0 ± 3.3)"),
         ({"featcal": (0.8, 0.7), "surgery": (0.75, 0.76)}, (),
-         "best: surgery and featcal tie (+0.5 ± 2.3 points), the first worse on a (-5.0 ± 3.2)"),
+         "best: surgery and featcal tie (+0.5 ± 2.3 points), the first worse on a (-5.0 ± 3.3)"),
         ({"featcal": (0.9, 0.7, 0.7), "surgery": (0.6, 0.75, 0.71)}, (),
-         "best: featcal, +8.0 ± 2.4 points over surgery, worse on 2 of 3 tasks, most on b "
-         "(-5.0 ± 3.2)"),
+         "best: featcal, +8.0 ± 2.5 points over surgery, worse on 2 of 3 tasks, most on b "
+         "(-5.0 ± 3.3)"),
         ({"featcal": (0.75, 0.65), "surgery": (0.8, 0.7)}, ("surgery",),
-         "best one model: featcal, +20.0 ± 3.9 points over ties, worse on no task; best with "
-         "task id: surgery, +5.0 ± 2.2 points over featcal, worse on no task"),
+         "best one model: featcal, +20.0 ± 4.0 points over ties, worse on no task; best with "
+         "task id: surgery, +5.0 ± 2.3 points over featcal, worse on no task"),
         ({"surgery": (0.4, 0.5)}, ("surgery",),
          "best one model: ties; best with task id: surgery, -5.0 ± 2.2 points from ties, worse "
-         "on a (-10.0 ± 4.3)"),
+         "on a (-10.0 ± 4.4)"),
     ],
 )  # fmt: skip
 def test_the_best_row(rows, with_task_id, line, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_best_row_of_several_mergers_losses_and_seeds(tmp_path: Path) -> Non
     for merger, level in {"ties": 0.6, "dare": 0.7}.items():
         leave_run(tmp_path / merger, {merger: 0.5, "featcal": level}, merger=merger)
     out = featcal("report", tmp_path, "--markdown").out
-    assert "- best: dare/featcal, +10.0 ± 3.0 points over ties/featcal, worse on no task" in out
+    assert "- best: dare/featcal, +10.0 ± 3.1 points over ties/featcal, worse on no task" in out
     run = Run(suite="toy", merger="ties")
     for name, losses in {"ties": (1.5, 1.5), "featcal": (0.7, 1.0), "x": (0.8, 0.8)}.items():
         run.add_row(name, {"loss": dict(zip("ab", losses, strict=True))})
