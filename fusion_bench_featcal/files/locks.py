@@ -30,8 +30,9 @@ def locked_target(target: Path, option: str) -> Iterator[None]:
     """
     target = target.absolute()
     lock = target.with_name(f".{target.name}.lock")
-    with _directory(lock.parent, option), _locked(lock, f"{option} {target}"):
-        _remove_leftovers(lock.parent, re.escape(target.name))
+    with _directory(lock.parent, option), _locked(lock, f"{option} {target}") as is_locked:
+        if is_locked:
+            _remove_leftovers(lock.parent, re.escape(target.name))
         yield
 
 
@@ -51,8 +52,9 @@ def locked_folder(folder: Path, option: str, files: str) -> Iterator[None]:
         ReportError: If the folder cannot be written.
     """
     folder = folder.absolute()
-    with _directory(folder, option), _locked(folder / ".lock", f"{option} {folder}"):
-        _remove_leftovers(folder, files)
+    with _directory(folder, option), _locked(folder / ".lock", f"{option} {folder}") as is_locked:
+        if is_locked:
+            _remove_leftovers(folder, files)
         yield
 
 
@@ -70,9 +72,12 @@ def _directory(folder: Path, option: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(file: Path, label: str) -> Iterator[None]:
-    """Context with a lock. The system releases it when this process ends in any way."""
-    lock = FileLock(file)
+def _locked(file: Path, label: str) -> Iterator[bool]:
+    """Context with a lock, if the disk has locks, and whether it is held.
+
+    The system releases it when this process ends in any way.
+    """
+    lock, is_new = FileLock(file), not file.exists()
     try:
         lock.acquire(blocking=False)
     except (Timeout, PermissionError) as error:  # that of another user cannot be opened
@@ -82,9 +87,10 @@ def _locked(file: Path, label: str) -> Iterator[None]:
     except OSError as error:
         log.warning("%s cannot be locked (%s): start no second run with it", label, error)
     try:
-        yield
+        yield lock.is_locked
     finally:
-        file.unlink(missing_ok=True)  # before the release: nobody else has this file
+        if lock.is_locked or is_new:  # else the file may be that of another run
+            file.unlink(missing_ok=True)  # before the release: nobody else has this file
         lock.release()
 
 
