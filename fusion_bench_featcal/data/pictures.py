@@ -14,6 +14,8 @@ from transformers import BaseImageProcessor, ProcessorMixin
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.words import word
 
+MOST_PIXELS = 80_000_000
+"""Pixels of the largest picture that is read. Pillow takes four bytes for each, in every copy."""
 Processor = ProcessorMixin | BaseImageProcessor | Callable[[Image.Image], Tensor]
 
 
@@ -73,7 +75,7 @@ def read_image(value: object, item: str, read: Callable[[Image.Image], object] =
 
     Raises:
         CalibrationError: If it is not an image, its file is missing or damaged, or the function
-            refuses it.
+            refuses it. Its header shows whether it has more than `MOST_PIXELS`.
     """
     value = _stored(value)
     if not isinstance(value, str | Path | bytes | Image.Image):
@@ -86,12 +88,16 @@ def read_image(value: object, item: str, read: Callable[[Image.Image], object] =
         if isinstance(value, Image.Image):
             return read(value)
         with Image.open(Path(value).expanduser() if is_file else io.BytesIO(value)) as opened:
+            if opened.width * opened.height > MOST_PIXELS:
+                raise ValueError(
+                    f"{opened.width} x {opened.height} pixels are more than {MOST_PIXELS:,}"
+                )
             return read(opened)
     except Exception as error:  # PIL raises many types for damaged files
         name = f"file {value}" if is_file else "the image"
         reason = str(error).split(" <")[0]  # without the repr of a buffer
         raise CalibrationError(
-            f"{item}: {name} cannot be read as an image ({reason}). Repair or remove it"
+            f"{item}: {name} cannot be read as an image ({reason}). Repair, shrink or remove it"
         ) from error
 
 

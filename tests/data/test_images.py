@@ -15,6 +15,7 @@ from sample_pools import RESCALE, image_batches, rgb
 from tiny_images import SHAPES, picture, write_class_folders
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.data.pictures import read_image, refuse_depth
 from fusion_bench_featcal.tasks import load_images
 
 PICTURE = picture(3)
@@ -76,6 +77,15 @@ def test_unusable_images_and_processors_are_named(image, processor, message):
 
 
 # --- folders and tables ---
+
+
+def test_pictures_that_fill_the_memory_are_refused_by_their_headers(tmp_path: Path):
+    """A file of 10 kB would become some copies of 324 MB."""
+    Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
+    for value in (tmp_path / "large.png", (tmp_path / "large.png").read_bytes()):
+        with pytest.raises(CalibrationError, match=r"item 3: .*\(9000 x 9000 pixels are more") as e:
+            read_image(value, "item 3", refuse_depth)
+        assert str(e.value).endswith("than 80,000,000). Repair, shrink or remove it")
 
 
 @pytest.fixture
