@@ -67,30 +67,26 @@ def small_files(folder: Path, skipped_folders: Collection[str] | None = None) ->
         skipped_folders: If there are any, files of subfolders are yielded too, but for these.
 
     Raises:
-        ValueError: If a file is a link out of the folder, because a saved model is meant to be
-            uploaded, and the link may have come with a download.
+        ValueError: If a file or folder at any depth is a link out of the folder, because a saved
+            model is meant to be uploaded, and the link may have come with a download.
     """
     root = folder.resolve()
-    if root.parent.name == "snapshots":  # of the hub's cache, where files are links to ../../blobs
-        root = root.parents[1]
-    for file in sorted(folder.iterdir() if skipped_folders is None else folder.rglob("*")):
+    roots, blobs = {root}, root.parent.parent / "blobs"
+    if root.parent.name == "snapshots" and blobs.is_dir():  # the hub's cache, of links to blobs
+        roots.add(blobs.resolve())
+    for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
-        inner = len(name.parts) > 1 and name.parts[0] in {*_FOLDERS, *(skipped_folders or ())}
         is_hidden = any(part.startswith(".") for part in name.parts)
-        if (
-            inner
-            or is_hidden
-            or _has_weights(file)
-            or any(map(file.match, _STATES))
-            or not file.is_file()
-        ):
+        if is_hidden or _has_weights(file) or any(map(file.match, _STATES)) or not file.exists():
             continue
-        if root not in file.resolve().parents:
+        if roots.isdisjoint(file.resolve().parents):
             raise ValueError(
                 f"{file} is a link out of its folder, to {file.resolve()}, and would become part "
                 "of the saved model: put a copy in its place, or remove it"
             )
-        if file.stat().st_size <= _LARGEST:
+        is_skipped = skipped_folders is None or name.parts[0] in {*_FOLDERS, *skipped_folders}
+        is_skipped &= len(name.parts) > 1
+        if not is_skipped and file.is_file() and file.stat().st_size <= _LARGEST:
             yield file
 
 

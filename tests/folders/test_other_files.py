@@ -83,6 +83,32 @@ def test_links_out_of_a_model_are_refused_before_anything_runs(folder, name):
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_links_out_of_folders_inside_a_model_are_refused(folder, is_folder):
+    """transformers would save the text of a key as a chat template."""
+    private, templates = folder / "private", folder / "merged" / "additional_chat_templates"
+    write(private, {"key.jinja"}, "a secret")
+    if is_folder:
+        templates.symlink_to("../private")
+    else:
+        templates.mkdir()
+        (templates / "key.jinja").symlink_to("../../private/key.jinja")
+    name = templates.name + ("" if is_folder else "/key.jinja")
+    assert f"merged/{name} is a link out of its folder" in error_of(*words(folder, "--no-eval"))
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("folder_name", "blobs"), [("snapshots", ""), ("saved", "blobs")])
+def test_a_folder_like_the_hubs_cache_has_no_more_rights(tmp_path, folder_name, blobs):
+    """The cache has `blobs` beside `snapshots`, and links lead to no other place."""
+    model = tmp_path / folder_name / "model"
+    write(model, {"config.json"})
+    write(tmp_path / "blobs" if blobs else tmp_path, {"key"}, "a secret")
+    (model / "notes.txt").symlink_to(tmp_path / blobs / "key")
+    with pytest.raises(ValueError, match=r"notes\.txt is a link out of its folder"):
+        other_files.refuse_links(model)
+
+
 def test_links_in_a_model_and_in_the_hubs_cache_are_followed(tmp_path):
     cached, target = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "target"
     write(tmp_path / "models--a--b" / "blobs", {"aa11"}, "of the hub")
@@ -99,6 +125,11 @@ def test_links_in_a_model_and_in_the_hubs_cache_are_followed(tmp_path):
     (cached / "docs" / "use.md").symlink_to(tmp_path / "private")
     with pytest.raises(ValueError, match=r"docs/use\.md is a link out of its folder"):
         other_files.copy_other_files(cached, target, skipped_folders=())
+    (cached / "docs" / "use.md").unlink()
+    (cached / "key.txt").symlink_to(tmp_path / "models--a--b" / "key")
+    write(tmp_path / "models--a--b", {"key"})
+    with pytest.raises(ValueError, match=r"key\.txt is a link out of its folder"):
+        other_files.copy_other_files(cached, target)
 
 
 def test_a_model_and_its_blocks_go_where_links_lead(folder):
