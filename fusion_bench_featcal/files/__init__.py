@@ -5,6 +5,7 @@ killed leaves it there.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -171,6 +172,15 @@ def remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def digest_file(path: Path) -> str | None:
+    """Return the SHA-256 of a file, or None if it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def link_or_copy(file: str | Path, copy: str | Path) -> None:

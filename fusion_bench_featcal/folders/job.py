@@ -1,6 +1,6 @@
 """One `featcal calibrate` after its checks: calibration, evaluation, and the saved folder."""
 
-import shutil
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -16,7 +16,7 @@ from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.opened_transformers import open_transformers
 from fusion_bench_featcal.folders.options import INPUTS_FILE, WORDS
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.saving import REPORT, is_complete, save_folder
+from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_complete, save_folder
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.models.saving import CardFacts
@@ -24,6 +24,7 @@ from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import row_of_rule
+from fusion_bench_featcal.run.checkpoint import OWN
 from fusion_bench_featcal.run.devices import check_device
 
 
@@ -42,12 +43,17 @@ def run_request(request: Request) -> Path:
 def _run(request: Request) -> Path:
     out, blocks = request.folder, request.checkpoints
     if (request.resume or blocks.is_dir()) and is_complete(out, request.recipe):
+        if damaged := damaged_files(out):
+            raise ValueError(
+                f"{out} is not as this command saved it: {', '.join(damaged)} changed or is "
+                f"missing. Restore it, or remove {out} to calibrate again"
+            )
         if changed := changed_inputs(out / REPORT, digests_of(InputModels(request))):
             raise ValueError(
                 f"{out} was saved by this command with other files: {', '.join(changed)} changed "
                 "since. Name a new folder by --out"
             )
-        shutil.rmtree(blocks, ignore_errors=True)
+        _remove_blocks(blocks)
         print(f"{out} is complete: this command saved it before")
         return out
     check_device(request.device, f"--device {request.device}")
@@ -68,9 +74,16 @@ def _run(request: Request) -> Path:
         return out
     finally:
         if not (request.plan or request.has_blocks):
-            (blocks / INPUTS_FILE).unlink(missing_ok=True)
-            with suppress(OSError):
-                blocks.rmdir()  # fails, and keeps the folder, if it contains a lock
+            _remove_blocks(blocks)
+
+
+def _remove_blocks(folder: Path) -> None:
+    """Remove the files of a run from its folder, and the folder if it has no others."""
+    with suppress(OSError):
+        for file in folder.iterdir():
+            if re.fullmatch(rf"{OWN}|{re.escape(INPUTS_FILE)}", file.name):
+                file.unlink()
+        folder.rmdir()  # fails if it contains a lock, or a file of the user
 
 
 def open_request(inputs: InputModels) -> Opened:
@@ -141,7 +154,7 @@ def _calibrate(evaluation: Evaluation) -> None:
         as_merged = facts.as_merged.without(tail)
         of_card = CardFacts(row, origin, facts.settings, counts, as_merged)
         save_folder(calibrated, of_card, evaluation)
-    shutil.rmtree(request.checkpoints, ignore_errors=True)
+    _remove_blocks(request.checkpoints)
     show_scores(report, report.notes[first_notes:], evaluation.title)
     if not is_saved:
         raise NotImproved(

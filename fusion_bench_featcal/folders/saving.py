@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from fusion_bench_featcal.files import digest_file
 from fusion_bench_featcal.files.json_files import json_text
+from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.digests import write_inputs
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.heads import HEADS
@@ -19,6 +21,8 @@ from fusion_bench_featcal.results import write_run
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""
+WRITTEN = f"{REPORT}/files.json"
+"""File in the model's folder: name of every other file that was saved -> its digest."""
 _HEADS = """
 ## Heads
 
@@ -70,6 +74,9 @@ def save_folder(calibrated: Calibrated, facts: CardFacts, evaluation: Evaluation
         write_inputs(new / REPORT, evaluation.digests)
         result.log.write(new / REPORT / "calibration_log.jsonl")
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
+        files = sorted(file for file in new.rglob("*") if file.is_file())
+        written = {file.relative_to(new).as_posix(): digest_file(file) for file in files}
+        (new / WRITTEN).write_text(json_text(written), encoding="utf-8")
 
 
 def is_complete(folder: Path, recipe: str) -> bool:
@@ -78,3 +85,14 @@ def is_complete(folder: Path, recipe: str) -> bool:
         return (folder / RECIPE).read_text(encoding="utf-8") == recipe
     except OSError:
         return False
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """Return the files of a saved model that are not as they were saved. Others may be there.
+
+    Raises:
+        ValueError: If the file with the digests is damaged.
+    """
+    file = folder / WRITTEN
+    written = read_json(file) if file.is_file() else {WRITTEN: None}
+    return [name for name, digest in written.items() if digest_file(folder / name) != digest]

@@ -5,6 +5,7 @@ the model in memory (`finished.py`). After the last block the remaining tensors 
 written. With its config.json the folder is then the model.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,8 +28,10 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
-WRITTEN = r"(block|rest)-\d+\.safetensors|.*\.json"
-"""Pattern of the names of all files in the folder."""
+OWN = rf"(block|rest)-\d+\.safetensors|{re.escape(INDEX)}"
+"""Pattern of the names of all files that a calibration writes in the folder."""
+WRITTEN = rf"{OWN}|.*\.json"
+"""Pattern of these names, and of those that others write with them."""
 PIECE = 2**28
 """Tensors outside the blocks with more bytes than this get a separate file."""
 

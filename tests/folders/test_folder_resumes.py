@@ -100,6 +100,46 @@ def test_a_finished_run_with_changed_inputs_is_not_taken_for_this_one(option, fo
     assert re.search(rf"saved by this command .*: {option} changed since", error_of(*command))
 
 
+DAMAGES: dict[str, tuple[str, Any]] = {
+    "changed": ("model.safetensors", change),
+    "cut": ("model.safetensors", lambda file: os.truncate(file, file.stat().st_size - 4)),
+    "empty": ("config.json", lambda file: file.write_text("{}")),
+    "removed": ("tokenizer.json", Path.unlink),
+    "report": ("featcal/lines.csv", Path.unlink),
+    "digests": ("featcal/files.json", Path.unlink),
+}
+
+
+def test_a_finished_run_with_damaged_files_is_not_taken_for_whole(folder: Path):
+    """Files that a user added do not count."""
+    command, out = [*words(folder, *FAST), "--resume"], folder / "out"
+    assert main(command) == 0
+    (out / "notes.txt").write_text("a user's")
+    for kind, (name, damage) in DAMAGES.items():
+        whole = (out / name).read_bytes()
+        damage(out / name)
+        message = error_of(*command)
+        expected = f"{out} is not as this command saved it: {name} changed or is missing. Restore"
+        assert message.startswith(expected) and f"or remove {out} to calibrate" in message, kind
+        (out / name).write_bytes(whole)
+    assert "this command saved it before" in featcal(*command).out
+    (out / "featcal" / "files.json").write_text("{")
+    assert "featcal/files.json is damaged" in error_of(*command)
+
+
+def test_files_of_a_user_beside_finished_blocks_stay(folder: Path):
+    command, blocks = [*words(folder, *FAST), "--resume"], folder / "out.blocks"
+    mine = ("notes.txt", "notes.json", "deep/block-0000.safetensors")
+    for name in mine:
+        (blocks / name).parent.mkdir(parents=True, exist_ok=True)
+        (blocks / name).write_text("mine")
+    for words_on_screen in ("calibrating", "this command saved it before"):
+        assert words_on_screen in featcal(*command).out
+        left = {str(f.relative_to(blocks)) for f in blocks.rglob("*") if f.is_file()}
+        assert left == {*mine}
+    assert (folder / "out" / "model.safetensors").is_file()
+
+
 def test_files_that_are_no_inputs_do_not_count(folder: Path):
     command = [*words(folder, *FAST, "--tokenizer", str(folder / "merged")), "--resume"]
     assert main(command) == 0
