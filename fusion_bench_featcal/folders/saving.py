@@ -94,5 +94,5 @@ def damaged_files(folder: Path) -> list[str]:
         ValueError: If the file with the digests is damaged.
     """
     file = folder / WRITTEN
-    written = read_json(file) if file.is_file() else {WRITTEN: None}
+    written = read_json(file) if file.is_file() else {WRITTEN: ""}
     return [name for name, digest in written.items() if digest_file(folder / name) != digest]

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from killing import MOMENTS, die_at
-from made_folders import words
+from made_folders import words, write_models, write_rows
 from process_group import in_forks
 from reports import error_of, featcal
 from safetensors.torch import load_file
+from tiny_image_texts import image_rows, llava_model, llava_processor
+from tiny_texts import TASKS
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import scoring
@@ -224,3 +226,14 @@ def test_the_disk_has_to_hold_blocks_and_model(folder: Path, monkeypatch):
     assert re.search(r" of disk space in \S*/out and \S*/out\.blocks, .* are free", message)
     free.free = size * 5 // 2
     assert main(words(folder, *FAST)) == 0
+
+
+def test_another_picture_under_the_same_name_is_noticed(tmp_path: Path):
+    write_models(tmp_path, llava_model(), llava_processor())
+    for number, task in enumerate(TASKS):
+        write_rows(tmp_path / f"{task}.jsonl", image_rows(tmp_path, number))
+    command = [*words(tmp_path, "--preset", "paper", "--no-eval"), "--resume"]
+    assert main(command) == 0
+    assert "this command saved it before" in featcal(*command).out
+    shutil.copy(tmp_path / "1-2.png", tmp_path / "1-1.png")  # in a part of a turn
+    assert re.search(r"with other files: --data two changed since", error_of(*command))
