@@ -1,7 +1,8 @@
 """The common inputs of methods: pools, device, base, experts and calibration batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from fusion_bench import BaseModelPool, BaseTaskPool
@@ -9,6 +10,7 @@ from fusion_bench.programs import FabricModelFusionProgram
 from lightning import Fabric
 from torch import nn
 
+from fusion_bench_featcal.data.contents import digest_local
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
 from fusion_bench_featcal.encoders.naming import class_of
@@ -51,6 +53,11 @@ class MethodInputs:
     program: FabricModelFusionProgram | None = None
     processes: Processes = field(default_factory=Processes)
     upstream: Upstream | None = None
+
+    @cached_property
+    def digest(self) -> Callable[[str], str | None]:
+        """The function `digest_local`, which reads each model and data file once."""
+        return cache(digest_local)
 
     @cached_property
     def models(self) -> PoolModels:

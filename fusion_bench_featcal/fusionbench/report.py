@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _NOT_OF_A_POOL = ("featcal", "default_taskpool")  # keys that FusionBench's pools do not read
 _NOT_INPUTS = ("_usage_", "_version_", "dataloader_kwargs")  # keys that change no result
+_NO_PLACES = {"split", "calibration_split", "name", "task", "tasks", "style"}
 
 
 class Report:
@@ -219,6 +221,26 @@ def config_of(pool: object) -> Any:
     return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
 
 
+def with_contents(value: object, digest: Callable[[str], str | None], name: str = "") -> object:
+    """Return a config in which each text that names files here has their digest beside it.
+
+    The files of suites and fetched weights do not change, so these texts stay as they are.
+
+    Args:
+        value: The config, or a value in it.
+        digest: Returns the digest of the files that a text names, or None.
+        name: The value's name.
+    """
+    if isinstance(value, Mapping):
+        return {key: with_contents(entry, digest, str(key)) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_contents(entry, digest, name) for entry in value]
+    if not isinstance(value, str) or name in _NO_PLACES or not re.search(r"\w", value):
+        return value
+    content = digest(value) if without_roots(value) == value else None
+    return value if content is None else [value, content]
+
+
 def digest_config(config: object) -> str:
     """Return the digest of plain configs, equal wherever suites and fetched weights lie."""
     text = json.dumps(config, sort_keys=True, ensure_ascii=False, default=str)
@@ -228,7 +250,8 @@ def digest_config(config: object) -> str:
 def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
     """Return the condition `inputs` of rows: a digest of the pools' models and data.
 
-    A model in memory has no name to identify it by, so such pools have none.
+    Files here count by content. A model in memory has no name to identify it by, so such pools have
+    none.
     """
     if inputs.modelpool.has_instance_models:
         return {}
@@ -236,7 +259,7 @@ def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
         {key: value for key, value in (config_of(pool) or {}).items() if key not in _NOT_INPUTS}
         for pool in (inputs.modelpool, inputs.taskpool)
     ]
-    return {INPUTS: digest_config(configs)[:8]}
+    return {INPUTS: digest_config(with_contents(configs, inputs.digest))[:8]}
 
 
 def suite_name(modelpool: BaseModelPool) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fusion_bench import BaseModelPool, BaseTaskPool
 from hydra.utils import instantiate
+from safetensors.torch import load_file
 from tiny_pools import ARITHMETIC, AVERAGE
 from torch import nn
 
@@ -18,10 +19,13 @@ TASKS = ("left", "right")
 MERGERS = {"simple_average": AVERAGE, "task_arithmetic": ARITHMETIC}
 
 
-def linear(seed: int) -> nn.Module:
-    """A random model with one hidden layer."""
+def linear(seed: int, folder: str | None = None) -> nn.Module:
+    """A random model with one hidden layer, or one that was saved in a folder."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    if folder is not None:
+        model.load_state_dict(load_file(f"{folder}/model.safetensors"))
+    return model
 
 
 def model_pool() -> BaseModelPool:

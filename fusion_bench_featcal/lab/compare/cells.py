@@ -23,7 +23,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import new_path, write_atomic
 from fusion_bench_featcal.fusionbench.data import samples_used
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.report import Report, config_of, digest_config
+from fusion_bench_featcal.fusionbench.report import Report, config_of, digest_config, with_contents
 from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.fusionbench.upstream import Upstream
@@ -77,7 +77,10 @@ class CellRunner:
         ]
 
     def path(self, cell: Cell) -> Path:
-        """Return a cell's folder. Its name has the digest of pools, merger, row and versions."""
+        """Return a cell's folder, whose name has the digest of pools, merger, row and versions.
+
+        Models and data on this machine count by content.
+        """
         made_of: list[Any] = [cell.row]
         if cell.merger is not None:  # references have no random numbers
             settings = cell.method.settings if cell.method else None
@@ -89,7 +92,8 @@ class CellRunner:
             ]
             made_of.append(_own_code(cell.method))
         title = re.sub(r"[^0-9A-Za-z_.+-]", "_", cell.title)
-        return self.folder / f"{title}-{digest_config([self._common, made_of])[:16]}"
+        whole = with_contents([self._common, made_of], self.inputs.digest)
+        return self.folder / f"{title}-{digest_config(whole)[:16]}"
 
     def run(self, cell: Cell) -> Run:
         """Return a finished cell, or run it and write its folder."""
