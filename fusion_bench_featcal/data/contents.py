@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from typing import Any
 
-from fusion_bench_featcal.data.tables import FileRows, load_texts
+from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.source import WHOLE
 from fusion_bench_featcal.files import digest_file
@@ -43,7 +44,7 @@ def digest_data(location: str) -> str | None:
     places = [(location, ""), (f"{folder}/{split}", ""), (folder, split)][: 3 if folder else 1]
     for place, named in places:
         if os.path.exists(path := os.path.expanduser(place)):
-            files = _files_in(Path(path))
+            files = files_in(Path(path))
             if _size(files) < WHOLE:
                 files |= _named_files(location, Path(path).parent)
             return digest_files(files, {"split": named})
@@ -70,30 +71,26 @@ def digest_files(files: Mapping[str, Path], opened: Mapping[str, str] | None = N
 
 def used_files(folder: Path, *, weights: bool = True) -> dict[str, Path]:
     """Return name -> file, of those in a model's folder that are used here."""
-    files = _files_in(folder)
+    files = files_in(folder)
     return {name: files[name] for name in needed_files(files, weights=weights)}
 
 
-def _files_in(path: Path) -> dict[str, Path]:
+def files_in(path: Path) -> dict[str, Path]:
     """Return name -> file below a folder without hidden ones and caches of `datasets`, or a file.
 
     As for images of class folders, links to folders are followed.
     """
     names = glob("**", root_dir=path, recursive=True) if path.is_dir() else [""]
-    files = {Path(name).as_posix(): path / name for name in names}
-    return {
-        name: file
-        for name, file in files.items()
-        if file.is_file() and not os.path.basename(name).startswith("cache-")
-    }
+    names = [name for name in names if not os.path.basename(name).startswith("cache-")]
+    return {Path(n).as_posix(): path / n for n in names if os.path.isfile(path / n)}
 
 
 def _named_files(location: str, home: Path) -> dict[str, Path]:
     """Return text -> file, of the texts in a table that name a file, from a folder on."""
-    rows = FileRows([])
+    rows: Any = []
     with suppress(CalibrationError, OSError, ValueError):  # no table
         rows = load_texts(location)
-    if not isinstance(rows, FileRows):  # in which images would be decoded
+    if not isinstance(rows, list):  # but a dataset, which would decode images
         table = rows.data.table
         texts = [field.name for field in table.schema if "string" in str(field.type)]
         rows = table.select(texts).to_pylist()

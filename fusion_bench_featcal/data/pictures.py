@@ -88,10 +88,8 @@ def read_image(value: object, item: str, read: Callable[[Image.Image], object] =
         if isinstance(value, Image.Image):
             return read(value)
         with Image.open(Path(value).expanduser() if is_file else io.BytesIO(value)) as opened:
-            if opened.width * opened.height > MOST_PIXELS:
-                raise ValueError(
-                    f"{opened.width} x {opened.height} pixels are more than {MOST_PIXELS:,}"
-                )
+            if (pixels := opened.width * opened.height) > MOST_PIXELS:
+                raise ValueError(f"{pixels:,} pixels, more than {MOST_PIXELS:,}")
             return read(opened)
     except Exception as error:  # PIL raises many types for damaged files
         name = f"file {value}" if is_file else "the image"

@@ -14,7 +14,7 @@ from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.opened_transformers import open_transformers
-from fusion_bench_featcal.folders.options import INPUTS_FILE, WORDS
+from fusion_bench_featcal.folders.options import WORDS
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_complete, save_folder
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
@@ -24,7 +24,7 @@ from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import row_of_rule
-from fusion_bench_featcal.run.checkpoint import OWN
+from fusion_bench_featcal.run.checkpoint import WRITTEN
 from fusion_bench_featcal.run.devices import check_device
 
 
@@ -81,7 +81,7 @@ def _remove_blocks(folder: Path) -> None:
     """Remove the files of a run from its folder, and the folder if it has no others."""
     with suppress(OSError):
         for file in folder.iterdir():
-            if re.fullmatch(rf"{OWN}|{re.escape(INPUTS_FILE)}", file.name):
+            if re.fullmatch(WRITTEN, file.name):
                 file.unlink()
         folder.rmdir()  # fails if it contains a lock, or a file of the user
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fusion_bench_featcal.data.contents import files_in
 from fusion_bench_featcal.files import digest_file
 from fusion_bench_featcal.files.json_files import json_text
 from fusion_bench_featcal.files.untrusted import read_json
@@ -74,8 +75,7 @@ def save_folder(calibrated: Calibrated, facts: CardFacts, evaluation: Evaluation
         write_inputs(new / REPORT, evaluation.digests)
         result.log.write(new / REPORT / "calibration_log.jsonl")
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
-        files = sorted(file for file in new.rglob("*") if file.is_file())
-        written = {file.relative_to(new).as_posix(): digest_file(file) for file in files}
+        written = {name: digest_file(file) for name, file in files_in(new).items()}
         (new / WRITTEN).write_text(json_text(written), encoding="utf-8")
 
 

@@ -28,10 +28,8 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
-OWN = rf"(block|rest)-\d+\.safetensors|{re.escape(INDEX)}"
-"""Pattern of the names of all files that a calibration writes in the folder."""
-WRITTEN = rf"{OWN}|.*\.json"
-"""Pattern of these names, and of those that others write with them."""
+WRITTEN = rf"(block|rest)-\d+\.safetensors|inputs\.json|{re.escape(INDEX)}"
+"""Pattern of the names of all files in the folder, with the one of `folders/digests.py`."""
 PIECE = 2**28
 """Tensors outside the blocks with more bytes than this get a separate file."""
 
