@@ -23,7 +23,7 @@ from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.balance import balanced
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
-from fusion_bench_featcal.run.devices import memory_cause, return_freed_memory
+from fusion_bench_featcal.run.devices import memory_cause, return_freed_memory, usual_torch
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, open_problem
 from fusion_bench_featcal.run.processes import Processes
@@ -126,7 +126,7 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
     return rule, options
 
 
-@torch.inference_mode(False)  # hooks compare tensor versions, which inference mode lacks
+@usual_torch()
 @torch.no_grad()
 def calibrate_inputs(
     inputs: Inputs, rule: Rule, options: Options, runtime: Runtime

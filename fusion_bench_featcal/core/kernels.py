@@ -62,7 +62,7 @@ def processor() -> str:
 
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)  # does not change the caller's random state
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """Chats as the chat template of a tokenizer writes them."""
 
+import sys
 from collections.abc import Iterator, Mapping
-from datetime import datetime, tzinfo
-from itertools import takewhile
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import count, takewhile
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from transformers.utils import chat_template_utils
 
@@ -16,12 +17,10 @@ from fusion_bench_featcal.errors.block import first_line
 _SHORTEST = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-class _OneDay(datetime):
-    """A clock that stands still, as many templates write the current date."""
-
-    @classmethod
-    def now(cls, tz: tzinfo | None = None) -> "_OneDay":
-        return cls(2024, 7, 26, tzinfo=tz)
+_DAY = datetime(2024, 7, 26)
+_FIRST = "{# Rendered on a fixed day. +#}"  # makes a template of our own in transformers' cache
+_STEPS = 10_000_000
+"""Lines of Python that a template may run for one chat: hundreds of long turns take fewer."""
 
 
 class Chat(NamedTuple):
@@ -65,10 +64,30 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: object) -> st
 
 
 def _written(tokenizer: Any, turns: list[Turn], values: Mapping[str, object]) -> str:
-    # transformers gives templates a function `strftime_now`, and takes no other for it.
-    with patch.object(chat_template_utils, "datetime", _OneDay):
-        date = f"{_OneDay.now():%d %b %Y}"
-        return tokenizer.apply_chat_template(turns, tokenize=False, date_string=date, **values)
+    # transformers 5 hands no function to a template, so that it has to be one of its globals.
+    template = _FIRST + tokenizer.get_chat_template(tools=values.get("tools"))
+    compiled = chat_template_utils._compile_jinja_template(template)
+    compiled.globals["strftime_now"] = _DAY.strftime
+    values = {"date_string": f"{_DAY:%d %b %Y}", "chat_template": template, **values}
+    with _limited_work():
+        return tokenizer.apply_chat_template(turns, tokenize=False, **values)
+
+
+@contextmanager
+def _limited_work() -> Iterator[None]:
+    """Context that ends a template whose loops would take hours. Other threads go on as before."""
+    steps, before = count(), sys.gettrace()
+
+    def trace(*_: object) -> Any:
+        if next(steps) > _STEPS:
+            raise RuntimeError(f"it takes more than {_STEPS} steps for one chat")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _shows(text: str, turns: list[Turn]) -> bool:

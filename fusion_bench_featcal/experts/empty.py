@@ -36,7 +36,8 @@ def sample_of(model: Any, tokens: int) -> dict[str, Tensor]:
         sides = size if isinstance(size, list | tuple) else (size, size)
         sample[kind] = torch.zeros(1, channels, *sides, dtype=model.dtype)
     elif kind == "input_features":
-        sample[kind] = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+        sides = config.num_mel_bins, 2 * config.max_source_positions
+        sample[kind] = torch.zeros(1, *sides, dtype=model.dtype)
     if getattr(config, "is_encoder_decoder", False):
         sample["decoder_input_ids"] = ids[:, :_TARGETS]
     return sample

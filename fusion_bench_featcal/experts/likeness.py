@@ -56,7 +56,7 @@ def notes_on_experts(models: Mapping[str, LazyModel], base: LazyModel) -> list[s
 def _rows(model: LazyModel, names: list[str]) -> Tensor:
     """Return the first rows of some weights as one vector."""
     rows = [model.rows(name, 0, _ROWS).float().flatten() for name in names]
-    return torch.cat([torch.empty(0), *rows])
+    return torch.cat([torch.empty(0, dtype=torch.float32), *rows])
 
 
 def _sampled(base: LazyModel, models: Iterable[LazyModel]) -> list[str]:

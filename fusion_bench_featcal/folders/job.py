@@ -25,10 +25,11 @@ from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.run.checkpoint import WRITTEN
-from fusion_bench_featcal.run.devices import check_device
+from fusion_bench_featcal.run.devices import check_device, usual_torch
 
 
 @speaking(WORDS)
+@usual_torch()
 def run_request(request: Request) -> Path:
     """Calibrate models in folders, and return the folder of the calibrated model.
 

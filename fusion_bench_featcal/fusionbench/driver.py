@@ -20,6 +20,7 @@ from fusion_bench_featcal.fusionbench.saved_report import SavedReport
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import Facts
+from fusion_bench_featcal.run.devices import usual_torch
 from fusion_bench_featcal.run.processes import Processes
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class RowsMethod(DeclaredMethod):
         for method in self.rows.values():
             method.open(inputs)
 
+    @usual_torch()
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, and make, evaluate and report all rows.
 

@@ -92,8 +92,8 @@ def router_site(name: str, module: nn.Module) -> Site | None:
     generator = torch.Generator().manual_seed(0)
     trial: Any = copy.deepcopy(module).to_empty(device="cpu").float()
     for tensor in chain(trial.parameters(), trial.buffers()):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    x = torch.randn(4, trial.weight.shape[1], generator=generator)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32))
+    x = torch.randn(4, trial.weight.shape[1], generator=generator, dtype=torch.float32)
     expected = linear(x, trial.weight, getattr(trial, "bias", None))
     try:
         outputs = trial(x)

@@ -83,7 +83,7 @@ def dtype_of_features(model: nn.Module, block: str, device: torch.device) -> tor
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     weights = (t for t in tensors_under(model, block).values() if t.is_floating_point())
-    return next(weights, torch.empty(0)).dtype
+    return next(weights, torch.empty(0, dtype=torch.float32)).dtype
 
 
 def device_of(model: nn.Module) -> torch.device:

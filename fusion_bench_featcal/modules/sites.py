@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -164,10 +164,11 @@ def _agrees(kind: Any, base: type[nn.Module]) -> bool | None:
     generator, sizes = torch.Generator().manual_seed(0), (4, 4) if base is nn.Linear else (4,)
     try:
         with torch.device("cpu"), torch.no_grad():
-            module: Any = kind(*sizes)
+            module: Any = kind(*sizes).float()
+            random = partial(torch.randn, generator=generator, dtype=torch.float32)
             for parameter in module.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            x, weight, bias = torch.randn(3, 4, generator=generator), module.weight, module.bias
+                parameter.copy_(random(parameter.shape))
+            x, weight, bias = random(3, 4), module.weight, module.bias
             if base is nn.Linear:
                 expected = linear(x, weight, bias)
             else:

@@ -4,6 +4,8 @@ import ctypes
 import errno
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -42,6 +44,24 @@ def check_device(name: str, setting: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # a build without the device asserts
         raise ValueError(f"{setting} cannot be used: {first_line(error)}") from error
+
+
+@contextmanager
+def usual_torch() -> Iterator[None]:
+    """Context of a run, whatever the caller's: no autocast, no inference mode, tensors on the CPU.
+
+    Nothing changes for other threads. The default dtype, which all threads share, is left alone:
+    every tensor of this package is made in a named one.
+    """
+    on = [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
+    with ExitStack() as stack:
+        # Hooks compare tensor versions, and training needs them: inference mode lacks them.
+        stack.enter_context(torch.inference_mode(False))
+        for kind in on:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":  # a mode, which slows all calls of torch
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED", "bad_alloc")

@@ -111,7 +111,6 @@ class Problem:
     def computing(self) -> Iterator[None]:
         """Context of all work on blocks: its precision, kernel and progress bar."""
         with (
-            torch.autocast(self.working.device.type, enabled=False),
             convolving_as_multiplying(),
             using_kernel(self.kernel),
             self.progress.bar,

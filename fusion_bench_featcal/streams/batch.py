@@ -62,7 +62,7 @@ class Positions:
 
     def last_of_each(self) -> "Positions":
         """Return the last position of each sample that counts."""
-        empty = torch.empty(0, device=getattr(self.index, "device", None))
+        empty = torch.empty(0, dtype=torch.float32, device=getattr(self.index, "device", None))
         mask = self.marked(1.0, 0.0, empty).view(-1, self.shape[1:].numel())
         last = mask.shape[1] - 1 - mask.flip(1).argmax(1, keepdim=True)
         return self.of_mask(torch.zeros_like(mask).scatter_(1, last, 1).view(self.shape))

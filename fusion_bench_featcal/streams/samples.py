@@ -265,10 +265,10 @@ def jittered(inputs: Any, generators: Sequence[torch.Generator]) -> Any:
             "a batch has no floating-point images [batch, channels, height, width] to jitter: "
             f"convert it, or use {option('augment', 'none')}"
         )
-    draws = torch.cat([torch.rand(1, 4, generator=generator) for generator in generators])
+    draws = torch.cat([torch.rand(1, 4, generator=g, dtype=torch.float32) for g in generators])
     height, width = images.shape[-2:]
-    steps = ((2 * draws - 1) * torch.tensor(LIMITS)).tolist()
-    maps = torch.tensor([_affine(step, height / width) for step in steps])
+    steps = ((2 * draws - 1) * draws.new_tensor(LIMITS)).tolist()
+    maps = draws.new_tensor([_affine(step, height / width) for step in steps])
     grid = affine_grid(maps, list(images.shape), align_corners=False)
     grid = grid.to(images.device, torch.promote_types(images.dtype, torch.float32))
     changed = grid_sample(

@@ -1,6 +1,9 @@
 """Texts as token ids: prompts, targets, chats, padding, and rows that are refused."""
 
 import copy
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,8 +12,10 @@ from sample_pools import text_batch, text_sample, words
 from tiny_models import NO_TARGET
 from tiny_texts import word_tokenizer
 from tiny_tokenizers import KINDS, trained_tokenizer
+from transformers.utils import chat_template_utils
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
+from fusion_bench_featcal.data import templates
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import Text, read_row
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -189,6 +194,53 @@ def test_a_template_shows_tools_and_keys_or_they_are_named():
 
 def test_the_clock_stands_still_in_templates():
     assert sample({"messages": TURNS}, **DATED) == "e ? b c a d > _ _ _ _ _ d"
+
+
+def test_threads_that_render_at_once_leave_the_clock_of_transformers() -> None:
+    """The second thread begins while the first renders, and ends after it."""
+    first, second, ended = threading.Event(), threading.Event(), threading.Event()
+    clock, tokenizers = chat_template_utils.datetime, [word_tokenizer(**DATED) for _ in range(2)]
+
+    def meeting(tokenizer: Any, arrived: threading.Event, awaited: threading.Event) -> Any:
+        render = tokenizer.apply_chat_template
+
+        def waiting(*arguments: Any, **options: Any) -> Any:
+            arrived.set()
+            assert awaited.wait(60)
+            return render(*arguments, **options)
+
+        tokenizer.apply_chat_template = waiting
+        return tokenizer
+
+    def begin() -> str:
+        try:
+            return templates.render(meeting(tokenizers[0], first, second), TURNS, "row")
+        finally:
+            ended.set()
+
+    def follow() -> str:
+        assert first.wait(60)
+        return templates.render(meeting(tokenizers[1], second, ended), TURNS, "row")
+
+    with ThreadPoolExecutor(2) as pool:
+        texts = [task.result() for task in [pool.submit(begin), pool.submit(follow)]]
+    assert texts[0] == texts[1] and texts[0].startswith("e ")
+    assert chat_template_utils.datetime is clock
+    alone: Any = word_tokenizer(**in_chat("{{ strftime_now('%Y') }}"))
+    templates.render(alone, TURNS, "row")
+    assert alone.apply_chat_template(TURNS, tokenize=False) == f"{clock.now():%Y}"
+
+
+@pytest.mark.parametrize("template", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+])  # fmt: skip
+def test_a_template_that_would_not_end_is_refused(template: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(templates, "_STEPS", 100_000)
+    before = sys.gettrace()
+    with pytest.raises(CalibrationError, match=r"^row: .*it takes more than 100000 steps for one"):
+        templates.render(word_tokenizer(**in_chat(template)), TURNS, "row")
+    assert sys.gettrace() is before
 
 
 def test_samples_by_length_are_read_once(monkeypatch) -> None:

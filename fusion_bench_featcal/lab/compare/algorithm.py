@@ -35,6 +35,7 @@ from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
 from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.show import show_run
+from fusion_bench_featcal.run.devices import usual_torch
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class ComparisonAlgorithm(DeclaredMethod):
         """Row of a comparison -> the number of mergers on which it runs."""
         return dict(Counter(cell.row for cell in self.cells))
 
+    @usual_torch()
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
         """Run all cells that are not finished, report them, and return no model.
 

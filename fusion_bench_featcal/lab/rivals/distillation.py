@@ -18,6 +18,7 @@ from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.modules.models import copied
+from fusion_bench_featcal.run.devices import usual_torch
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.settings import Blocks, Texts
 from fusion_bench_featcal.settings.fields import setting
@@ -146,7 +147,7 @@ class Distillation(
         """Train parameters of a model in place, and return curves. Arguments as for `descend`."""
         return self.descend(model, trained, lessons)
 
-    @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
+    @usual_torch()
     @torch.enable_grad()
     def descend(
         self,

@@ -20,6 +20,7 @@ from fusion_bench_featcal.modules.models import device_of, load_updates
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import groups_of
 from fusion_bench_featcal.run.checkpoint import Checkpoint
+from fusion_bench_featcal.run.devices import usual_torch
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.problem import Problem, open_problem
 from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensors_of
@@ -59,7 +60,7 @@ class Merger(Rule, SampleSettings, Blocks):
         options = {"device": inputs.fabric.device, "autocast": inputs.fabric.autocast}
         return self.merge_models(load_base(inputs), inputs.experts(), batches, **options)
 
-    @torch.inference_mode(False)  # hooks compare tensor versions, which inference mode lacks
+    @usual_torch()
     @torch.no_grad()
     def merge_models(
         self,

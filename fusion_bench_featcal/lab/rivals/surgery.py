@@ -18,6 +18,7 @@ from fusion_bench_featcal.lab.rivals.corrected_model import (
 )
 from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
 from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature
+from fusion_bench_featcal.run.devices import usual_torch
 from fusion_bench_featcal.settings.fields import setting
 
 
@@ -53,7 +54,7 @@ class Surgery(
         targets = [target[rows] for target in lessons.targets]
         return torch.stack([*map(l1_loss, corrected, targets)]).sum()
 
-    @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
+    @usual_torch()
     @torch.enable_grad()
     def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
         """Train all tasks' modules by Adam, one update for each task in turn."""
@@ -112,7 +113,7 @@ class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("
         before, module = lessons.inputs[rows], modules[0]
         hidden = relu(linear(before, module.down))
         mean, log_variance = linear(hidden, module.up), linear(hidden, module.spread)
-        draw = torch.randn(mean.shape, generator=noise).to(mean)
+        draw = torch.randn(mean.shape, generator=noise, dtype=torch.float32).to(mean)
         corrected = before - (mean + (0.5 * log_variance).exp() * draw)
         # KL(N(mean, exp(log_variance)) || N(0, 1)), summed over d
         divergence = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance)
@@ -172,5 +173,7 @@ def initial_surgery(width: int, rank: int, generator: torch.Generator) -> Surger
     papers' codes use.
     """
     bound = 1 / math.sqrt(width)
-    down = torch.empty(rank, width).uniform_(-bound, bound, generator=generator)
-    return SurgeryModule(down, torch.zeros(width, rank))
+    down = torch.empty(rank, width, dtype=torch.float32).uniform_(
+        -bound, bound, generator=generator
+    )
+    return SurgeryModule(down, down.new_zeros(width, rank))
