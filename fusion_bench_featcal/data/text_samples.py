@@ -19,6 +19,7 @@ from fusion_bench_featcal.data.templates import (
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.words import option, word
 from fusion_bench_featcal.families.base import NO_TARGET
 
@@ -113,7 +114,9 @@ class TextEncoder:
             CalibrationError: If the text is empty or too long, the target is empty, or a required
                 target is missing.
         """
-        ids, name = self._ids(text), text.name
+        name = text.name
+        with at(name):  # a tokenizer may panic
+            ids = self._ids(text)
         if self.kind == "seq2seq" and ids.target is None:
             raise CalibrationError(
                 f"{name}: no target, which an encoder-decoder needs. Give the rows labels (or a "

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from . import CalibrationError
+from .block import first_line
 
 Cause = Callable[[Exception], str | None]
 """Returns what an error of another library means here, or None if it is not known."""
@@ -29,7 +30,8 @@ def at(
         remedy: Sentence after the message.
 
     Raises:
-        CalibrationError: In place of an error of another library whose cause is known.
+        CalibrationError: In place of an error of another library whose cause is known, or of one
+            that is no Exception, such as a panic of tokenizers.
     """
     named = {"task": task, "block": block, "module": module}
     texts = [*map(str, places), *(f"{kind} {name}" for kind, name in named.items() if name)]
@@ -38,8 +40,14 @@ def at(
     except CalibrationError as error:
         error.passes(texts, remedy)
         raise
-    except Exception as error:
-        if (text := cause(error) or _outside_table(error)) is None:
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of tokenizers is no Exception
+        if isinstance(error, Exception):
+            text = cause(error) or _outside_table(error)
+        else:
+            text = f"a library has failed ({type(error).__name__}: {first_line(error)})"
+        if text is None:
             raise
         translated = CalibrationError(text)
         translated.passes(texts, remedy)
