@@ -22,12 +22,15 @@ class Score(NamedTuple):
         losses: Mean cross-entropy of each sample's targets, float64 `[samples]`.
         correct: Whether each sample is correct, bool `[samples]`. None if accuracy counts tokens.
         unended: Number of samples of which all tokens are correct but the end token.
+        shares: Each sample's part in an accuracy that counts words, float64 `[samples]`. Their mean
+            is the accuracy, which may be below 0 here. None for other accuracies.
     """
 
     accuracy: float
     losses: Tensor
     correct: Tensor | None
     unended: int = 0
+    shares: Tensor | None = None
 
     @property
     def loss(self) -> float:

@@ -2,6 +2,9 @@
 
 import hashlib
 import io
+import math
+import re
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,17 +13,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from fusion_bench_featcal.data.media_batches import MediaBatches
 from fusion_bench_featcal.data.pictures import file_in
-from fusion_bench_featcal.data.text_formats import Text, read_row
+from fusion_bench_featcal.data.templates import special_ids
+from fusion_bench_featcal.data.text_formats import (
+    NEEDED,
+    PROMPTS,
+    Text,
+    has_value,
+    read_row,
+    unused_column,
+)
+from fusion_bench_featcal.data.text_limits import longest_text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import pad_rows
+from fusion_bench_featcal.data.word_errors import speech_library
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import NO_TARGET
 
 COLUMNS = ("audio", "text")
-"""Columns of a row of speech."""
+"""Columns of an example of speech."""
+# Columns that change what is heard or written, so that an example with one is refused.
+_NEEDED = (*NEEDED, *PROMPTS, "start", "end", "offset", "duration", "language", "task")
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,8 @@ def read_speech(rows: TextRows, index: int, home: Path) -> Speech:
     """Read a row of a dataset. The relative path of a sound starts at a folder.
 
     Raises:
-        CalibrationError: If it has no sound or no text.
+        CalibrationError: If it has no sound or no text, or a column that would change the sound or
+            the text. If both columns have been named, no others are read.
     """
     name, values = rows.at(index), dict(rows[index])
     audio, text = (rows.columns.get(column, column) for column in COLUMNS)
@@ -51,6 +69,10 @@ def read_speech(rows: TextRows, index: int, home: Path) -> Speech:
                 "by --columns audio=COLUMN,text=COLUMN, or leave the row out"
             )
     sound = file_in(home, values.pop(audio))
+    needed = () if len(rows.columns) == len(COLUMNS) else _NEEDED
+    for column in (column for column in needed if has_value(values.get(column))):
+        advice = "Name both columns by --columns audio=COLUMN,text=COLUMN to read no others"
+        raise unused_column(name, column, "speech", advice)
     read = read_row(values, name, {"text": text})
     return Speech(replace(read, form="prompt", target=read.prompt), sound)
 
@@ -71,7 +93,7 @@ class SpeechBatches(MediaBatches):
         Raises:
             CalibrationError: If sound or text cannot be used.
         """
-        return *self._labels(row.text), hashlib.sha256(self._wave(row)).digest()
+        return *self._labels(row), hashlib.sha256(self._wave(row)).digest()
 
     def inputs_of(self, row: Speech) -> dict[str, Tensor]:
         """Return a row as a batch of the model's inputs, with its text as labels.
@@ -92,35 +114,64 @@ class SpeechBatches(MediaBatches):
 
     def labels_of(self, row: Speech) -> Tensor:
         """Return a row's labels, `[1, tokens]`, without reading the sound."""
-        return torch.tensor([self._labels(row.text)])
+        return torch.tensor([self._labels(row)])
 
     def targets_of(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits and targets, without the first tokens, which are no words."""
         logits, targets = super().targets_of(model, batch)
-        targets[:, : self._prefix] = NO_TARGET
+        targets[:, : len(self.prefix)] = NO_TARGET
         return logits, targets
 
     @cached_property
-    def _prefix(self) -> int:
-        """Number of tokens in front of all texts, such as the language."""
-        marks = self._without_start(self.encoder.tokenizer(text_target="")["input_ids"])
-        return sum(token not in self.encoder.ends for token in marks)
+    def prefix(self) -> list[int]:
+        """Tokens in front of all texts, such as the language, behind the start."""
+        return [token for token in self._tokens("") if token not in self.encoder.ends]
 
-    def _labels(self, text: Text) -> list[int]:
-        return self._without_start(self.encoder.sample(text).labels or [])
+    @property
+    def language(self) -> str | None:
+        """Code of the language that the prefix names, as Whisper's does, or None."""
+        tokens = self.encoder.tokenizer.convert_ids_to_tokens(self.prefix)
+        return next((code for t in tokens if (code := t.strip("<|>")) in LANGUAGES), None)
 
-    def _without_start(self, ids: list[int]) -> list[int]:
+    def _tokens(self, text: str) -> list[int]:
+        """Return a text's tokens without the start."""
+        ids = list(self.encoder.tokenizer(text_target=text, verbose=False)["input_ids"])
         return ids[1:] if ids[:1] == [self.start] else ids
+
+    def _labels(self, row: Speech) -> list[int]:
+        """Return a row's tokens.
+
+        Raises:
+            CalibrationError: If the text is empty, contains special tokens, or does not fit.
+        """
+        encoder, text = self.encoder, str(row.text.target)
+        labels, alone, unknown = (
+            self._tokens(text),
+            self._tokens(""),
+            encoder.tokenizer.unk_token_id,
+        )
+        special = (special_ids(encoder.tokenizer) | {*alone, self.start}) - (
+            {unknown} - encoder.ends
+        )
+        extra = Counter(filter(special.__contains__, labels)) - Counter(alone)
+        found = " ".join(encoder.tokenizer.convert_ids_to_tokens([*extra]))
+        most = encoder.max_length or longest_text(encoder.tokenizer, encoder.positions)[0]
+        _refuse(row.text.name, "Change it, or leave the row out", {
+            "the text is empty": not text.strip(),
+            f"the text contains special tokens ({found}), which the tokenizer writes itself": extra,
+            f"the text has {len(labels)} tokens, more than {most}, the positions of the model or "
+            f"tokenizer, or {option('max_length')}": len(labels) > most,
+        })  # fmt: skip
+        return labels
 
     def _wave(self, row: Speech) -> Any:
         rate, name = self.processor.sampling_rate, row.text.name
         wave = read_sound(row.audio, name, rate)
         longest = getattr(self.processor, "n_samples", len(wave))  # Whisper's cuts what is longer
-        if len(wave) > longest:
-            raise CalibrationError(
-                f"{name}: the sound has {len(wave) / rate:.1f} s, more than the {longest / rate:g} "
-                "s that the feature extractor reads. Cut sound and text, or leave the row out"
-            )
+        _refuse(name, "Cut sound and text, or leave the row out", {
+            f"the sound has {len(wave) / rate:.1f} s, more than the {longest / rate:g} s that the "
+            "feature extractor reads": len(wave) > longest
+        })  # fmt: skip
         return wave
 
 
@@ -136,23 +187,39 @@ def read_sound(audio: Any, name: str, rate: int) -> Any:
         Float32 `[samples]`.
 
     Raises:
-        CalibrationError: If the library is missing, or cannot read the sound.
+        CalibrationError: If the library is missing or cannot read the sound, which has no frames,
+            fewer than its header promises, or an unusual sampling rate.
     """
     from scipy.signal import resample_poly  # slow to import
 
-    try:
-        import soundfile  # pyright: ignore[reportMissingImports]
-    except (ImportError, OSError) as error:  # OSError without libsndfile
-        raise CalibrationError(
-            "sounds need soundfile: pip install 'fusion_bench_featcal[speech]'"
-        ) from error
+    soundfile = speech_library("soundfile")
+    file = f"file {audio}" if isinstance(audio, Path) else "the audio"
     try:
         content = audio if isinstance(audio, bytes) else Path(audio).read_bytes()
-        wave, stored_rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
+        with soundfile.SoundFile(io.BytesIO(content)) as stream:
+            wave = stream.read(dtype="float32", always_2d=True)
+            stored_rate, frames, header = stream.samplerate, stream.frames, stream.extra_info
     except Exception as error:  # the library raises many types
-        file = f"file {audio}" if isinstance(audio, Path) else "the audio"
         reason = getattr(error, "error_string", error)  # without the buffer's address
         raise CalibrationError(
             f"{name}: {file} cannot be read as a sound ({reason}). Repair or remove it"
         ) from error
+    # Headers of compressed sounds are estimates. Those of streams have sizes of gigabytes.
+    sizes = re.findall(r"(\d+) \(should be (\d+)\)", header)
+    parts = [int(real) / int(size) for size, real in sizes if 0 < int(size) < 2**30]
+    part = min([len(wave) / max(frames, 1), *parts])
+    # The filter of a change of rates has 20 coefficients a step.
+    steps = stored_rate // math.gcd(stored_rate, rate)
+    is_usual = 1_000 <= stored_rate <= 192_000 and steps <= 50_000
+    _refuse(f"{name}: {file}", "Repair or remove it", {
+        "it has no sound": not len(wave),
+        f"it has {part:.0%} of the sound that its header promises": part < 0.99,
+        f"it has an unusual sampling rate, {stored_rate} Hz": not is_usual,
+    })  # fmt: skip
     return resample_poly(wave.mean(axis=1), rate, stored_rate)
+
+
+def _refuse(name: str, advice: str, problems: Mapping[str, object]) -> None:
+    """Refuse an example with the first of these problems that it has."""
+    for problem in (problem for problem, is_there in problems.items() if is_there):
+        raise CalibrationError(f"{name}: {problem}. {advice}")

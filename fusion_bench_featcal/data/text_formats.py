@@ -22,7 +22,7 @@ _OF_TEMPLATES = ("tools", "documents")
 _OF_CHATS = (*_SYSTEMS, *_OF_TEMPLATES, "functions", "history")
 _CHOICES = ("choices", "options")
 _MEDIA = ("image", "images", "audio", "video", "videos")
-_NEEDED = (
+NEEDED = (
     *_OF_CHATS, *_CHOICES, "A", "B", "context", "text_pair", "article", "document", "passage",
     "paragraph", "story", *_MEDIA,
 )  # fmt: skip
@@ -226,21 +226,26 @@ class _Reader:
 
     def finished(self, text: Text) -> Text:
         """Return a text with its columns, if nothing that is needed was left unread."""
-        filled = [name for name in self.read if _has_value(self.values[name])]
+        filled = [name for name in self.read if has_value(self.values[name])]
         columns = tuple(dict.fromkeys(self.names[name] for name in filled))
-        needed = [n for n in _NEEDED if n not in self.read and _has_value(self.values.get(n))]
+        needed = [n for n in NEEDED if n not in self.read and has_value(self.values.get(n))]
         if needed and text.form != "tokens":
             as_chat = needed[0] in _OF_CHATS and text.form != "chat"
             advice = "Write the row as messages" if as_chat else "Write it into the text"
             if needed[0] in _MEDIA:
                 advice = "The model reads texts alone: name one with a tower for it"
-            raise CalibrationError(
-                f"{self.name}: column {self.names[needed[0]]} has no place in a {text.form}. "
-                f"{advice}, or leave the column out"
-            )
-        unread = tuple(str(n) for n, v in self.row.items() if _has_value(v) and n not in columns)
+            raise unused_column(self.name, self.names[needed[0]], f"a {text.form}", advice)
+        unread = tuple(str(n) for n, v in self.row.items() if has_value(v) and n not in columns)
         return replace(text, columns=columns, unread=unread)
 
 
-def _has_value(value: object) -> bool:
+def unused_column(name: str, column: str, place: str, advice: str) -> CalibrationError:
+    """Return the error of a row with a column that changes the input and is not used."""
+    return CalibrationError(
+        f"{name}: column {column} has no place in {place}. {advice}, or leave the column out"
+    )
+
+
+def has_value(value: object) -> bool:
+    """Return whether a column has something in a row."""
     return hasattr(value, "shape") or (value is not None and value not in ("", [], {}))

@@ -38,13 +38,17 @@ def first_token(*models: object) -> int | None:
     Args:
         models: As for `end_tokens`.
     """
-    values = _declared("forced_bos_token_id", models)
-    return next((token for token in values if token is not None), None)
+    return declared("forced_bos_token_id", *models)
+
+
+def declared(key: str, *models: object) -> Any:
+    """Return the first value of a key in configs of models, or None. `generation_config` wins."""
+    return next((value for value in _declared(key, models) if value is not None), None)
 
 
 def _declared(key: str, models: Sequence[object]) -> list[Any]:
     """Return a key's values in all configs of models, None where it is missing."""
-    names = ("config", "generation_config")
+    names = ("generation_config", "config")
     configs: list[Any] = [getattr(model, name, None) for model in models for name in names]
     contents = [c if isinstance(c, Mapping) else c.to_dict() for c in configs if c is not None]
     contents += [c["text_config"] for c in contents if isinstance(c.get("text_config"), Mapping)]
@@ -55,7 +59,8 @@ def positions_of(model: Any) -> int:
     """Return the number of tokens for which a model of transformers has positions.
 
     It is `NO_LIMIT` for models with relative positions, such as T5. Positions of RoBERTa and others
-    begin behind the index of padding, so that fewer are left than the config has.
+    begin behind the index of padding, so that fewer are left than the config has. If the encoder
+    reads no texts, as Whisper's, the positions are the decoder's.
 
     Args:
         model: The model, with or without weights.
@@ -66,7 +71,8 @@ def positions_of(model: Any) -> int:
         return NO_LIMIT
     most = getattr(config, "max_position_embeddings", None)  # also under other names
     limits = [most] if isinstance(most, int) and most > 0 else []
-    for name, table in model.named_modules():
+    reads_texts = getattr(model, "main_input_name", "input_ids") == "input_ids"
+    for name, table in (model if reads_texts else model.get_decoder()).named_modules():
         rows = getattr(table, "num_embeddings", None)
         if name.rpartition(".")[2] in _TABLES and rows is not None:
             padding = getattr(table, "padding_idx", None)

@@ -98,7 +98,7 @@ def _settings(
     if "max_length" in request.set:
         return settings.completed, []
     most, limit = longest_text(tokenizer, positions)
-    is_cut = most <= MAX_LENGTH and most == positions
+    is_cut = kind != SPEECH and most <= MAX_LENGTH and most == positions
     note = [f"texts are cut at {most} tokens: {limit}"] if is_cut else []
     return settings.replace(max_length=min(MAX_LENGTH, most)).completed, note
 

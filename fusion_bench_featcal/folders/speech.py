@@ -5,6 +5,7 @@ from typing import Any
 
 from fusion_bench_featcal.data.speech import COLUMNS, SpeechBatches, read_speech
 from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.transcripts import Transcripts
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task, TaskRows
 from fusion_bench_featcal.folders.texts import folder_of, open_media, open_texts
@@ -13,7 +14,7 @@ from fusion_bench_featcal.folders.texts import folder_of, open_media, open_texts
 def open_speech_task(
     task: str, request: Request, encoder: TextEncoder, extractor: Any, start: int | None
 ) -> Task:
-    """Open a task's speech: rows with `audio` and `text`. Texts are scored as answers are.
+    """Open a task's speech: rows with `audio` and `text`. Transcripts are scored by their words.
 
     Args:
         task: The task.
@@ -32,4 +33,10 @@ def open_speech_task(
     calibration = SpeechBatches(samples, extractor, encoder, start)
     unread = dict.fromkeys(name for text in calibration.texts for name in text.unread)
     notes = [f"columns that are not read: {', '.join(unread)}"] if unread else []
-    return open_media(rows, calibration, tested, [columns.get(n, n) for n in COLUMNS], notes)
+    read = [columns.get(name, name) for name in COLUMNS]
+    return open_media(rows, calibration, tested, read, notes, _transcripts)
+
+
+def _transcripts(test: SpeechBatches) -> tuple[Transcripts, dict[str, str]]:
+    measure, title = "word accuracy, 1 - word error rate", "word accuracy % (loss)"
+    return Transcripts(test), {"measure": measure, "title": title}

@@ -30,7 +30,14 @@ from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows, head_numbers, not_scored
+from fusion_bench_featcal.folders.tasks import (
+    Part,
+    Scorer,
+    Task,
+    TaskRows,
+    head_numbers,
+    not_scored,
+)
 from fusion_bench_featcal.settings import FeatCalSettings
 
 LONG = 16
@@ -154,12 +161,21 @@ def _open_image_texts(
     return open_media(rows, calibration, tested, [*columns, "images"], notes)
 
 
+def _answer_tests(test: MediaBatches) -> tuple[Tests, dict[str, str]]:
+    lengths = [int((test.labels_of(row) != NO_TARGET).sum()) for row in test.rows]
+    ends = [*test.encoder.ends]
+    tests = Tests(test.checked, test.targets_of, median(lengths) > LONG, ends=ends)
+    right = "tokens" if tests.by_token else "whole answers"
+    return tests, {"measure": f"share of {right} that are right"}
+
+
 def open_media(
     rows: TaskRows,
     calibration: MediaBatches,
     tested: Sequence[Any],
     columns: Sequence[str],
     notes: Sequence[str],
+    tests_of: Callable[[Any], tuple[Scorer, dict[str, str]]] = _answer_tests,
 ) -> Task:
     """Open a task of images or sounds with texts.
 
@@ -169,17 +185,14 @@ def open_media(
         tested: Its test rows, as those of the samples.
         columns: The columns that are read.
         notes: Sentences on the samples.
+        tests_of: Returns what scores test rows, and its `measure` and `title` for `opened`. By
+            default answers are right or wrong.
     """
     parts = (calibration.rows, tested)
     rows, places = rows.without_repeats(*([*map(calibration.content, part)] for part in parts))
     test = replace(calibration, rows=[tested[place] for place in places])
-    tests, measure = None, ""
-    if test.rows:
-        lengths = [int((test.labels_of(row) != NO_TARGET).sum()) for row in test.rows]
-        ends = [*test.encoder.ends]
-        tests = Tests(test.checked, test.targets_of, median(lengths) > LONG, ends=ends)
-        measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
-    return rows.opened(calibration, tests, columns, notes, measure=measure)
+    tests, described = tests_of(test) if test.rows else (None, {})
+    return rows.opened(calibration, tests, columns, notes, **described)
 
 
 def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:

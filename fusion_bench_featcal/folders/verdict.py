@@ -57,7 +57,7 @@ class TaskChange(NamedTuple):
     Attributes:
         rows: Number of rows.
         loss: Rise of the loss.
-        accuracy: Rise of the accuracy, in points. None if it counts tokens, not rows.
+        accuracy: Rise of the accuracy, in points. None if it counts tokens.
     """
 
     rows: int
@@ -70,6 +70,8 @@ class TaskChange(NamedTuple):
         accuracy = None
         if before.correct is not None and after.correct is not None:
             accuracy = Mean.of_flags(before.correct, after.correct)
+        elif before.shares is not None and after.shares is not None:
+            accuracy = Mean.of(100 * (after.shares - before.shares))
         return cls(len(after.losses), Mean.of(after.losses - before.losses), accuracy)
 
     @property

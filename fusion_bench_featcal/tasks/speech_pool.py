@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import AutoProcessor
 
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
@@ -13,27 +11,24 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseTaskPool
 
-from fusion_bench_featcal.data.generation import GREEDY, row_losses
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.data.speech import Speech, SpeechBatches, read_speech
 from fusion_bench_featcal.data.tables import home_of
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
 from fusion_bench_featcal.data.text_samples import TextEncoder
-from fusion_bench_featcal.data.word_errors import word_errors, words
+from fusion_bench_featcal.data.transcripts import Transcripts
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.processors import load_part
-from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.settings.fields import is_integer
-from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.tasks.item_pool import ItemPool, opened_rows
 
 
 class SpeechTaskPool(ItemPool, BaseTaskPool):
     """Evaluates speech models on sounds and what is said in them.
 
-    `accuracy` is word accuracy: 1 - word error rate of the greedy transcripts, at least 0, in small
-    letters and without punctuation. Tasks have no `item_correct`. `loss` is the cross-entropy per
-    target token, averaged over rows.
+    `accuracy` is word accuracy, as of `Transcripts`: 1 - word error rate of the greedy transcripts,
+    at least 0. Tasks have no `item_correct`. `loss` is the cross-entropy per target token, averaged
+    over rows.
     """
 
     _config_mapping = BaseTaskPool._config_mapping | {
@@ -80,30 +75,11 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
         home, opened = home_of(rows), opened_rows(task, rows, setting)
         return [read_speech(opened, index, home) for index in range(len(opened))]
 
-    @torch.no_grad()
     def _score(self, model: Any, task: str) -> Score:
         rows, processor = self.test_dataloaders[task], self.processor
         limits = positions_of(model), end_tokens(model)
         encoder = TextEncoder(processor.tokenizer, "seq2seq", None, *limits)
         start = model.config.decoder_start_token_id
         batches = SpeechBatches(rows, processor.feature_extractor, encoder, start)
-        most = 2 * max(batches.labels_of(row).shape[1] for row in rows)
-        errors, losses = 0, list[Tensor]()
         with self.fabric.autocast():
-            for first in range(0, len(rows), self.batch_size):
-                some = rows[first : first + self.batch_size]
-                batch = to_device(batches.joined(some), device_of(model))
-                # Sounds are encoded once, for losses and transcripts.
-                features = batch.pop("input_features").to(next(model.parameters()).dtype)
-                heard = model.get_encoder()(features)
-                batch["encoder_outputs"] = heard
-                losses.append(row_losses(*batches.targets_of(model, batch)).double().cpu())
-                tokens = model.generate(encoder_outputs=heard, max_length=most, **GREEDY)
-                written = processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-                errors += sum(map(word_errors, map(_text, some), written))
-        count = sum(len(words(_text(row))) for row in rows)
-        return Score(max(0, 1 - errors / count), torch.cat(losses), None)
-
-
-def _text(row: Speech) -> str:
-    return str(row.text.target)
+            return Transcripts(batches, self.batch_size).score(model)

@@ -103,6 +103,19 @@ def test_doubts_and_tasks_without_scores_stand_in_the_verdict():
     assert nothing.sentence == f"verdict: in doubt: {doubts[0]}. {ending}"
 
 
+@pytest.mark.parametrize(("more", "is_good"), [(0.25, True), (-0.25, False)])
+def test_parts_in_word_accuracies_are_compared_by_example(more, is_good):
+    """Losses do not change. The interval is that of the differences."""
+    before = noisy(1.0)._replace(shares=0.5 + NOISE)
+    after = before._replace(shares=before.shares + more + 0.1 * NOISE)
+    verdict = compare({"a": before}, {"a": after}, "")
+    half = 10 * 2.0930240544 * float(NOISE.std()) / 20**0.5
+    gain = f"accuracy {100 * (more + 0.1 * float(NOISE.mean())):+.1f} ± {half:.1f} points, loss +0"
+    assert verdict.is_good == is_good and verdict.gains["a"].startswith(
+        f"gain of a on 20 rows: {gain}"
+    )
+
+
 def test_answers_that_lack_the_end_token_alone_are_counted():
     logits = torch.eye(5)[torch.tensor([[2, 3, 1], [2, 3, 4], [2, 4, 4], [4, 1, 4]])]
     targets = torch.tensor([[2, 3, 1]] * 3 + [[4, 1, NO_TARGET]])

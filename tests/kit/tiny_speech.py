@@ -36,9 +36,9 @@ def speech_processor() -> Any:
     return SimpleNamespace(feature_extractor=EXTRACTOR, tokenizer=speech_tokenizer())
 
 
-def speech_model(seed: int = 0) -> Any:
+def speech_model(seed: int = 0, **more: Any) -> Any:
     sizes: Any = KINDS["speech model"][2]
-    sizes = sizes | {"max_source_positions": 50, "decoder_start_token_id": START}
+    sizes = sizes | {"max_source_positions": 50, "decoder_start_token_id": START} | more
     torch.manual_seed(seed)
     model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes))
     return scatter(model.eval(), seed, 0.05)

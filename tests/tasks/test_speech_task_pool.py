@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from lightning import Fabric
-from tiny_speech import START, speech_model, speech_processor, speech_rows
+from tiny_speech import LANGUAGE, START, speech_model, speech_processor, speech_rows
 from tiny_texts import TASKS
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
@@ -19,18 +19,6 @@ from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.lab.rivals.ridge_surgery import RidgeSurgery
 from fusion_bench_featcal.pools import SpeechPool
 from fusion_bench_featcal.tasks import SpeechTaskPool
-
-
-@pytest.mark.parametrize(("said", "written", "errors"), [
-    ("What's my balance?", "whats my balance", 0),
-    ("one two three", "two three", 1),
-    ("one two three", "one too three four", 2),
-    ("one two", "", 2),
-    ("", "a b", 2),
-    ("Tŷ, a b c", "c b a tŷ", 4),
-])  # fmt: skip
-def test_words_are_compared_without_case_and_punctuation(said, written, errors):
-    assert word_errors(said, written) == errors
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +36,14 @@ def by_hand(model: Any, rows: SpeechBatches) -> tuple[float, list[float]]:
     errors, count, losses = 0, 0, []
     for row, batch in zip(rows.rows, rows, strict=True):
         features, labels = batch["input_features"], batch["labels"][0]
-        written, most = [START], 2 * max(rows.labels_of(row).shape[1] for row in rows.rows)
+        written = [START, LANGUAGE]  # as all texts begin
+        most = 2 * max(rows.labels_of(row).shape[1] for row in rows.rows)
 
         def logits(ids: list[int], features: torch.Tensor = features) -> torch.Tensor:
             return model(input_features=features, decoder_input_ids=torch.tensor([ids])).logits[0]
 
         with torch.no_grad():
-            while len(written) <= most and (written[-1] != 1 or len(written) == 1):
+            while len(written) < 2 + most and written[-1] != 1:
                 written.append(int(logits(written)[-1].argmax()))
             scores = logits([START, *labels[:-1].tolist()]).log_softmax(dim=-1)
         losses.append(-scores[range(1, len(labels)), labels[1:]].mean().item())
