@@ -23,7 +23,11 @@ from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.speech import open_speech_task
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
-from fusion_bench_featcal.folders.tokenizers import warnings_on_chats, warnings_on_tokens
+from fusion_bench_featcal.folders.tokenizers import (
+    refuse_languages,
+    warnings_on_chats,
+    warnings_on_tokens,
+)
 from fusion_bench_featcal.folders.transformers_models import TransformersModels
 from fusion_bench_featcal.results.notes import Note, notes_of
 from fusion_bench_featcal.run.log import AsMerged
@@ -42,6 +46,9 @@ def open_transformers(inputs: InputModels) -> Opened:
     positions = positions_of(models.like.empty) if kind in TEXT_MODELS else NO_LIMIT
     settings, note = _settings(request, kind, processor, positions)
     length = settings.max_length
+    if kind in ("seq2seq", SPEECH):
+        named = processor, models.processor.option, models.processor.expert_tokenizers
+        refuse_languages(*named, [models.like, *models.experts.values()])
     if kind in LANGUAGE_MODELS:
         encoder = TextEncoder(processor, kind, length, positions, models.ends, models.start)
         loads = {task: partial(models.load_expert, task) for task in request.expert}

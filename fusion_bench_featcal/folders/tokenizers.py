@@ -1,11 +1,15 @@
 """Warnings of experts whose tokenizers or chat templates read the data in another way."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 
 from transformers import PreTrainedTokenizerBase
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from fusion_bench_featcal.data.templates import shortest_chat
+from fusion_bench_featcal.data.text_limits import declared
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 
 _PROBES = ("Der Café in São Paulo: 3,50 €!", " two  blanks\n\tand 2026", "iPhone or IPHONE?")
@@ -64,6 +68,53 @@ def warnings_on_chats(
         if expected and chat and chat != expected
     ]
     return notes_of(texts, WARNING)
+
+
+def refuse_languages(
+    tokenizer: PreTrainedTokenizerBase,
+    option: str,
+    experts: Mapping[str, PreTrainedTokenizerBase],
+    models: Iterable[ModelFolder],
+) -> None:
+    """Refuse encoder-decoders that answer in several languages, or for several tasks of Whisper.
+
+    One tokenizer writes the targets of all tasks, so an expert's may not write other tokens around
+    them. The models' configs may not begin answers otherwise. What is not declared fits everything.
+
+    Args:
+        tokenizer: As for `warnings_on_tokens`, which the next two follow as well.
+        option: The option that names it.
+        experts: An expert -> its tokenizer.
+        models: The experts, and the model whose configs the result gets.
+
+    Raises:
+        CalibrationError: Naming two models and what they declare.
+    """
+    marks = "tgt_lang or language of the tokenizer"
+    said = [(marks, option, expected := _target_marks(tokenizer))]
+    said += [(marks, label, _target_marks(other) or expected) for label, other in experts.items()]
+    for model, key in product(models, ("forced_bos_token_id", "language", "task")):
+        if (value := declared(key, model)) is not None:
+            token = tokenizer.convert_ids_to_tokens(value) if type(value) is int else value
+            name = str(token).strip("<|>")  # Whisper's may also be a code or the language's name
+            said.append((key, model.label, TO_LANGUAGE_CODE.get(name.lower(), name)))
+    first = dict[str, tuple[str, str]]()
+    for key, label, value in said:
+        other, expected = first.setdefault(key, (label, value))
+        if value != expected:
+            raise CalibrationError(
+                f"{label} is for {value}, and {other} for {expected or 'no language'} ({key}), but "
+                "one tokenizer writes the targets of all tasks: repair tasks of one target "
+                "language together, and name a tokenizer of this language by --tokenizer"
+            )
+
+
+def _target_marks(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the tokens around targets that name a language or task, if they are set."""
+    if None in (getattr(tokenizer, "tgt_lang", ""), getattr(tokenizer, "language", "")):
+        return ""
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(text_target="")["input_ids"])
+    return " ".join(token for token in tokens if token not in tokenizer.special_tokens_map.values())
 
 
 def _difference(
