@@ -43,6 +43,12 @@ class SentenceRows:
         self.unread = [column for column in available if column not in read]
         numbers = (int, float, bool)
         texts = [c for c in self.unread if not isinstance(_number(rows[0].get(c)), numbers)]
+        lists = [c for c in texts if "neg" in c.lower() and not isinstance(rows[0].get(c), str)]
+        if lists and self.columns and not chosen_names:
+            raise ValueError(
+                f"{rows.name}: column {lists[0]} has lists, which are not read. Write a column for "
+                "each text (negative_1, negative_2, ...), or name the others by --columns"
+            )
         self._is_chosen = bool(chosen_names) or not texts
 
     @property

@@ -393,6 +393,8 @@ REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
      ["line 1: pos is ['b'], not a text: write a row for each of its texts"]),
     ({"math.jsonl": '{"query": "a", "document": "b", "answer": "c"}\n'}, [],
      ["of which query, document, answer are texts, but a row has one text, or two and negatives"]),
+    ({"math.jsonl": '{"query": "a", "positive": "b", "negatives": ["c"]}\n'}, [],
+     ["column negatives has lists, which are not read. Write a column for each text (negative_1"]),
     ({}, ["--columns", "title=text"], ["--columns title is unknown. Known: query, anchor, quest"]),
     ({"math.jsonl": '{"id": "a"}\n'}, [],
      ["math.jsonl has the columns id, and none of them has a known name of texts: name"]),
