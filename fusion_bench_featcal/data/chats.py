@@ -1,5 +1,6 @@
 """Turns of chats: their speakers and contents."""
 
+from base64 import b64decode
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,17 @@ _SPEAKERS = {
 }
 _ROLES = {name: role for role, names in _SPEAKERS.items() for name in names.split()}
 _KEYS = ("role", "from", "content", "value")
+_FLAGS = ("weight", "loss", "train", "training", "loss_mask")
+"""Keys of turns, and 0 or false for answers that do not count."""
+MASKS = (
+    "loss_mask", "label_mask", "completion_mask", "response_mask", "assistant_mask",
+    "assistant_masks", "train_detail", "training_detail",
+)  # fmt: skip
+"""Columns and keys of turns that choose tokens of an answer."""
+MARK = "<image>"
+"""Place of an image in a text, as in LLaVA's chats."""
+_IMAGES = ("bytes", "image", "image_url", "url", "path")
+AS_PART = '{"type": "image", "path": "FILE"}'
 
 
 def is_chat(value: Any) -> bool:
@@ -25,13 +37,15 @@ def is_chat(value: Any) -> bool:
     return is_list and bool(turns) and bool({"role", "from"} & turns[0].keys())
 
 
-def read_turns(chat: object, name: str) -> list[Turn]:
+def read_turns(chat: object, name: str, images: list[Any] | None = None) -> list[Turn]:
     """Return a chat's turns with `role`, `content` and other keys, such as `name`.
 
     Args:
         chat: A list of turns, a list of values for each key, or either as a JSON text. Turns have
             `role` and `content`, or `from` and `value`.
         name: The row's name in messages.
+        images: A list to which the images of parts are added, None for those that only mark a
+            place. A mark is written into the text for each. Without a list they are refused.
 
     Raises:
         CalibrationError: If it has another form, a speaker is unknown, or a turn calls tools.
@@ -46,7 +60,7 @@ def read_turns(chat: object, name: str) -> list[Turn]:
             f"{name}: messages must be a list of turns, each with role and content, got "
             f"{str(chat)[:60]!r}"
         )
-    return [_turn(turn, f"{name}, turn {number}") for number, turn in enumerate(chat)]
+    return [_turn(turn, f"{name}, turn {number}", images) for number, turn in enumerate(chat)]
 
 
 def parsed(value: object, name: str) -> object:
@@ -69,17 +83,20 @@ def parsed(value: object, name: str) -> object:
 def answered_turns(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | None]:
     """Split a chat into the turns before its last answer, and the answer if it comes last.
 
-    Turns after the last answer with a weight are left out if the last one has weight 0.
+    Turns after the last answer that counts are left out if the last one has weight 0 or the like.
 
     Raises:
-        CalibrationError: If nothing comes before the answer, or all answers have weight 0.
+        CalibrationError: If nothing comes before the answer, or no answer counts.
     """
-    weights = [turn.pop("weight", None) for turn in turns]
+    flags = [[turn.pop(key, None) for key in _FLAGS] for turn in turns]
+    counts = [not any(map(is_no, values)) for values in flags]
     answers = [n for n, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if answers and answers[-1] == len(turns) - 1 and weights[-1] == 0:
-        counted = [n for n in answers if weights[n] != 0]
+    if answers and answers[-1] == len(turns) - 1 and not counts[-1]:
+        counted = [n for n in answers if counts[n]]
         if not counted:
-            raise CalibrationError(f"{name}: all answers have weight 0. Remove the row")
+            raise CalibrationError(
+                f"{name}: all answers have weight 0, or loss false. Remove the row"
+            )
         turns = turns[: counted[-1] + 1]
     is_answered = bool(turns) and turns[-1]["role"] == "assistant"
     question = turns[:-1] if is_answered else turns
@@ -88,7 +105,12 @@ def answered_turns(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | Non
     return question, turns[-1] if is_answered else None
 
 
-def _turn(turn: Mapping[str, object], name: str) -> Turn:
+def is_no(value: object) -> bool:
+    """Return whether a flag of tables is 0 or false."""
+    return str(value).lower() in ("0", "0.0", "false")
+
+
+def _turn(turn: Mapping[str, object], name: str, images: list[Any] | None) -> Turn:
     values = {key: value for key, value in turn.items() if value is not None}
     speaker = values.get("role", values.get("from"))
     role = _ROLES.get(str(speaker).strip().lower())
@@ -99,20 +121,71 @@ def _turn(turn: Mapping[str, object], name: str) -> Turn:
         )
     if values.get("tool_calls"):
         raise CalibrationError(f"{name}: tool_calls are not read. Write them into the content")
+    masks = [key for key in (*_FLAGS, *MASKS) if isinstance(values.get(key), list | Mapping)]
+    if masks and role == "assistant":
+        raise CalibrationError(
+            f"{name}: {masks[0]} chooses tokens, which is not read. Write a row for each answer "
+            "that counts, and leave the key out"
+        )
     other = {key: value for key, value in values.items() if key not in _KEYS}
     content = values.get("content", values.get("value"))
-    return {"role": role, "content": _content(content, name, list(turn)), **other}
+    return {"role": role, "content": _content(content, name, list(turn), images), **other}
 
 
-def _content(content: object, name: str, keys: list[str]) -> str:
-    """Return a turn's content, a text or a list of text parts, as one text."""
+def _content(content: object, name: str, keys: list[str], images: list[Any] | None) -> str:
+    """Return a turn's content, a text or a list of parts, as one text with marks for images."""
     texts = []
     for part in content if isinstance(content, list | tuple) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
+        if images is not None and isinstance(part, Mapping) and _is_image(part):
+            images.append(_image_in(part, name, images.count(None)))
+            text = MARK
         if not isinstance(text, str):
             raise CalibrationError(
                 f"{name}: the content must be a text or a list of text parts, got "
                 f"{str(part)[:60]!r} (keys of the turn: {', '.join(keys)})"
+                + (images is not None)
+                * f". Write an image as {AS_PART}"
             )
         texts.append(text)
     return "".join(texts)
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    """Return whether a part is an image, also without a type."""
+    is_untyped = part.get("type") is None and part.get("text") is None
+    return "image" in str(part.get("type")) or (is_untyped and not part.keys().isdisjoint(_IMAGES))
+
+
+def _image_in(part: Mapping[str, Any], name: str, place: int) -> Any:
+    """Return the image of a part, or None if the part only marks the place of an image."""
+    values = {k: v for k, v in part.items() if hasattr(v, "shape") or v not in (None, "")}
+    keys = [k for k, v in values.items() if k != "type" and (k, v) != ("index", place)]
+    if keys and (len(keys) > 1 or keys[0] not in _IMAGES):
+        raise CalibrationError(
+            f"{name}: the image has {', '.join(keys)}, which are not read. Write it as {AS_PART}"
+        )
+    return stored_image(values[keys[0]], name) if keys else None
+
+
+def stored_image(value: Any, name: str) -> Any:
+    """Return an image as a file's path or bytes, or as the value that it is.
+
+    Raises:
+        CalibrationError: If it is the address of a page, or a damaged data URI.
+    """
+    value = value.get("url", value) if isinstance(value, Mapping) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        if value.startswith("data:"):
+            return b64decode(value.partition(";base64,")[2])
+    except ValueError as error:
+        raise CalibrationError(
+            f"{name}: {value[:60]!r} is damaged ({error}). Replace it"
+        ) from error
+    if "://" in (path := value.removeprefix("file://")):
+        raise CalibrationError(
+            f"{name}: {value[:60]!r} is not downloaded. Save the image, and write it as {AS_PART}"
+        )
+    return path

@@ -18,7 +18,7 @@ class MediaBatches(ABC):
     """One task's samples. Images and sounds are read when they are used.
 
     Attributes:
-        rows: The samples, each with its `text`.
+        rows: The samples.
         processor: A processor of transformers for the images or sounds.
         encoder: The tokenizer, with end tokens.
     """
@@ -44,8 +44,8 @@ class MediaBatches(ABC):
         Raises:
             CalibrationError: If a token id is not in its vocabulary.
         """
-        for row, batch in zip(self.rows, self, strict=True):
-            check_token_ids(batch, model, lambda _, name=row.text.name: name)
+        for text, batch in zip(self.texts, self, strict=True):
+            check_token_ids(batch, model, lambda _, name=text.name: name)
             yield batch
 
     def targets_of(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

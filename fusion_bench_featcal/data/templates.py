@@ -25,7 +25,7 @@ class Chat(NamedTuple):
     Attributes:
         prompt: What the model reads, up to the answer.
         answer: The answer with what the template writes behind it, or None without one.
-        unread: Keys of turns that the template does not show.
+        unread: Sentences on keys of turns that the template does not show.
     """
 
     prompt: str
@@ -111,11 +111,15 @@ def rendered_chat(tokenizer: object, text: Text) -> Chat:
             )
     keys = dict.fromkeys(key for turn in turns for key in turn if key not in ("role", "content"))
     without = {key: [{k: turn[k] for k in turn if k != key} for turn in turns] for key in keys}
-    unread = tuple(key for key in keys if written(without[key], is_asked) == whole)
+    unread = tuple(
+        f"{key} of turns, which the template does not show"
+        for key in keys
+        if written(without[key], is_asked) == whole
+    )
     if text.target is None:
         return Chat(whole, None, unread)
     prompt = written(text.prompt, True)
-    if not text.target["content"].strip():
+    if not str(text.target["content"]).strip():
         return Chat(prompt, "", unread)
     if not whole.startswith(prompt):
         raise CalibrationError(

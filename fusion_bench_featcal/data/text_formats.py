@@ -5,7 +5,17 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal
 
-from fusion_bench_featcal.data.chats import Turn, answered_turns, is_chat, parsed, read_turns
+from fusion_bench_featcal.data.chats import (
+    AS_PART,
+    MASKS,
+    Turn,
+    answered_turns,
+    is_chat,
+    is_no,
+    parsed,
+    read_turns,
+    stored_image,
+)
 from fusion_bench_featcal.errors import CalibrationError
 
 CHATS = ("messages", "conversations")
@@ -21,10 +31,21 @@ _SYSTEMS = ("system", "system_prompt")
 _OF_TEMPLATES = ("tools", "documents")
 _OF_CHATS = (*_SYSTEMS, *_OF_TEMPLATES, "functions", "history")
 _CHOICES = ("choices", "options")
-_MEDIA = ("image", "images", "audio", "video", "videos")
+IMAGES = ("image", "images")
+"""Columns for images."""
+_MEDIA = (*IMAGES, "audio", "video", "videos")
+STANDARD = {
+    name: standard
+    for standard, names in {
+        "messages": CHATS, "prompt": PROMPTS, "context": _CONTEXTS, "choices": _CHOICES,
+        "system": _SYSTEMS,
+    }.items()
+    for name in names
+}  # fmt: skip
+"""Name of a column -> the one by which a command names it."""
 NEEDED = (
     *_OF_CHATS, *_CHOICES, "A", "B", "context", "text_pair", "article", "document", "passage",
-    "paragraph", "story", *_MEDIA,
+    "paragraph", "story", *_MEDIA, *MASKS,
 )  # fmt: skip
 """Columns that change the model's input. A row is refused if one has a value that is not used."""
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -43,6 +64,7 @@ class Text:
         values: Other values of a chat's template: `tools`, `documents`.
         columns: Names of the columns that are read.
         unread: Names of the other columns with a value.
+        images: Its images as the dataset stores them, in the order of their marks in the texts.
     """
 
     name: str
@@ -53,6 +75,7 @@ class Text:
     values: Mapping[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    images: tuple[Any, ...] = ()
 
     @property
     def lacks_target(self) -> bool:
@@ -60,7 +83,13 @@ class Text:
         return self.form in ("chat", "prompt") and self.target is None
 
 
-def read_row(row: object, name: str, columns: Mapping[str, str] | None = None) -> Text:
+def read_row(
+    row: object,
+    name: str,
+    columns: Mapping[str, str] | None = None,
+    *,
+    reads_images: bool = False,
+) -> Text:
     """Read a row of any common format.
 
     Chats are lists of turns, ShareGPT's `conversations`, or TRL's prompts and completions. Prompts
@@ -70,6 +99,7 @@ def read_row(row: object, name: str, columns: Mapping[str, str] | None = None) -
         row: The row.
         name: Its name in messages.
         columns: Standard name of a column -> its name in the row, to read only these.
+        reads_images: Whether the model reads images, in columns or in parts of turns.
 
     Raises:
         CalibrationError: If it has none of these formats, several answers, or a column that would
@@ -77,7 +107,7 @@ def read_row(row: object, name: str, columns: Mapping[str, str] | None = None) -
     """
     if not isinstance(row, Mapping):
         raise CalibrationError(f"{name}: a text is a mapping, got {type(row).__name__}")
-    return _Reader(row, name, columns).text()
+    return _Reader(row, name, columns, [] if reads_images else None).text()
 
 
 def is_left_out(row: object) -> bool:
@@ -86,14 +116,20 @@ def is_left_out(row: object) -> bool:
         return False
     has_answer = any(row.get(p) for p in PROMPTS) and any(row.get(t) for t in TARGETS)
     is_bad = has_answer and str(row.get("label")).lower() == "false"
-    return is_bad or str(row.get("weight")) in ("0", "0.0", "False")
+    return is_bad or is_no(row.get("weight"))
 
 
 class _Reader:
     """One row, with the columns that were read so far."""
 
-    def __init__(self, row: Mapping[str, object], name: str, columns: Mapping[str, str] | None):
-        self.row, self.name = row, name
+    def __init__(
+        self,
+        row: Mapping[str, object],
+        name: str,
+        columns: Mapping[str, str] | None,
+        images: list[Any] | None,
+    ) -> None:
+        self.row, self.name, self.images = row, name, images
         self.names = columns or {str(column): str(column) for column in row}
         values = {name: row.get(column) for name, column in self.names.items()}
         self.values = {name: value for name, value in values.items() if value is not None}
@@ -127,7 +163,7 @@ class _Reader:
         """Return a chat, or None if the row is none."""
         form = next((name for name in FORMATS if name in self.values), "")
         if form in CHATS or is_chat(self.values.get(form)):  # TRL, also without a prompt
-            turns = read_turns(self.take(form), self.name)
+            turns = read_turns(self.take(form), self.name, self.images)
         elif form in PROMPTS and any(is_chat(self.values.get(name)) for name in TARGETS):
             turns = [{"role": "user", "content": self.as_text(self.take(form), form)}]
         else:
@@ -145,8 +181,12 @@ class _Reader:
         """Return turns with their answer, which may repeat them."""
         if not is_chat(answer):
             return [*turns, {"role": "assistant", "content": self.as_text(answer, self.read[-1])}]
-        more = read_turns(answer, self.name)
-        return more if more[0]["role"] in ("user", "system") else [*turns, *more]
+        before = len(self.images or ())
+        more = read_turns(answer, self.name, self.images)
+        if more[0]["role"] not in ("user", "system"):
+            return [*turns, *more]
+        self.images = self.images and self.images[before:]
+        return more
 
     def plain(self) -> Text:
         """Return a prompt with its answer, or a plain text."""
@@ -213,7 +253,31 @@ class _Reader:
             raise CalibrationError(
                 f"{self.name}: which of {', '.join(answers)} is the answer? Name that column target"
             )
-        return self.take(first)
+        answer = self.take(first if answers else "answers")
+        texts = answer.get("text") if isinstance(answer, Mapping) else answer  # SQuAD's
+        if not isinstance(texts, list | tuple) or is_chat(texts):
+            return answer
+        if len(distinct := [*dict.fromkeys(map(str, texts))]) != 1:
+            raise CalibrationError(
+                f"{self.name}: {self.names[self.read[-1]]} has {len(distinct)} different answers. "
+                "Write the one to use as target"
+            )
+        return distinct[0]
+
+    def all_images(self) -> tuple[Any, ...]:
+        """Return the images. Those of columns come where parts only mark a place, then behind."""
+        if self.images is None:
+            return ()
+        cells = [cell for cell in map(self.take, IMAGES) if has_value(cell)]
+        stored = [i for cell in cells for i in (cell if isinstance(cell, list | tuple) else [cell])]
+        beside = iter([stored_image(image, self.name) for image in stored])
+        images = [next(beside, None) if image is None else image for image in self.images]
+        if lacking := images.count(None):
+            raise CalibrationError(
+                f"{self.name}: {lacking} parts mark the places of images that are missing. Give "
+                f"them in the column images, or in the parts: {AS_PART}"
+            )
+        return *images, *beside
 
     def as_text(self, value: object, column: str) -> str:
         """Return a text. Tables contain whole numbers without quotes."""
@@ -226,17 +290,21 @@ class _Reader:
 
     def finished(self, text: Text) -> Text:
         """Return a text with its columns, if nothing that is needed was left unread."""
+        images = self.all_images()
         filled = [name for name in self.read if has_value(self.values[name])]
         columns = tuple(dict.fromkeys(self.names[name] for name in filled))
-        needed = [n for n in NEEDED if n not in self.read and has_value(self.values.get(n))]
-        if needed and text.form != "tokens":
+        changing = NEEDED if text.form != "tokens" else () if "labels" in self.read else MASKS
+        needed = [n for n in changing if n not in self.read and has_value(self.values.get(n))]
+        if needed:
             as_chat = needed[0] in _OF_CHATS and text.form != "chat"
             advice = "Write the row as messages" if as_chat else "Write it into the text"
             if needed[0] in _MEDIA:
                 advice = "The model reads texts alone: name one with a tower for it"
+            if needed[0] in MASKS:
+                advice = "Give the row as input_ids and labels, -100 for tokens that do not count"
             raise unused_column(self.name, self.names[needed[0]], f"a {text.form}", advice)
         unread = tuple(str(n) for n, v in self.row.items() if has_value(v) and n not in columns)
-        return replace(text, columns=columns, unread=unread)
+        return replace(text, columns=columns, unread=unread, images=images)
 
 
 def unused_column(name: str, column: str, place: str, advice: str) -> CalibrationError:

@@ -21,19 +21,27 @@ class TextRows:
         left_out: Number of rows that are left out.
     """
 
-    def __init__(self, rows: Any, name: str, columns: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        rows: Any,
+        name: str,
+        columns: Mapping[str, str] | None = None,
+        *,
+        reads_images: bool = False,
+    ) -> None:
         """View a dataset.
 
         Args:
             rows: A table, or other rows with a length and numbers.
             name: Its name in messages.
             columns: Standard name of a column -> its name in the dataset, to read only these.
+            reads_images: Whether the model reads images.
 
         Raises:
             CalibrationError: If it is streamed, or is not one split.
         """
         require_numbered(rows, name)
-        self.name, self.columns = name, dict(columns or {})
+        self.name, self.columns, self._reads_images = name, dict(columns or {}), reads_images
         self._places = getattr(rows, "places", None)
         features = getattr(rows, "features", None) or {}
         for column in (c for c, f in features.items() if isinstance(f, datasets.Audio)):
@@ -85,7 +93,7 @@ class TextRows:
             row = self[index]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CalibrationError(f"{name} cannot be read ({error})") from error
-        return read_row(row, name, self.columns)
+        return read_row(row, name, self.columns, reads_images=self._reads_images)
 
     def classes(self, column: str) -> list[str] | None:
         """Return the names of a column's classes, in the dataset's order, if it has any."""

@@ -221,8 +221,7 @@ class TextEncoder:
             target = self.until_end(target)
         is_long = len(ids) > self._limit // 2
         head = head_length(self.tokenizer, text, ids) if is_long else 0
-        unread = tuple(f"{key} of turns, which the template does not show" for key in chat.unread)
-        return _Ids(ids, target, head=head, unread=unread)
+        return _Ids(ids, target, head=head, unread=chat.unread)
 
     def until_end(self, answer: list[int]) -> list[int]:
         """Return an answer up to and including its first end token."""

@@ -10,24 +10,21 @@ from typing import Any
 from torch import nn
 
 from fusion_bench_featcal.data.generation import targets_of
-from fusion_bench_featcal.data.image_texts import (
-    IMAGES,
-    ImageText,
-    ImageTextBatches,
-    read_image_rows,
-)
+from fusion_bench_featcal.data.image_texts import ImageTextBatches
 from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.media_batches import MediaBatches
+from fusion_bench_featcal.data.pictures import file_in
 from fusion_bench_featcal.data.scoring import Tests, class_tests
 from fusion_bench_featcal.data.tables import home_of, load_texts
 from fusion_bench_featcal.data.text_batches import TextBatches
-from fusion_bench_featcal.data.text_formats import FORMATS
+from fusion_bench_featcal.data.text_formats import FORMATS, IMAGES, STANDARD, Text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import (
@@ -83,10 +80,12 @@ def open_texts(
             f"{option} has the columns {', '.join(table.column_names)}{reason}: name them by "
             f"--columns [NAME:]{','.join(f'{name}=COLUMN' for name in needed)}"
         )
-    if columns and names == usual:
-        columns = {n: n for n in usual if n in available} | dict(columns)
+    reads_images = {*IMAGES} <= {*names}
+    kept = usual if names == usual else IMAGES if reads_images else ()
+    if columns:
+        columns = {n: n for n in kept if n in available} | dict(columns)
     with at(option, cause=unloadable):
-        return TextRows(table, option, columns)
+        return TextRows(table, option, columns, reads_images=reads_images)
 
 
 def open_language_task(
@@ -108,21 +107,20 @@ def open_language_task(
     names = _OF_MODELS if of_images is None else (*_OF_MODELS, *IMAGES)
     open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=FORMATS)
     rows = TaskRows.open(task, request, open_rows)
-    parts = (rows.samples, rows.tests) if of_images else ()
-    read = [read_image_rows(part.rows, part.indices, folder_of(part)) for part in parts]
-    if of_images is not None and any(row.images for part in read for row in part):
-        return _open_image_texts(rows, read[0], read[1], encoder, of_images())
-    calibration, test = (
-        _language_batches(part, request, encoder, load_expert)
+    parts = [
+        TextBatches(part.rows, part.indices, request.settings, encoder, load_expert, request.device)
         for part in (rows.samples, rows.tests)
-    )
+    ]
+    if of_images is not None and any(text.images for part in parts for text in part.texts):
+        return _open_image_texts(rows, [part.texts for part in parts], encoder, of_images())
+    calibration, test = map(_with_targets, parts)
     rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
     test = test.some(places)
     tests, measure = None, ""
     if test.indices:
         tests = Tests(test.checked, targets_of, _counts_tokens(test), ends=[*encoder.ends])
         measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
-    notes = _notes_of_rows(calibration, test)
+    notes = _notes_of_rows(rows, calibration.unread, calibration, test)
     are_plain = all(text.form == "prompt" for text in calibration.texts)
     if are_plain and getattr(encoder.tokenizer, "chat_template", None):
         notes.append(
@@ -131,8 +129,13 @@ def open_language_task(
         )
     if calibration.are_generated:
         unread = calibration.unread
-        names = f"{task}:prompt={calibration.columns[-1]},target=COLUMN"
-        advice = f". If {' or '.join(unread)} has them: --columns {names}" if unread else ""
+        stored = {column: name for name, column in request.columns_of(task).items()}
+        names = {STANDARD.get(stored.get(c, c), stored.get(c, c)): c for c in calibration.columns}
+        pairs = ",".join(f"{name}={column}" for name, column in names.items())
+        way = f"--columns {task}:{pairs},target=COLUMN"
+        if not {*names} <= {*_OF_MODELS} or len(names) < len(calibration.columns):
+            way = "name that column target"
+        advice = f". If {' or '.join(unread)} has them: {way}" if unread else ""
         notes.append(f"no targets in --data, so its expert writes them{advice}")
     return rows.opened(calibration, tests, calibration.columns, notes, measure=measure)
 
@@ -144,21 +147,30 @@ def folder_of(part: Part) -> Path:
 
 def _open_image_texts(
     rows: TaskRows,
-    samples: Sequence[ImageText],
-    tested: Sequence[ImageText],
+    texts: Sequence[Sequence[Text]],
     encoder: TextEncoder,
     processor: Any,
 ) -> Task:
     """Open a task of texts with images. Answers are scored as those to texts alone."""
     request = rows.request
+    if request.settings.calibration_targets == "generated":
+        raise ValueError(
+            f"{rows.samples.option} has images, for which experts generate no answers: leave out "
+            f"{option('calibration_targets', 'generated')}, and give the rows answers"
+        )
+    samples, tested = (
+        [replace(text, images=tuple(file_in(home, i) for i in text.images)) for text in part]
+        for home, part in zip(map(folder_of, (rows.samples, rows.tests)), texts, strict=True)
+    )
     chosen = request.settings.max_length if "max_length" in request.set else None
     limit = chosen or encoder.positions
     calibration = ImageTextBatches(samples, processor, encoder, limit)
-    columns = dict.fromkeys(name for text in calibration.texts for name in text.columns)
-    notes = ["towers, and modules between them and the decoder, are calibrated where images run"]
-    if any(text.form == "prompt" for text in calibration.texts):
+    columns = dict.fromkeys(name for text in samples for name in text.columns)
+    notes = _notes_of_rows(rows, calibration.unread)
+    notes += ["towers, and modules between them and the decoder, are calibrated where images run"]
+    if any(text.form == "prompt" for text in samples):
         notes.append("the chat template writes all prompts as turns of a user")
-    return open_media(rows, calibration, tested, [*columns, "images"], notes)
+    return open_media(rows, calibration, tested, [*columns], notes)
 
 
 def _answer_tests(test: MediaBatches) -> tuple[Tests, dict[str, str]]:
@@ -195,9 +207,8 @@ def open_media(
     return rows.opened(calibration, tests, columns, notes, **described)
 
 
-def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: Any) -> TextBatches:
+def _with_targets(batches: TextBatches) -> TextBatches:
     """Return samples whose targets the expert writes if the rows have none."""
-    batches = TextBatches(part.rows, part.indices, request.settings, encoder, load, request.device)
     lacking = [text.name for text in batches.texts if text.lacks_target]
     if 0 < len(lacking) < batches.samples:
         raise ValueError(
@@ -205,7 +216,7 @@ def _language_batches(part: Part, request: Request, encoder: TextEncoder, load: 
             "these rows out, or leave out all targets, so that the expert writes them"
         )
     if lacking:
-        generated = request.settings.replace(calibration_targets="generated")
+        generated = batches.settings.replace(calibration_targets="generated")
         return replace(batches, settings=generated)
     return batches
 
@@ -219,18 +230,14 @@ def _counts_tokens(batches: TextBatches) -> bool:
     return median(lengths) > LONG
 
 
-def _notes_of_rows(
-    calibration: TextBatches, test: TextBatches, used: Sequence[str] = ()
-) -> list[str]:
+def _notes_of_rows(rows: TaskRows, unread: Sequence[str], *batches: TextBatches) -> list[str]:
     """Describe columns that are not read, rows that do not count, and texts that are cut."""
-    unread = [column for column in calibration.unread if column not in used]
     notes = [f"columns that are not read: {', '.join(unread)}"] if unread else []
-    if left_out := calibration.rows.left_out:
+    if left_out := rows.samples.rows.left_out:
         notes.append(f"{counted(left_out, 'row')} with weight 0 or label false left out")
-    if cut := calibration.remark_on_length(calibration.inputs):
-        notes.append(f"of the samples, {cut}")
-    if cut := test.remark_on_length(test.inputs):
-        notes.append(f"of the rows to evaluate on, {cut}")
+    for part, texts in zip(("samples", "rows to evaluate on"), batches, strict=False):
+        if cut := texts.remark_on_length(texts.inputs):
+            notes.append(f"of the {part}, {cut}")
     return notes
 
 
@@ -279,7 +286,8 @@ def open_class_task(
         more_labels = _labels_of(rows.samples) if shares_rows else []
         numbers, remark = head_labels(rows.tests, classes, more_labels)
         tests = class_tests(test.checked, test.batch_size, numbers)
-    notes = [*_notes_of_rows(calibration, test, [column]), *filter(None, [remark])]
+    unread = [name for name in calibration.unread if name != column]
+    notes = [*_notes_of_rows(rows, unread, calibration, test), *filter(None, [remark])]
     read = [*calibration.columns, *([column] if tests else [])]
     return rows.opened(calibration, tests, read, notes)
 

@@ -1,5 +1,7 @@
 """Rows of public formats: what is the prompt, the target, and what is refused."""
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +24,9 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, "user q > a - rejected"),
     ({"messages": [ASK, SAY], "system": "s", "id": 1}, "system s|user q > a - id"),
     ({"messages": [ASK, SAY, ASK, {**SAY, "content": "bad", "weight": 0}]}, "user q > a"),
+    ({"messages": [ASK, SAY, ASK, {**SAY, "content": "bad", "loss": False}]}, "user q > a"),
+    ({"messages": [ASK, SAY, ASK, {**SAY, "content": "bad", "train": False}]}, "user q > a"),
+    ({"messages": [ASK, SAY, ASK, {**SAY, "content": "bad", "training": "false"}]}, "user q > a"),
 ]
 
 PROMPTS: list[tuple[dict[str, Any], str]] = [
@@ -38,6 +43,9 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "A": "x", "B": "y", "C": "z", "answer": "C"}, "q||A. x|B. y|C. z > C"),
     ({"prompt": "q", "completion": "a", "label": True}, "q > a"),  # KTO
     ({"text": "t", "label": 1}, "t > None - label"),
+    ({"question": "q", "context": "c", "answers": {"text": ["a", "a"], "answer_start": [0, 9]}},
+     "q||c > a"),  # SQuAD
+    ({"question": "q", "answer": ["a"]}, "q > a"),
 ]  # fmt: skip
 
 
@@ -81,6 +89,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["q"], "text_pair": "x"}, "prompt is list, not a text"),
     ({"prompt": ["q"], "answer": "x"}, "prompt is list, not a text"),
     ({"prompt": "q", "output": "b", "answer": "c"}, "which of output, answer is the answer"),
+    ({"question": "q", "answers": {"text": ["a", "b"]}}, "answers has 2 different answers. Write"),
+    ({"question": "q", "answers": {"text": []}}, "answers has 0 different answers. Write the one"),
+    ({"messages": [ASK, SAY | {"loss": False}]}, "all answers have weight 0, or loss false"),
+    ({"messages": [ASK, SAY | {"loss_mask": [0, 1]}]}, "turn 1: loss_mask chooses tokens, which"),
+    ({"messages": [ASK, SAY | {"labels": [1]}]}, "turn 1: labels chooses tokens, which is not rea"),
+    ({"messages": [ASK, SAY], "loss_mask": [0, 1]}, "column loss_mask chooses tokens, which is no"),
+    ({"prompt": "q", "target": "a", "labels": [1]}, "column labels chooses tokens, which is not r"),
+    ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "column completion_mask chooses tokens, wh"),
+    ({"input_ids": [1, 2], "assistant_masks": [0, 1]}, "column assistant_masks chooses tokens, wh"),
     ({"sentence": "a"}, r"this one has \['sentence'\]"),
 ]  # fmt: skip
 
@@ -89,3 +106,61 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_rows_that_could_be_misread_are_refused(row: dict[str, Any], message: str):
     with pytest.raises(CalibrationError, match=rf"^the row.*: .*{message}|^the row, {message}"):
         read_row(row, "the row")
+
+
+URI = "data:image/png;base64,AAEC"
+SEEN = {"type": "image", "path": "a.png"}
+
+
+def with_parts(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "q"}]}]
+
+
+IMAGES: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"prompt": with_parts({"type": "image"}), "completion": [SAY], "images": ["a"]}, ["a"]),
+    ({"prompt": json.dumps(with_parts(SEEN)), "completion": json.dumps([SAY])}, ["a.png"]),
+    ({"chosen": [*with_parts(SEEN), SAY], "rejected": [*with_parts(SEEN), SAY]}, ["a.png"]),
+    ({"prompt": with_parts(SEEN), "chosen": [*with_parts(SEEN), SAY]}, ["a.png"]),
+    ({"messages": [*with_parts({"type": "image_url", "image_url": {"url": "file:///a"}}), SAY]},
+     ["/a"]),
+    ({"messages": [*with_parts({"image_url": URI, "type": None}), SAY]}, [b"\0\1\2"]),
+    ({"messages": [*with_parts({"type": "image", "index": 0, "text": None}), SAY], "images": ["a"]},
+     ["a"]),
+    ({"messages": [*with_parts({"type": "image"}, SEEN), SAY], "image": URI},
+     [b"\0\1\2", "a.png"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "images"), IMAGES)
+def test_images_of_parts_and_columns(row: dict[str, Any], images: list[Any]):
+    text = read_row(row, "", reads_images=True)
+    assert text.form == "chat" and text.target and text.target["content"] == "a"
+    assert text.prompt[-1]["content"] == "<image>" * len(images) + "q"
+    assert [*text.images] == images and text.unread in ((), ("rejected",), ("prompt",))
+
+
+PART = re.escape('{"type": "image", "path": "FILE"}')
+NO_IMAGES: list[tuple[dict[str, Any], str]] = [
+    ({"type": "image", "source": {"data": "x"}}, f"has source, which are not read. .*{PART}"),
+    ({"type": "image", "index": 1}, f"has index, .*{PART}"),
+    ({"type": "image"}, f"1 parts mark the places of images that are missing. .*{PART}"),
+    ({"type": "image_url", "image_url": {"url": "https://x/y.png"}}, f"not downloaded. .*{PART}"),
+    ({"type": "image", "url": "data:image/png;base64,A"}, "is damaged"),
+    ({"type": "video", "video": "x.mp4"}, f"a list of text parts, got .*Write an image as {PART}"),
+]
+
+
+@pytest.mark.parametrize(("part", "message"), NO_IMAGES)
+def test_parts_that_are_no_images_are_refused(part: dict[str, Any], message: str):
+    with pytest.raises(CalibrationError, match=rf"^the row.*: .*{message}"):
+        read_row({"messages": [*with_parts(part), SAY]}, "the row", reads_images=True)
+
+
+def test_masks_that_change_no_answer_are_not_read():
+    rows = {"input_ids": [1], "labels": [1], "loss_mask": [1]}, {"text": "t", "labels": [1]}
+    assert [read_row(row, "").unread for row in rows] == [("loss_mask",), ("labels",)]
+
+
+def test_json_texts_that_are_no_chats_are_texts():
+    target = '[{"from": "Rome", "to": "Bonn"}]'
+    assert read_row({"prompt": "q", "target": target}, "").target == target

@@ -13,9 +13,12 @@ from tiny_image_texts import image_rows, llava_model, llava_processor
 from tiny_texts import TASKS
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaForCausalLM
 
-from fusion_bench_featcal import FeatCalSettings, calibrate
+from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from fusion_bench_featcal.data.draws import sample_order
+from fusion_bench_featcal.data.image_texts import ImageTextBatches
 from fusion_bench_featcal.data.pictures import read_image
+from fusion_bench_featcal.data.text_formats import Text
+from fusion_bench_featcal.data.text_samples import TextEncoder
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +92,64 @@ def test_an_expert_without_the_tower_is_named_before_the_run(folder: Path, tmp_p
     LlamaForCausalLM(whole.config.text_config).save_pretrained(text)
     more = words(folder, "--out", str(tmp_path / "out"), "--plan", experts=(str(text), "two"))
     assert re.search(r"--expert one=.*text lacks the tower of .*leave images out", error_of(*more))
+
+
+def chats(folder: Path, rows: list[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
+    """Prompts with images as chats, with other columns."""
+    made = list[dict[str, Any]]()
+    for row in rows:
+        user, answer = {"role": "user", "content": row["prompt"]}, {"role": "assistant"}
+        turns = [user, answer | {"content": row["target"], "reasoning_content": "w"}]
+        made.append({"messages": turns, "images": [str(folder / row["image"])]} | more)
+    return made
+
+
+def test_columns_and_keys_that_are_not_read_are_noted(folder: Path, tmp_path: Path):
+    rows = chats(folder, image_rows(tmp_path, 0), hint="u", weight=1)
+    write_rows(tmp_path / "one.jsonl", [*rows, *({**row, "weight": 0} for row in rows[:3])])
+    data = str(tmp_path / "one.jsonl"), str(folder / "two.jsonl")
+    screen = featcal(*words(folder, "--out", str(tmp_path / "out"), "--plan", data=data)).out
+    screen = " ".join(screen.split())
+    assert "not read: hint, reasoning_content of turns, which the template does not" in screen
+    assert "3 rows with weight 0 or label false left out" in screen
+
+
+def test_tools_generated_answers_and_images_in_answers_are_refused(folder: Path, tmp_path: Path):
+    rows = image_rows(tmp_path, 0)
+    asks = ["--set", "calibration_targets=generated"]
+    answers = [row | {"target": "<image> v"} for row in rows]
+    cases: list[tuple[list[dict[str, Any]], list[str], str]] = [
+        (chats(tmp_path, rows, tools=[{"name": "u"}]), [], r"line \d+: .* does not show tools"),
+        (rows, asks, r"--data one=.* has images, .* leave out --set calibration_targets=generated"),
+        (answers, [], r"line \d+: the answer has an image \(<image>\)"),
+        ([row | {"target": " "} for row in rows], [], r"line \d+: the answer is empty"),
+    ]
+    for case, more, message in cases:
+        write_rows(tmp_path / "one.jsonl", case)
+        data = str(tmp_path / "one.jsonl"), str(folder / "two.jsonl")
+        out = "--out", str(tmp_path / "out"), "--plan", *more
+        error = error_of(*words(folder, *out, data=data))
+        assert re.search(message, " ".join(error.split())), error
+
+
+def test_errors_of_processors_name_the_row():
+    def fails(**_: object) -> None:
+        raise IndexError("no image left")
+
+    encoder: Any = TextEncoder(llava_processor().tokenizer, "causal")
+    text = Text("the row", "prompt", "u", "v")
+    with pytest.raises(CalibrationError, match=r"^the row: the processor fails .*no image left"):
+        ImageTextBatches([text], fails, encoder, 64).inputs_of(text)
+
+
+def test_advice_on_answers_keeps_question_and_context(folder: Path, tmp_path: Path):
+    rows = [{"question": f"u {c}", "context": "w", "solution": "v"} for c in "abcdefghij"]
+    cases = {
+        "--columns one:prompt=question,context=context,target=COLUMN": rows,
+        "name that column target": [row | {"A": "x", "B": "y"} for row in rows],
+    }
+    for advice, case in cases.items():
+        write_rows(tmp_path / "one.jsonl", case)
+        data = str(tmp_path / "one.jsonl"), str(folder / "two.jsonl")
+        screen = featcal(*words(folder, "--out", str(tmp_path / "o"), "--plan", data=data)).out
+        assert f"If solution has them: {advice}" in " ".join(screen.split())
