@@ -9,7 +9,7 @@ import pytest
 import torch
 from made_folders import words, write_models, write_rows
 from reports import error_of, featcal
-from tiny_image_texts import image_rows, llava_model, llava_processor
+from tiny_image_texts import CHAT, image_rows, llava_model, llava_processor
 from tiny_texts import TASKS
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlamaForCausalLM
 
@@ -136,7 +136,9 @@ def test_errors_of_processors_name_the_row():
     def fails(**_: object) -> None:
         raise IndexError("no image left")
 
-    encoder: Any = TextEncoder(llava_processor().tokenizer, "causal")
+    tokenizer: Any = llava_processor().tokenizer
+    tokenizer.chat_template = CHAT
+    encoder = TextEncoder(tokenizer, "causal")
     text = Text("the row", "prompt", "u", "v")
     with pytest.raises(CalibrationError, match=r"^the row: the processor fails .*no image left"):
         ImageTextBatches([text], fails, encoder, 64).inputs_of(text)
