@@ -93,11 +93,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "answers": {"text": []}}, "answers has 0 different answers. Write the one"),
     ({"messages": [ASK, SAY | {"loss": False}]}, "all answers have weight 0, or loss false"),
     ({"messages": [ASK, SAY | {"loss_mask": [0, 1]}]}, "turn 1: loss_mask chooses tokens, which"),
-    ({"messages": [ASK, SAY | {"labels": [1]}]}, "turn 1: labels chooses tokens, which is not rea"),
-    ({"messages": [ASK, SAY], "loss_mask": [0, 1]}, "column loss_mask chooses tokens, which is no"),
-    ({"prompt": "q", "target": "a", "labels": [1]}, "column labels chooses tokens, which is not r"),
-    ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "column completion_mask chooses tokens, wh"),
-    ({"input_ids": [1, 2], "assistant_masks": [0, 1]}, "column assistant_masks chooses tokens, wh"),
+    ({"messages": [ASK, SAY], "loss_mask": [0, 1]}, "column loss_mask has no place in a chat. Give"),
+    ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "column completion_mask has no place in a tok"),
+    ({"input_ids": [1, 2], "assistant_masks": [0, 1]}, "column assistant_masks has no place in a tok"),
     ({"sentence": "a"}, r"this one has \['sentence'\]"),
 ]  # fmt: skip
 
@@ -118,7 +116,7 @@ def with_parts(*parts: Any) -> list[dict[str, Any]]:
 
 IMAGES: list[tuple[dict[str, Any], list[Any]]] = [
     ({"prompt": with_parts({"type": "image"}), "completion": [SAY], "images": ["a"]}, ["a"]),
-    ({"prompt": json.dumps(with_parts(SEEN)), "completion": json.dumps([SAY])}, ["a.png"]),
+    ({"messages": json.dumps([*with_parts(SEEN), SAY])}, ["a.png"]),
     ({"chosen": [*with_parts(SEEN), SAY], "rejected": [*with_parts(SEEN), SAY]}, ["a.png"]),
     ({"prompt": with_parts(SEEN), "chosen": [*with_parts(SEEN), SAY]}, ["a.png"]),
     ({"messages": [*with_parts({"type": "image_url", "image_url": {"url": "file:///a"}}), SAY]},
