@@ -49,6 +49,11 @@ POSITIONS = {"max_position_embeddings": 4096}
 DYNAMIC: dict[str, Any] = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 MISTRAL = LLAMA | {"model_type": "mistral", "intermediate_size": 8, "num_hidden_layers": 1}
 GEMMA = MISTRAL | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 4}
+LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "vision_config": {
+    "model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "image_size": 8,
+    "patch_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2,
+}}  # fmt: skip
+LONGER_LLAVA = LLAVA | {"text_config": LLAMA | POSITIONS | {"bos_token_id": 3}}
 # Configs of an expert and of the merged model, and words of the message. Missing keys have the
 # defaults of their class.
 CONFIGS: list[tuple[Any, Any, str]] = [
@@ -68,6 +73,12 @@ CONFIGS: list[tuple[Any, Any, str]] = [
     (MISTRAL | {"num_attention_heads": 4, "head_dim": 2}, MISTRAL, "num_attention_heads=4"),
     (GEMMA | {"final_logit_softcapping": 20.0}, GEMMA, "final_logit_softcapping=20.0"),
     (GEMMA | {"query_pre_attn_scalar": 64}, GEMMA, "query_pre_attn_scalar=64"),
+    (LONGER_LLAVA | {"unsloth_version": "1"}, LLAVA | {"unsloth_version": "2"}, ""),
+    (LLAVA | {"vision_feature_layer": -1}, LLAVA, "vision_feature_layer=-1 (there -2)"),
+    (LLAVA | {"vision_feature_select_strategy": "full"}, LLAVA, "select_strategy='full'"),
+    (LLAVA | {"projector_hidden_act": "relu"}, LLAVA, "projector_hidden_act='relu'"),
+    (LLAVA | {"image_token_index": 40}, LLAVA, "image_token_index=40 (there 32000)"),
+    (LLAVA, LLAVA | {"text_config": LLAMA | {"rms_norm_eps": 0.1}}, "text_config.rms_norm_eps="),
     (hf.Qwen2Config(), hf.LlamaConfig(), "is a 'qwen2' model, the merged model a 'llama' one"),
 ]  # fmt: skip
 

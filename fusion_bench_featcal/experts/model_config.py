@@ -21,7 +21,6 @@ _UNRELATED = {
     "vocab_size",
 }  # fmt: skip
 _UNRELATED_STARTS = ("_", "output_")
-_UNRELATED_ENDS = ("_token_id", "_token_ids", "_token_index")
 _UNRELATED_WITHIN = ("drop", "init")  # of training, also where a model cannot be traced
 
 
@@ -35,8 +34,8 @@ def check_same_function(
     """Refuse a model whose config defines another function than the model that runs its weights.
 
     Keys may differ that change no operation of the model, such as names, dropout rates or a limit
-    of positions that no operation reads. So may dtypes, token ids and vocabulary sizes. A key
-    missing in one config has its class's default.
+    of positions that no operation reads. So may dtypes, vocabulary sizes, and token ids other than
+    those that stand for images or sounds. A key missing in one config has its class's default.
 
     Args:
         label: Name of the model in messages.
@@ -113,14 +112,19 @@ def _differences(
 
 
 def _is_same_function(config: Mapping[str, object], reference: Mapping[str, object]) -> bool:
-    """Return whether two models run the same operations. False if one of them cannot be run."""
-    changed = {**reference}
-    for key in filter(_counts, config.keys() & reference.keys()):
-        value, other = config[key], reference[key]
-        if not (isinstance(value, Mapping) and isinstance(other, Mapping) and _kind(value)):
-            changed[key] = value
-        elif not _is_same_function(value, other):
-            return False
+    """Return whether two models run the same operations. False if one of them cannot be run.
+
+    Each part with a model type of its own (a vision tower, a decoder) is compared by itself. What
+    joins the parts, such as `vision_feature_layer` and `image_token_index`, must be equal.
+    """
+    pairs = {key: (config[key], reference[key]) for key in config.keys() & reference.keys()}
+    parts = {k for k, two in pairs.items() if all(isinstance(v, Mapping) and _kind(v) for v in two)}
+    if parts:
+        known = _with_defaults(json.dumps({"model_type": _kind(reference)})).keys() - parts
+        joining = ({key: c[key] for key in known & pairs.keys()} for c in (config, reference))
+        differing = any(True for _ in _differences(*joining))
+        return not differing and all(_is_same_function(*pairs[key]) for key in parts)
+    changed = {**reference} | {key: value for key, (value, _) in pairs.items() if _counts(key)}
     texts = [json.dumps(values, sort_keys=True, default=str) for values in (changed, reference)]
     try:
         return texts[0] == texts[1] or _operations(texts[0]) == _operations(texts[1])
@@ -190,9 +194,7 @@ def _counts(key: str) -> bool:
     if key in _UNRELATED or (key != "model_type" and key in _common()):
         return False
     is_of_training = any(part in key for part in _UNRELATED_WITHIN)
-    return not (
-        is_of_training or key.startswith(_UNRELATED_STARTS) or key.endswith(_UNRELATED_ENDS)
-    )
+    return not is_of_training and not key.startswith(_UNRELATED_STARTS)
 
 
 @cache

@@ -88,7 +88,8 @@ class SharedProcessor:
         """Return the processor of texts with images.
 
         Raises:
-            CalibrationError: If there is none, it has no chat template, or experts have others.
+            CalibrationError: If there is none, it has no chat template or patch size, or experts
+                have others.
         """
         loaded = read_processor(self.folder, AutoProcessor, "--tokenizer")
         self.loaded.chat_template = self.loaded.chat_template or loaded.chat_template
@@ -96,6 +97,11 @@ class SharedProcessor:
             raise CalibrationError(
                 f"{self.option}: it has no chat template, by which rows with images are written: "
                 "give one by --chat-template FILE"
+            )
+        if getattr(loaded, "patch_size", 0) is None:  # as in files of LLaVA before release 4.45
+            raise CalibrationError(
+                f"{self.option}: its processor has no patch_size. Write that of the model's "
+                "vision_config into the folder's processor_config.json"
             )
         check_processors(loaded, self.option, self._experts)
         return loaded

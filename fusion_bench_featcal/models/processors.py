@@ -107,7 +107,7 @@ def load_tokenizers(
 
 
 def check_processors(processor: object, option: str, experts: Mapping[str, Path]) -> None:
-    """Refuse experts whose processors give other pixels, or other features of sounds.
+    """Refuse experts whose processors give other pixels, image tokens, or features of sounds.
 
     Args:
         processor: The image processor of all inputs, alone or with a tokenizer, or their feature
@@ -122,19 +122,29 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
         return
     is_of_sounds = isinstance(processor, SequenceFeatureExtractor)
     kind = AutoFeatureExtractor if is_of_sounds else AutoImageProcessor
-    expected = _input_settings(processor)
+    settings, own = _input_settings(processor), _own_settings(processor)
     for label, folder in experts.items():
-        if not any((folder / file).is_file() for file in _IMAGE_CONFIGS):
+        if not (files := [name for name in _IMAGE_CONFIGS if (folder / name).is_file()]):
             continue
         actual = _input_settings(read_processor(folder, kind, label))
+        stored = read_json(folder / files[-1]) if _IMAGE_CONFIGS[1] in files else {}
+        # What files of older releases lack, or have as null, is not compared.
+        stored = {name: stored[name] for name in own if stored.get(name) is not None}
+        actual, expected = actual | stored, settings | {name: own[name] for name in stored}
         for name in sorted({*expected, *actual}, key=lambda n: (not n.startswith("do_"), n)):
             if expected.get(name) != actual.get(name):
                 raise CalibrationError(
                     f"{label} has another {_name_of(kind)} than {option}: {name} is "
                     f"{_shown(actual.get(name))} there and {_shown(expected.get(name))} here. "
                     f"Experts must share one: check {option}, or if the expert was tuned with this "
-                    f"one, correct the {_IMAGE_CONFIGS[0]} in {folder}"
+                    f"one, correct the {' or '.join(files)} in {folder}"
                 )
+
+
+def _own_settings(processor: object) -> dict[str, object]:
+    """Return the settings of an object with a tokenizer that are not those of its parts."""
+    values = vars(processor) if isinstance(processor, ProcessorMixin) else {}
+    return {n: v for n, v in values.items() if isinstance(v, int | str) and n != "chat_template"}
 
 
 def _input_settings(processor: Any) -> dict[str, object]:

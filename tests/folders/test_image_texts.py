@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from made_folders import words, write_models, write_rows
+from made_folders import change_json, words, write_models, write_rows
 from reports import error_of, featcal
 from tiny_image_texts import CHAT, image_rows, llava_model, llava_processor
 from tiny_texts import TASKS
@@ -155,3 +156,31 @@ def test_advice_on_answers_keeps_question_and_context(folder: Path, tmp_path: Pa
         data = str(tmp_path / "one.jsonl"), str(folder / "two.jsonl")
         screen = featcal(*words(folder, "--out", str(tmp_path / "o"), "--plan", data=data)).out
         assert f"If solution has them: {advice}" in " ".join(screen.split())
+
+
+def changed(folder: Path, new: Path, change: dict[str, Any], *models: str) -> list[str]:
+    """Return the words of a run in which some models' processors have other settings."""
+    shutil.copytree(folder, new, ignore=shutil.ignore_patterns("*.png", "*.jsonl"))
+    for name in models:
+        change_json(new / name / "processor_config.json", change)
+    data = [str(folder / f"{task}.jsonl") for task in TASKS]
+    return words(new, "--plan", "--out", str(new / "out"), data=data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"patch_size": 2}, {"num_additional_image_tokens": 0},
+     {"vision_feature_select_strategy": "full"}],
+)  # fmt: skip
+def test_experts_have_the_same_image_tokens(folder: Path, tmp_path: Path, change: dict[str, Any]):
+    line = error_of(*changed(folder, tmp_path / "new", change, "two"))
+    ((name, value),) = change.items()
+    assert re.search(rf"--expert two=.* {name} is {value!r} there and .* in .*new/two", line), line
+
+
+def test_processors_without_a_patch_size_are_named(folder: Path, tmp_path: Path):
+    missing = {"patch_size": None}  # as in files of LLaVA before release 4.45
+    line = error_of(*changed(folder, tmp_path / "all", missing, "merged", "base", *TASKS))
+    assert "all/merged: its processor has no patch_size. Write that of" in line
+    done = featcal(*changed(folder, tmp_path / "two", missing, "two"))
+    assert done.code == 0, done.err
