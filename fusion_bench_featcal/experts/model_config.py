@@ -117,13 +117,14 @@ def _is_same_function(config: Mapping[str, object], reference: Mapping[str, obje
     Each part with a model type of its own (a vision tower, a decoder) is compared by itself. What
     joins the parts, such as `vision_feature_layer` and `image_token_index`, must be equal.
     """
-    pairs = {key: (config[key], reference[key]) for key in config.keys() & reference.keys()}
+    pairs: Any = {key: (config[key], reference[key]) for key in config.keys() & reference.keys()}
     parts = {k for k, two in pairs.items() if all(isinstance(v, Mapping) and _kind(v) for v in two)}
     if parts:
         known = _with_defaults(json.dumps({"model_type": _kind(reference)})).keys() - parts
-        joining = ({key: c[key] for key in known & pairs.keys()} for c in (config, reference))
-        differing = any(True for _ in _differences(*joining))
-        return not differing and all(_is_same_function(*pairs[key]) for key in parts)
+        joining = [{key: c[key] for key in known & pairs.keys()} for c in (config, reference)]
+        if dict(_differences(joining[0], joining[1])):
+            return False
+        return all(_is_same_function(*pairs[key]) for key in parts)
     changed = {**reference} | {key: value for key, (value, _) in pairs.items() if _counts(key)}
     texts = [json.dumps(values, sort_keys=True, default=str) for values in (changed, reference)]
     try:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from fusion_bench_featcal.experts.conversion import ConvertedSource
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.opened import Calibrated, CardHead
 from fusion_bench_featcal.folders.transformers_models import TransformersModels
 from fusion_bench_featcal.models.other_files import copy_other_files
@@ -41,6 +43,8 @@ def _write(
 ) -> CardHead:
     """Write weights, heads, tokenizer or image processor, and files beside them."""
     _write_weights(models, blocks, folder)
+    if models.unshared_ends:
+        _write_ends(models, folder / "generation_config.json")
     if models.heads is not None:
         models.heads.write(heads, folder)
     models.processor.write(folder)
@@ -49,6 +53,15 @@ def _write(
         return CardHead(TRANSFORMERS, [])
     copy_other_files(models.merged.folder, folder, of_processor=False)
     return CardHead(TRANSFORMERS, card_tags(models.merged.folder))
+
+
+def _write_ends(models: TransformersModels, file: Path) -> None:
+    """Let the saved model stop where answers ended in the run, at the end tokens of all models."""
+    whole: Any = models.like.whole
+    content = read_json(file) if file.is_file() else whole.generation_config.to_diff_dict()
+    # transformers 4 would replace one with `_from_model_config` by that of config.json.
+    kept = {key: value for key, value in content.items() if key != "_from_model_config"}
+    write_config(file, kept | {"eos_token_id": sorted(models.ends)})
 
 
 def _write_weights(models: TransformersModels, blocks: FinishedBlocks, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
     IMAGE_ENCODER,
     LANGUAGE_MODELS,
+    SPEECH,
     ModelFolder,
     body_of,
     family_of,
@@ -326,6 +328,22 @@ class TransformersModels:
         return end_tokens(*self._inputs.by_name.values())
 
     @property
+    def unshared_ends(self) -> str:
+        """A sentence on end tokens that the saved model gets from other models, if there are any.
+
+        transformers reads those of config.json only where there is no generation_config.json.
+        """
+        generation, like = self.like.generation_config, self.like
+        own = end_tokens(like if generation is None else SimpleNamespace(config=generation))
+        if like.kind not in (*LANGUAGE_MODELS, SPEECH) or self.ends <= own:
+            return ""
+        every, alone = (", ".join(map(str, sorted(ends))) for ends in (self.ends, own))
+        return (
+            f"the saved model stops at the end tokens of all models ({every}), as in this run; "
+            f"{like.label} declares {alone or 'none'}"
+        )
+
+    @property
     def start(self) -> int | None:
         """First token of answers that any of the models declares."""
         return first_token(*self._inputs.by_name.values())
@@ -333,7 +351,8 @@ class TransformersModels:
     @property
     def notes(self) -> list[str]:
         """Sentences on the models, and on experts that may not belong together."""
-        notes = [*notes_on_inputs(self._inputs), *filter(None, [self.processor.note])]
+        parts = filter(None, [self.processor.note, self.unshared_ends])
+        notes = [*notes_on_inputs(self._inputs), *parts]
         if self._opened_base is None:
             return notes
         labelled = {f"expert {task}": expert for task, expert in self._opened_experts.items()}

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
-from fusion_bench import BaseTaskPool
+from fusion_bench import BaseModelPool, BaseTaskPool
 
 from fusion_bench_featcal.data.generation import (
     METRICS,
@@ -29,6 +29,7 @@ from fusion_bench_featcal.data.text_samples import TextEncoder, TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.families.base import NO_TARGET
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import is_integer
@@ -129,9 +130,14 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         return score
 
     def _opened(self, task: str, kind: TextKind, model: nn.Module) -> tuple[TextBatches, list[int]]:
-        """Tokenise a task's rows for a kind of model. Return also their order."""
+        """Tokenise a task's rows for a kind of model. Return also their order.
+
+        Targets end at the end tokens of all models of the pool, as those of samples.
+        """
         rows = self.test_dataloaders[task]
-        limits = positions_of(model), end_tokens(model)
+        pool = getattr(self._program, "modelpool", None)
+        ends = PoolModels(pool).ends if isinstance(pool, BaseModelPool) else frozenset()
+        limits = positions_of(model), end_tokens(model) | ends
         encoder = TextEncoder(self.tokenizer, kind, self.max_length, *limits)
         settings = FeatCalSettings(batch_size=self.batch_size)
         batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from fusion_bench import BaseModelPool
 from tiny_texts import WORDS, llama_model, word_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -135,3 +136,16 @@ def test_data_are_opened_once_up_to_the_first_row(row, message):
         scores = [pool.evaluate(llama_model(seed))["average"] for seed in (0, 0)]
         assert scores[0] == scores[1]
     assert LOADED == ["a", "b"]
+
+
+def test_targets_end_at_the_ends_of_all_models_of_the_pool():
+    """As those of samples, whichever model is evaluated first."""
+    models = [llama_model(), llama_model(1)]
+    models[1].generation_config.eos_token_id = 5  # type: ignore[union-attr]
+    modelpool: Any = BaseModelPool({"one": models[0], "two": models[1]})
+    pool = TextTaskPool({"a": [PAIR]}, tokenizer=word_tokenizer())
+    pool._program = SimpleNamespace(modelpool=modelpool)
+    pool.setup()
+    for model in models:
+        batches, _ = pool._opened("a", "causal", model)
+        assert batches.encoder.ends == {1, 5}
