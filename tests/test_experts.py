@@ -12,7 +12,7 @@ import transformers as hf
 from calibrations import gamma, run_fast
 from fusion_bench.modelpool import Seq2SeqLMPool
 from omegaconf import OmegaConf
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import clip_suite
@@ -219,6 +219,51 @@ def test_an_adapter_of_two_modules_that_share_a_tensor_is_refused(tmp_path: Path
     adapter = ModelFiles(tmp_path / "a", "--expert")
     with pytest.raises(CalibrationError, match=r"embed_tokens and lm_head, which are one tensor"):
         adapter.source(ModelFiles(tmp_path / "base", "--base"))
+
+
+EMBEDDING: list[dict[str, Any]] = [
+    {"target_modules": ["embed_tokens"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+]
+
+
+def tied_adapter(folder: Path, base: Any, config: dict[str, Any]) -> tuple[ModelFiles, ModelFiles]:
+    """Files of an adapter and of its base."""
+    base.save_pretrained(folder / "base")
+    settings = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    tuned(folder / "a", copy.deepcopy(base), LoraConfig(**settings | config))
+    return ModelFiles(folder / "a", "--expert"), ModelFiles(folder / "base", "--base")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on tied embeddings
+@pytest.mark.parametrize("config", EMBEDDING)
+def test_an_adapter_of_one_of_two_tied_matrices_is_refused(config: Any, tmp_path: Path):
+    adapter, base = tied_adapter(tmp_path, tied_llama(), config)
+    with pytest.raises(CalibrationError, match=r"which are one tensor.*by tie_word_embeddings"):
+        adapter.source(base)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on tied embeddings
+@pytest.mark.parametrize("config", EMBEDDING)
+def test_an_adapter_of_tied_matrices_is_that_of_peft_if_both_stay_equal(config, tmp_path: Path):
+    tied = {"ensure_weight_tying": True}
+    adapter, base = tied_adapter(tmp_path, tied_llama(), config | tied)
+    adapted = PeftModel.from_pretrained(base.load(), str(adapter.folder))
+    expert, ids = adapter.loaded_with(base), torch.arange(32)[None]
+    torch.testing.assert_close(expert(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
+    assert (base.load()(ids).logits - adapted(ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, on tied embeddings
+def test_an_adapter_of_one_matrix_is_used_if_the_base_has_two(tmp_path: Path):
+    untied = tied_llama()
+    untied.config.tie_word_embeddings = False
+    untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.clone())
+    adapter, base = tied_adapter(tmp_path, untied, EMBEDDING[1])
+    adapted = PeftModel.from_pretrained(base.load(), str(adapter.folder))
+    expert, ids = adapter.loaded_with(base), torch.arange(32)[None]
+    torch.testing.assert_close(expert(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [mixture, vision_language_model])

@@ -37,6 +37,7 @@ _REFUSED = {  # PEFT would import the module that `megatron_core` names
 }
 # Methods and starts that PEFT loads without the base's values. Others, as PiSSA, divide a matrix.
 _WITHOUT_BASE = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "VERA")
+_ROUNDING = 1e-5  # relative difference of two products of the same matrices
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
 
 
@@ -99,8 +100,8 @@ class AdapterExpert(SourceView):
 
         Raises:
             CalibrationError: If there is no safetensors file, PEFT cannot load or merge it, the
-                names of its tensors are not those that PEFT loads, or it changes two modules that
-                share a tensor.
+                names of its tensors are not those that PEFT loads, or modules that share a tensor
+                become different.
         """
         from peft import PeftModel  # slow to import
 
@@ -117,7 +118,8 @@ class AdapterExpert(SourceView):
         trained = {_plain(name.removeprefix(_START)) for name in names.values()}
         trained &= self._keys.keys()
         with _merging(folder):
-            copied = self._copied(structure, {*self._keys} if reads_all else trained)
+            filled = {key for name, key in self._keys.items() if reads_all or name in trained}
+            copied = self._copied(structure, filled)
             wrapped: Any = PeftModel.from_pretrained(copied, str(folder))
             load_paired(wrapped, folder)
             wrapped.base_model._check_merge_allowed()
@@ -131,30 +133,44 @@ class AdapterExpert(SourceView):
 
     def _copied(self, structure: nn.Module, filled: set[str]) -> nn.Module:
         """Return the base with its vectors and some matrices. Others are NaN, without memory."""
-        names = {id(t): name for name, t in structure.state_dict(keep_vars=True).items()}
-        tensors = [t for t in (*structure.parameters(), *structure.buffers()) if id(t) in names]
+        stored = structure.state_dict(keep_vars=True).items()
+        keys = {id(tensor): self._keys[name] for name, tensor in stored}
+        tensors = [t for t in (*structure.parameters(), *structure.buffers()) if id(t) in keys]
 
         def make(tensor: Tensor) -> Tensor:
-            name = names[id(tensor)]
-            if tensor.ndim < 2 or name in filled:
-                return self._source.tensor(self._keys[name]).clone()
+            key = keys[id(tensor)]
+            if tensor.ndim < 2 or key in filled:
+                return self._source.tensor(key).clone()
             return torch.tensor(math.nan, dtype=tensor.dtype).expand(tensor.shape)
 
         return copied_module(structure, tensors, make)
 
     def _changed_modules(self, trained: set[str]) -> dict[str, str]:
         """Return the base's tensors that the adapter changes -> the module that PEFT merges."""
-        modules = dict[str, str]()
+        wrapped = list[str]()
         for path, layer in self._model.named_modules():
-            if _is_wrapped(layer) and not path.startswith(tuple(f"{m}." for m in modules.values())):
-                for key in filter(None, map(self._keys.get, self._names(path))):
-                    if modules.setdefault(key, path) != path:
-                        raise CalibrationError(
-                            f"adapter {self._folder} changes {modules[key]} and {path}, which are "
-                            f"one tensor in the base ({key}): merge it in PEFT (merge_and_unload), "
-                            "save the model, and name its folder"
-                        )
-        return {self._keys[n]: n.rpartition(".")[0] for n in sorted(trained)} | modules
+            if _is_wrapped(layer) and not path.startswith(tuple(f"{outer}." for outer in wrapped)):
+                wrapped.append(path)
+        owners = {name: name.rpartition(".")[0] for name in sorted(trained)}
+        owners |= {n: path for path in wrapped for n in self._names(path) if n in self._keys}
+        modules = {self._keys[name]: path for name, path in owners.items()}
+        for name, key in self._keys.items():
+            path = owners.get(name, name.rpartition(".")[0])
+            if modules.get(key, path) != path:
+                self._check_tied(key, path, modules[key])
+        return modules
+
+    def _check_tied(self, key: str, *paths: str) -> None:
+        """Refuse modules that share a tensor of the base if PEFT's are different."""
+        one, two = (self._merge(path, torch.float32)[key] for path in paths)
+        if float((one - two).abs().max()) > _ROUNDING * float(one.abs().max()):
+            first, second = sorted(paths, reverse=True)
+            raise CalibrationError(
+                f"adapter {self._folder} changes {first} and {second}, which are one tensor in the "
+                f"base ({key}, by tie_word_embeddings), differently: train it with "
+                "ensure_weight_tying=True, or give a base, and MERGED, with tie_word_embeddings "
+                "false in config.json and both matrices in the file of weights"
+            )
 
     def _names(self, path: str) -> list[str]:
         """Return the base's names of the tensors of a module that PEFT may have wrapped."""
@@ -175,8 +191,13 @@ class AdapterExpert(SourceView):
         return source.rows(name, start, stop)
 
     @torch.no_grad()
-    def _merge(self, path: str) -> dict[str, Tensor]:
-        """Return the tensors of a module, filled with the base's matrices and merged by PEFT."""
+    def _merge(self, path: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the tensors of a module, filled with the base's matrices and merged by PEFT.
+
+        Args:
+            path: Name of the module.
+            dtype: Their dtype, by default each the base's.
+        """
         module: Any = self._model.get_submodule(path)
         tensors = zip(self._names(path), module.state_dict(keep_vars=True).values(), strict=True)
         # Without memory a matrix has still the base's values.
@@ -189,7 +210,8 @@ class AdapterExpert(SourceView):
         with _merging(self._folder):
             layer = _unloaded(layer.float())
         named = {f"{path}.{name}": tensor for name, tensor in layer.state_dict().items()}
-        return {self._keys[n]: t.to(dtypes[n]) for n, t in named.items() if n in self._keys}
+        kept = {n: t for n, t in named.items() if n in self._keys}
+        return {self._keys[n]: t.to(dtype or dtypes[n]) for n, t in kept.items()}
 
 
 def _as_in_model(names: Iterable[str], model: nn.Module) -> dict[str, str]:
