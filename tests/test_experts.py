@@ -266,6 +266,22 @@ def test_an_adapter_of_one_matrix_is_used_if_the_base_has_two(tmp_path: Path):
     torch.testing.assert_close(expert(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_patterns_of_adapters_never_run(tmp_path: Path):
+    """They may be a stranger's that take forever. The tensors name the modules."""
+    adapter, base = tied_adapter(tmp_path, tied_llama(), {"target_modules": ["q_proj", "o_proj"]})
+    expected = adapter.loaded_with(base).state_dict()
+    file = adapter.folder / "adapter_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"target_modules": "(a+)+$", "exclude_modules": None}))
+    for name, tensor in adapter.loaded_with(base).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    for key, value in {"rank_pattern": {"(a+)+$": 2}, "exclude_modules": "(a+)+$"}.items():
+        file.write_text(json.dumps(content | {key: value}))
+        message = rf"^--expert: .*matching '\(a\+\)\+\$' of {key} may take forever"
+        with pytest.raises(CalibrationError, match=message):
+            adapter.source(base)
+
+
 @pytest.mark.parametrize("make", [mixture, vision_language_model])
 def test_adapters_of_models_that_are_renamed_on_loading_are_merged_by_peft(make, tmp_path: Path):
     """Files of mixtures have a matrix for each expert, which transformers 5 joins on loading."""

@@ -15,7 +15,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.words import word
 from fusion_bench_featcal.files import TABLES, can_be_hub_id
-from fusion_bench_featcal.files.untrusted import parse_sample
+from fusion_bench_featcal.files.untrusted import parse_sample, pointer_text
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
 _SEPARATORS = (";", "\t", "|")  # of tables that are no CSV
@@ -165,6 +165,8 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
             "the file of that split."
         )
     try:
+        if problem := pointer_text(file):
+            raise ValueError(problem)
         if ending == ".parquet":
             return datasets.Dataset(parquet.read_table(file))  # type: ignore[arg-type]
         text = _decoded(file)

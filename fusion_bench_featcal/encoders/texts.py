@@ -92,6 +92,10 @@ def columns_of(label: str, row: Any) -> dict[Any, str]:
     for name, value in columns.items():
         if not isinstance(value, str):
             raise TypeError(f"{label}[{name!r}] is {value!r}, not a text: leave it out")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate, which no tokenizer takes
+            raise ValueError(f"{label}[{name!r}]: {error}. Correct the text") from error
     return columns
 
 

@@ -244,7 +244,7 @@ def open_config(folder: Path) -> dict[str, object] | None:
     refuse_code(folder)
     file = folder / "config.json"
     try:
-        config = read_json(file)
+        config = _without_kernels(read_json(file))
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -264,6 +264,15 @@ def open_config(folder: Path) -> dict[str, object] | None:
         )
     _check_layers(config, file)
     return config
+
+
+def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without kernels of the hub, which transformers would download and run."""
+    return {
+        key: _without_kernels(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if not ("attn_implementation" in key and "/" in str(value))
+    }
 
 
 def _check_layers(config: Mapping[str, object], file: Path) -> None:

@@ -7,7 +7,16 @@ from typing import Any
 
 import yaml
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 200  # more than a version, a sha256 and a size take
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def pointer_text(file: Path) -> str | None:
+    """Return a text on a file of git-lfs that has no content, or None for other files."""
+    if file.stat().st_size > _POINTER_BYTES or not file.read_bytes().startswith(_POINTER):
+        return None
+    return f"{file} is a pointer of git-lfs, not the file it names: run git lfs pull in the folder"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from pickle import UnpicklingError
 from fusion_bench_featcal.errors.block import causes, first_line
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource
+from fusion_bench_featcal.files.untrusted import pointer_text
 from fusion_bench_featcal.models.hub import needed_files
 
 _STUB = (0,)
-_POINTER = b"version https://git-lfs.github.com/spec/"
-_OF_POINTERS = 200  # bytes, more than a version, a sha256 and a size take
 _WRAPPERS = {
     "_orig_mod.": "torch.compile", "module.": "DataParallel", "_fsdp_wrapped_module.": "FSDP",
     "base_model.model.": "PEFT",
@@ -33,16 +32,10 @@ def loading_cause(error: BaseException) -> str:
     return text
 
 
-def pointer_text(folder: Path) -> str:
+def pointers_text(folder: Path) -> str:
     """Return a text on a file of git-lfs that has no content, or an empty one."""
-    small = (f for f in folder.iterdir() if f.is_file() and f.stat().st_size < _OF_POINTERS)
-    for name in needed_files(file.name for file in small):
-        if (folder / name).read_bytes().startswith(_POINTER):
-            return (
-                f"{folder / name} is a pointer of git-lfs, not the file that it names: run git lfs "
-                "pull in the folder"
-            )
-    return ""
+    files = {file.name: file for file in folder.iterdir() if file.is_file()}
+    return next(filter(None, (pointer_text(files[name]) for name in needed_files(files))), "")
 
 
 def stubs_text(weights: ExpertSource) -> str:

@@ -29,7 +29,7 @@ from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.adapters import WEIGHTS, AdapterExpert, check_adapter
 from fusion_bench_featcal.models.errors import (
     loading_cause,
-    pointer_text,
+    pointers_text,
     stubs_text,
     unpaired_text,
     wrapper_text,
@@ -38,6 +38,7 @@ from fusion_bench_featcal.models.hub import MODULES
 from fusion_bench_featcal.models.structure import fill, untie
 
 CLIP_CLASSES = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
+_LAYERS = 1000  # that any model may have
 _DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
 # Models inside a folder of the hub's cache, or of a training.
 _INSIDE = ("snapshots/*/*config.json", "checkpoint-*/*config.json")
@@ -101,7 +102,7 @@ class ModelFiles:
         if self.folder.is_file():
             return
         with self._place:
-            if problem := pointer_text(self.folder):
+            if problem := pointers_text(self.folder):
                 raise CalibrationError(problem)
             if self.is_adapter:
                 return check_adapter(self.folder)
@@ -124,6 +125,19 @@ class ModelFiles:
                 f"that names {', '.join(shards):.100}. Copy the index from where the model was, "
                 "or join the files to one"
             )
+        self._check_counts(self.config)
+
+    def _check_counts(self, config: Mapping[str, Any]) -> None:
+        """Refuse more layers than files can have, which take forever to build, and idle routers."""
+        names = set() if self.weights is None else self.weights.names()
+        most, has_experts = max(_LAYERS, len(names)), any(".experts." in name for name in names)
+        for key, value in config.items():
+            if isinstance(value, Mapping):
+                self._check_counts(value)
+            elif "layer" in key and isinstance(value, int) and value > most:
+                raise self._error(f"config.json: {key} is {value}, more than its files have")
+            elif key == "num_experts_per_tok" and value == 0 and has_experts:
+                raise self._error(f"config.json: {key} is 0, so no routed expert would run")
 
     def check_indexes(self) -> None:
         """Refuse shards outside the folder, of which transformers would read any file."""
@@ -273,7 +287,9 @@ class ModelFiles:
         if mismatched := info["mismatched_keys"]:  # release 4 has no shapes
             name = min(key if isinstance(key, str) else key[0] for key in mismatched)
             shape = [*model.state_dict()[name].shape]
-            raise self._error(f"tensor {name} has not the shape {shape} that its config says")
+            is_of_classes = "Classification" in kind.__name__ and shape[0] == model.num_labels
+            says = "config's id2label says" if is_of_classes else "config says"
+            raise self._error(f"tensor {name} has not the shape {shape} that its {says}")
         missing = {*info["missing_keys"]}
         if any(name not in spare for name in missing):
             raise self._error(unpaired_text(missing, info["unexpected_keys"]))

@@ -152,6 +152,7 @@ def changed_row(row: Any) -> dict[str, Any]:
     ({"math": ["a"]}, r"experts are \['math', 'code'\], texts \['math'\]: each expert needs"),
     (changed_row(None), r"texts\['math'\]\[3\]\[0\] is None, not a text: leave it out"),
     (changed_row(7), r"texts\['math'\]\[3\]\[0\] is 7, not a text: leave it out"),
+    (changed_row(("a", "b \ud800")), r"texts\['math'\]\[3\]\[1\]: .*surrogates not allowed. Corr"),
     (changed_row([]), r"texts\['math'\]\[3\] is \[\], without a text"),
     (changed_row({"label": 1}), r"texts\['math'\]\[3\] is \{'label': 1\}, without a text"),
     (changed_row(("a", 0.5)), r"texts\['math'\]\[3\]\[1\] is 0.5, not a text: leave it out"),

@@ -173,6 +173,9 @@ ROW = ["--data one", "one.jsonl, line "]
 DATA: list[Case] = [
     ("llama", {"two.jsonl": None}, {}, ["--data two=", "there is no such file or folder here"]),
     ("llama", {"two.jsonl": ""}, {}, ["two.jsonl has no rows"]),
+    *(("llama", {f"two.{end}": pointer}, {"data": ["one.jsonl", f"two.{end}"]},
+       ["--data two=", f"two.{end} is a pointer of git-lfs", "run git lfs pull in the folder"])
+      for end in ("jsonl", "csv", "parquet")),
     ("llama", {"one.jsonl": '{"prompt": "a"\nnonsense'}, {},
      ["--data one=", "one.jsonl' is not readable as jsonl: line 1: "]),
     ("llama", {"one.jsonl": [{"prompt": None, "id": 1}]}, {},

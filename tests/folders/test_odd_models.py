@@ -16,6 +16,7 @@ from made_folders import (
     change_json,
     classifier_folders,
     image_classifier_folders,
+    language_folders,
     words,
     write_models,
     write_rows,
@@ -25,7 +26,8 @@ from reports import error_of, featcal
 from safetensors.torch import load_file, save_file
 from sample_pools import RESCALE
 from tiny_images import write_class_folders
-from tiny_texts import TASKS, word_tokenizer
+from tiny_languages import NEEDS_RELEASE_5
+from tiny_texts import TASKS, mixture_model, word_tokenizer
 from transformers import Dinov2Model
 
 import fusion_bench_featcal
@@ -166,6 +168,37 @@ def test_an_expert_of_modernbert_may_have_more_tokens(tmp_path):
     models["two"].save_pretrained(tmp_path / "two")
     done = featcal(*words(tmp_path, "--plan"))
     assert done.code == 0, done.err
+
+
+COUNTS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than its files"),
+    ("bert", {"id2label": {n: str(n) for n in range(4)}, "label2id": {}},
+     "tensor classifier.bias has not the shape [4] that its config's id2label says"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), COUNTS)
+def test_configs_of_other_sizes_than_the_files_are_named(copied, kind, change, message):
+    folder = copied(kind)
+    change_json(folder / "one" / "config.json", change)
+    line = error_of(*words(folder))
+    assert line.startswith(f"--expert one={folder / 'one'}: ") and message in line, line
+
+
+@NEEDS_RELEASE_5
+def test_a_mixture_without_running_experts_is_named(tmp_path):
+    language_folders(tmp_path, mixture_model())
+    change_json(tmp_path / "two" / "config.json", {"num_experts_per_tok": 0})
+    assert "num_experts_per_tok is 0, so no routed exp" in error_of(*words(tmp_path))
+
+
+def test_kernels_of_the_hub_are_not_fetched(folder):
+    """transformers would download and run them."""
+    for name in ("merged", "two"):
+        change_json(folder / name / "config.json", {"attn_implementation": "some/kernel"})
+    done = featcal(*words(folder, "--no-eval"))
+    assert done.code == 0, done.err
+    assert "attn_implementation" not in (folder / "out" / "config.json").read_text()
 
 
 @pytest.mark.parametrize(("change", "messages"), NAMES)
