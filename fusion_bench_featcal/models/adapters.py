@@ -238,7 +238,10 @@ def _config_by_names(folder: Path, names: Iterable[str], model: nn.Module) -> An
     from peft import PeftConfig
 
     config: Any = PeftConfig.from_pretrained(str(folder))
-    if isinstance(targets := config.target_modules, str) and targets != "all-linear":
+    if (
+        isinstance(targets := getattr(config, "target_modules", None), str)
+        and targets != "all-linear"
+    ):
         own, modules = model.state_dict().keys(), {name for name, _ in model.named_modules()}
         config.target_modules, config.exclude_modules = set(), None
         for name in (n.removeprefix(_START) for n in names if ".token_adapter." not in n):
