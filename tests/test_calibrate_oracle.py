@@ -161,6 +161,20 @@ def test_labels_of_some_tasks_are_read_in_those_alone(longest: str, size: int):
     assert_same(model, suite.merged, EXACT)
 
 
+@pytest.mark.usefixtures("doubles_stay_doubles")
+@pytest.mark.parametrize(("with_images", "gamma"), [(1, 4.0), (2, 4.0), (2, 0.0)])
+def test_trust_is_full_in_a_tower_that_some_samples_do_not_run(with_images: int, gamma: float):
+    suite = suite_named("llava", "images")
+    if with_images == 2:  # half of each task's samples have one
+        suite.inputs["task_1"][1] = suite.inputs["task_0"][0]
+    result = run_fast(suite, **PLUS | {"rule": Plus(gamma)})
+    suite.blocks = [record["block"] for record in result.log.of_kind("block")]
+    new = calibrated_plus(suite, gamma)
+    assert len(new) > 20 and any("vision_tower" in name for name in new)
+    load(suite.merged, new)
+    assert_same(result.model, suite.merged, EXACT)
+
+
 def test_at_rho_1_no_base_is_needed():
     suite, knobs = tiny.residual_suite(), Knobs(rho=1.0, alpha=1.0, lam=1.0)
     model = run_fast(suite, knobs, has_base=False).model

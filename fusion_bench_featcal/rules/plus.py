@@ -42,7 +42,7 @@ class Plus(Rule):
     Attributes:
         gamma: Energy of the rows from an expert's weights, relative to the energy of the samples,
             if the samples are many and familiar (`trust.py`). With 0 only samples are used.
-        gammas: The same by task, computed from the samples. Missing tasks use `gamma`.
+        gammas: The same by task. Missing ones are computed from the samples (`trust.py`).
         far: Power of the merged modules' relative output drift in a task's weight. With 0 tasks
             that the merged model hardly serves count like others.
         ridges: Ridges to choose from, relative to the mean eigenvalue of the inputs' covariance.
@@ -88,7 +88,7 @@ class Plus(Rule):
     @property
     def weighs_trust(self) -> bool:
         """Return whether the weight of these rows depends on trust in the samples."""
-        return self.gamma > 0 and not self.gammas
+        return self.gamma > 0
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
         """Solve one input's groups after another's. Later ones receive outputs of updated ones."""
@@ -157,8 +157,8 @@ class PlusSums:
         weight = weight * rule.task_weights.get(task, 1.0)
         if self._rows is not None:
             of_samples = weight * rows.energy(centred=self._centred)
-            gamma = rule.gammas.get(task, rule.gamma)
-            self._rows.add(expert.weight, step.weight, gamma, of_samples, weight * mismatch)
+            pair, lacking = (expert.weight, step.weight), weight * mismatch
+            self._rows.add(*pair, rule.gammas[task], of_samples, lacking)
         self._targets.add(rows, expert, weight)
         # `Targets` sums `u x'` without biases, as the paper's system has none (Eq. 17). Here they
         # are part of the target.

@@ -18,8 +18,8 @@ MOST = 16.0
 def balanced(problem: Problem) -> Problem:
     """Return the problem with larger weights of tasks that end far from their experts.
 
-    All blocks are calibrated once, of which nothing is kept. A resumed run has the weights that its
-    finished blocks were calibrated with.
+    All blocks are calibrated once, of which nothing is kept but the factors. A resumed run has
+    those that its finished blocks were calibrated with.
 
     Args:
         problem: The problem before its first block, whose rule is `Plus`.
@@ -30,14 +30,11 @@ def balanced(problem: Problem) -> Problem:
     if earlier := problem.output.finished_records("balance"):
         factors = earlier[0]["factors"]
     else:
-        once = replace(rule, balance=0.0)
-        streams, log = problem.streams.again(), CalibrationLog()
-        trial = calibrate_blocks(
-            replace(problem, rule=once, streams=streams, output=Trial(), log=log)
-        )
-        rule, measured = trial.rule, distances(log.records)
-        factors = factors_of(measured, problem.rule.balance)
-        problem.log.records += log.of_kind("trust")
+        once, log = replace(rule, balance=0.0), CalibrationLog()
+        streams = problem.streams.again()
+        calibrate_blocks(replace(problem, rule=once, streams=streams, output=Trial(), log=log))
+        measured = distances(log.records)
+        factors = factors_of(measured, rule.balance)
         problem.log.add("balance", {"distances": measured, "factors": factors})
     weights = dict(rule.task_weights)
     weights |= {task: weights.get(task, 1.0) * factor for task, factor in factors.items()}

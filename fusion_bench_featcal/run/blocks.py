@@ -16,7 +16,7 @@ from fusion_bench_featcal.modules.models import (
 from fusion_bench_featcal.rules.rule import GroupSums
 from fusion_bench_featcal.run.problem import Problem
 from fusion_bench_featcal.run.slots import calibrate_mixture
-from fusion_bench_featcal.run.trust import with_trust
+from fusion_bench_featcal.run.trust import measured_trust, with_gammas
 from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensors_of, turns_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
@@ -25,19 +25,26 @@ NO_SAMPLE = (math.inf, "", 0)
 """Priority of a process without samples that run a stage."""
 
 
-def calibrate_blocks(problem: Problem) -> Problem:
-    """Calibrate every block (Algorithm 1), and return the problem with the rule that did."""
+def calibrate_blocks(problem: Problem) -> None:
+    """Calibrate every block (Algorithm 1).
+
+    Trust in the samples is measured in the first stage that all of them run, and is full before it.
+    """
+    given, measures = problem, problem.rule.weighs_trust and problem.base is not None
+    if measures:
+        problem = with_gammas(given, {})
     for index, stage in enumerate(problem.streams.stages):
         problem.progress.at(stage[0])
         problem.streams.begin(index)
-        if problem.rule.weighs_trust and problem.base is not None and all_run(problem):
+        batches = (batch for batches in problem.streams.tasks.values() for batch in batches)
+        if measures and all(problem.processes.gather(not any(b.is_idle for b in batches))):
             with problem.streams.loaded(stage[0]):
-                problem = with_trust(problem, stage[0], groups_of(problem, stage[0]))
+                trust = measured_trust(problem, stage[0], groups_of(problem, stage[0]))
+            problem, measures = with_gammas(given, trust), False
         for block in stage:
             problem.progress.at(block)
             with problem.streams.loaded(block):
                 calibrate_block(problem, block)
-    return problem
 
 
 def calibrate_block(problem: Problem, block: str) -> None:
@@ -67,12 +74,6 @@ def calibrate_block(problem: Problem, block: str) -> None:
     problem.working.finish(problem.output.write(block, problem.working, changed, problem.log))
     if not finished:
         problem.progress.finished(block, time.perf_counter() - start)
-
-
-def all_run(problem: Problem) -> bool:
-    """Return whether all samples of all processes run the stage."""
-    batches = (batch for batches in problem.streams.tasks.values() for batch in batches)
-    return all(problem.processes.gather(not any(batch.is_idle for batch in batches)))
 
 
 def narrow(problem: Problem, block: str) -> None:

@@ -1,7 +1,7 @@
 """Trust in each task's samples, which sets the weight of rows from its expert's weights."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,22 +28,38 @@ MARGIN = 1.15
 """Ratio of likenesses from which samples count as exchanged. Right ones are below 1.08."""
 
 
-def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem:
+def with_gammas(problem: Problem, trust: Mapping[str, float]) -> Problem:
     """Return the problem with a rule that weighs rows from weights for each task.
 
-    With `k_i` samples, including copies, and trust in them,
+    With all `k_i` samples of a task, including copies and those that do not run a tower, and trust
+    in them,
 
         gamma_i = gamma max(64 / k_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
+
+    Args:
+        problem: The problem, whose rule is `Plus`. The gammas that it has stay.
+        trust: Task -> trust in its samples. The samples of missing tasks count in full.
+    """
+    rule: Any = problem.rule
+    gammas = dict[str, float]()
+    for task in problem.streams.tasks:
+        familiar = min(max(trust.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
+        lack = max(ENOUGH_SAMPLES / problem.streams.used(task), 1)
+        gammas[task] = rule.gamma * lack / familiar**2
+    return replace(problem, rule=replace(rule, gammas=gammas | rule.gammas))
+
+
+def measured_trust(problem: Problem, block: str, groups: Sequence[Group]) -> dict[str, float]:
+    """Return trust in the samples of each task, none if it cannot be measured, and log it.
 
     Warnings name tasks whose samples were exchanged.
 
     Args:
-        problem: The problem, whose rule is `Plus`.
-        block: The first block, which the samples have reached.
+        problem: The problem.
+        block: The first block of a stage, which all samples have reached.
         groups: Its groups.
     """
-    tasks, streams = problem.tasks, problem.streams
-    trust, exchanged = dict[str, float](), dict[str, str]()
+    tasks, trust, exchanged = problem.tasks, dict[str, float](), dict[str, str]()
     if len(tasks) > 1 and (measured := likenesses(problem, block, groups)) is not None:
         likeness, alike = measured
         trust = dict(zip(tasks, trust_of(likeness, alike).tolist(), strict=True))
@@ -52,12 +68,7 @@ def with_trust(problem: Problem, block: str, groups: Sequence[Group]) -> Problem
         problem.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
     for task, doubt in exchanged_samples(problem.log.records).items():
         logger.warning("task %s: %s Check the data of both", task, doubt)
-    rule: Any = problem.rule
-    gammas = dict[str, float]()
-    for task in streams.tasks:
-        familiar = min(max(trust.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
-        gammas[task] = rule.gamma * max(ENOUGH_SAMPLES / streams.used(task), 1) / familiar**2
-    return replace(problem, rule=replace(rule, gammas=gammas))
+    return trust
 
 
 @exact_products()

@@ -52,7 +52,7 @@ class RowMasks:
     def masks(self, name: str) -> Any:
         """Masks of every task's batches, or None."""
         other = self.other or {}
-        block = next(b for b in self.suite.blocks if name.startswith(f"{b}."))
+        block = next(b for b in self.suite.blocks if f"{name}.".startswith(f"{b}."))
         if self.last and block == self.suite.blocks[-1] and not name.endswith(ALL_ROWS):
             return self.last
         if self.heavy and block != self.suite.blocks[-1] and not name.endswith(ALL_ROWS):
@@ -71,16 +71,29 @@ class RowMasks:
         is_last = self.suite.family == "auto" and is_clip and name.startswith(f"{last}.")
         return is_last and not name.endswith(ALL_ROWS)
 
+    def runs(self, name: str, batch: Any) -> bool:
+        """False for texts alone in front of a tower for images."""
+        first = next(iter(self.suite.inputs.values()))[0]
+        is_mixed = isinstance(first, Mapping) and {"pixel_values", "input_ids"} <= {*first}
+        return not is_mixed or "language_model" in name or "pixel_values" in batch
+
+    def all_run(self, name: str) -> bool:
+        return all(self.runs(name, b) for batches in self.suite.inputs.values() for b in batches)
+
     def kind(self, name: str) -> tuple:
         return self.biased(name), self.closing(name), id(self.masks(name))
 
     def counting(self, name: str, task: str, calls: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Weight and sample of every row of a module's inputs."""
         batches, masks = self.suite.inputs[task], self.masks(name)
-        weights, samples, before = [], [], 0
-        for index, (batch, call) in enumerate(zip(batches, calls, strict=True)):
+        weights, samples, before, heard = [], [], 0, iter(calls)
+        for index, batch in enumerate(batches):
+            if not self.runs(name, batch):
+                before += size_of(batch)
+                continue
+            call = next(heard)
             weight = call.new_ones(call.shape[:-1])
-            if masks is not None:
+            if masks is not None and masks[task] is not None:
                 weight = weight * masks[task][index].double().reshape(weight.shape)
             if self.closing(name):
                 weight[:, 1:] = 0
@@ -121,6 +134,8 @@ class Run:
         self.model, self.base = (copy.deepcopy(model).double().eval() for model in pair)
         self.experts = {t: copy.deepcopy(e).double().eval() for t, e in suite.experts.items()}
         self.changed: dict[str, None] = {}
+        self.is_measured = False
+        self.weigh(dict.fromkeys(self.experts, FAMILIAR))
 
     def calibrate(self, block: str) -> None:
         names = [n for n in self.masks.modules[block] if is_linear(self.model, n)]
@@ -135,13 +150,13 @@ class Run:
         first = listen(self.model, next(iter(inputs.values())), block, names)
         for group in groups_of(first, names, self.masks):
             now = heard(ours)
-            if not self.numbers.gammas:
+            if not self.is_measured and self.masks.all_run(group[0]):
                 # Whatever weighs more in some of them.
                 entering = next(g for g in groups_of(first, names, even) if group[0] in g)
                 self.weigh(trust_in(entering, self, now))
+                self.is_measured = True
             self.solve_modules(group, now, of_experts)
-        if not self.numbers.gammas:
-            self.weigh(dict.fromkeys(self.experts, FAMILIAR))
+        self.is_measured |= all(map(self.masks.all_run, mixtures or names[:1]))
         for name in mixtures:
             self.solve_slots(name, heard(ours), of_experts)
 
@@ -164,6 +179,8 @@ class Run:
     ) -> None:
         tables, biased = {}, self.masks.biased(group[0])
         for task, expert in self.experts.items():
+            if group[0] not in ours[task].received:  # of texts alone
+                continue
             used, held_out, q = self.rows(group[0], task, ours[task])
             u = of_experts[task].outputs(group) - ours[task].outputs(group)
             x, matrix = ours[task].inputs(group[0]), parameters_of(expert, group)
@@ -225,7 +242,7 @@ def held_out_samples(suite: Suite, task: str, seed: int) -> Tensor:
 
 
 def listen(model: nn.Module, batches: list, block: str, names: list[str]) -> Seen:
-    return Seen(*record(model, batches, [block, *names], names))
+    return Seen(*record(model, batches, [*dict.fromkeys([block, *names])], names))
 
 
 def load(model: nn.Module, new: dict[str, Tensor]) -> None:
