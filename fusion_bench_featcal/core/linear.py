@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32, or as it is if its dtype is not less precise."""
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+    """Return a tensor in float32, or as it is if its dtype is not a less precise one."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
 class Linear(NamedTuple):

@@ -1,7 +1,8 @@
 """Whole models: copies, modes, and the tensors that running a model needs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import all_finite, finiteness, read_back
+from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under, put_tensor
 from fusion_bench_featcal.experts.copies import copied_module
@@ -157,6 +159,18 @@ def refuse_overflow(block: str, new: Mapping[str, Tensor], advice: str) -> None:
 def tensors_under(model: nn.Module, block: str) -> dict[str, Tensor]:
     """Return the parameters and buffers of a block by name, without copies."""
     return model.get_submodule(block).state_dict(prefix=f"{block}.", keep_vars=True)
+
+
+@contextmanager
+def in_float32(module: nn.Module) -> Iterator[None]:
+    """Context in which a module's floats are at least in float32. Its own tensors stay."""
+    every = module.named_parameters, module.named_buffers
+    tensors = {name: t for named in every for name, t in named(remove_duplicate=False)}
+    with ExitStack() as stack:
+        for name, tensor in tensors.items():
+            put_tensor(module, name, at_least_float32(tensor))
+            stack.callback(put_tensor, module, name, tensor)
+        yield
 
 
 def without_ties(model: nn.Module) -> dict[str, Tensor]:

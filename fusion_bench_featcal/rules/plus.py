@@ -63,6 +63,7 @@ class Plus(Rule):
     augment = "auto"
     decoder_rows = "auto"
     reads_closing_rows = True
+    weighs_trust = True
 
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma, 0)
@@ -83,11 +84,6 @@ class Plus(Rule):
     @property
     def reads_base(self) -> bool:
         """Return whether rows from weights join the samples."""
-        return self.gamma > 0
-
-    @property
-    def weighs_trust(self) -> bool:
-        """Return whether the weight of these rows depends on trust in the samples."""
         return self.gamma > 0
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
@@ -156,9 +152,8 @@ class PlusSums:
         weight = rows.row_weight(EPS) * drift.clamp_min(LEAST_DRIFT) ** rule.far
         weight = weight * rule.task_weights.get(task, 1.0)
         if self._rows is not None:
-            of_samples = weight * rows.energy(centred=self._centred)
-            pair, lacking = (expert.weight, step.weight), weight * mismatch
-            self._rows.add(*pair, rule.gammas[task], of_samples, lacking)
+            power = weight * rows.energy(centred=self._centred)
+            self._rows.add(expert.weight, step.weight, rule.gammas[task], power, weight * mismatch)
         self._targets.add(rows, expert, weight)
         # `Targets` sums `u x'` without biases, as the paper's system has none (Eq. 17). Here they
         # are part of the target.

@@ -81,6 +81,7 @@ class Rule(ABC):
             afterwards.
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
+        weighs_trust: Whether its `gammas` depend on trust in the samples, if there is a base.
         estimates_statistics: Whether running statistics of BatchNorms are estimated on the samples.
         balance: Power of each task's distance from its expert in its weight, or 0.
         augment: Copies of samples, unless the setting of this name is given.
@@ -92,6 +93,7 @@ class Rule(ABC):
     reads_closing_rows: bool = False
     calibrate_bias: bool = False
     calibrate_norm: bool = False
+    weighs_trust: bool = False
     estimates_statistics: bool = True
     balance: float = 0.0
     augment: str = "none"
@@ -110,11 +112,6 @@ class Rule(ABC):
     @property
     def needs_base(self) -> bool:
         """Return whether a base model is required."""
-        return False
-
-    @property
-    def weighs_trust(self) -> bool:
-        """Return whether trust in each task's samples is measured before the first solve."""
         return False
 
     @property

@@ -54,7 +54,11 @@ def calibrate_block(problem: Problem, block: str) -> None:
     """
     start, finished = time.perf_counter(), problem.output.read(block, problem.working)
     merged, figures = tensors_under(problem.model, block), dict[str, Mapping[str, float]]()
-    narrow(problem, block)
+    streams, modules = problem.streams, problem.modules[block]
+    # Some positions may count less in the block. This is equal in all processes.
+    if streams.decoder_rows == "auto" or (streams.reads_first and block == streams.last_block):
+        feeding = problem.processes.gather(streams.feeding(block, modules.sites))
+        streams.narrow(block, chain.from_iterable(feeding))
     groups = [] if finished else groups_of(problem, block)
     for number, turn in enumerate(turns_of(problem.rule, groups)):
         sums = collect(problem, block, turn, None if number else groups)
@@ -64,24 +68,16 @@ def calibrate_block(problem: Problem, block: str) -> None:
         new, of_turn = solve(problem, block, sums, tensors_of(problem, block))
         figures |= of_turn
         load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
-    for mixture in () if finished else problem.modules[block].mixtures:
+    for mixture in () if finished else modules.mixtures:
         calibrate_mixture(problem, block, mixture)
     problem.progress.at(f"{block} · update")
-    problem.streams.advance(block)
+    streams.advance(block)
     note(problem, block, figures, time.perf_counter() - start)
     current = tensors_under(problem.model, block)
     changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
     problem.working.finish(problem.output.write(block, problem.working, changed, problem.log))
     if not finished:
         problem.progress.finished(block, time.perf_counter() - start)
-
-
-def narrow(problem: Problem, block: str) -> None:
-    """Count positions that are read more, in the last block alone, and equally what feeds them."""
-    streams = problem.streams
-    if streams.narrows(block):
-        names = problem.processes.gather(streams.feeding(block, problem.modules[block].sites))
-        streams.narrow(block, chain.from_iterable(names))
 
 
 def groups_of(problem: Problem, block: str) -> list[Group]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.words import option
@@ -18,7 +19,7 @@ from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.families.base import stoppable
 from fusion_bench_featcal.modules.groups import Group, Recorded, record
-from fusion_bench_featcal.modules.models import tensors_before_stage, tensors_under
+from fusion_bench_featcal.modules.models import in_float32, tensors_before_stage, tensors_under
 from fusion_bench_featcal.modules.sites import Site, exclusion
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import Batch, Positions, StagePositions
@@ -219,10 +220,6 @@ class Streams:
             _refuse_unknown_readers(block, recorded, batch)
             return recorded, batch.positions, priority
 
-    def narrows(self, block: str) -> bool:
-        """Return whether some positions may count less in a block, equally in all processes."""
-        return self.decoder_rows == "auto" or (self.reads_first and block == self.last_block)
-
     def feeding(self, block: str, sites: Sequence[Site]) -> list[str]:
         """Return modules whose rows at one position reach others, such as keys and values.
 
@@ -243,8 +240,9 @@ class Streams:
         return [f"{block}{end}" for end in self._feeding[ends]]
 
     def _feeding_in(self, batch: Batch, block: str, names: Iterable[str]) -> list[str]:
-        with self.storage.loaded(batch):
-            call = batch.calibrated
+        # In bfloat16 a residual stream that is much larger than what the block adds would hide it.
+        with self.storage.loaded(batch), in_float32(self.model.get_submodule(block)):
+            call = mapped(batch.calibrated, Tensor, at_least_float32)
             counted = batch.positions.valid or Positions(call.hidden.shape[:-1])
             read = Positions.first_of(call.hidden) if self.reads_first else counted.last_of_each()
             result = read.of(self.step(self.model, block, call).hidden)

@@ -13,6 +13,7 @@ from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import decoder_suite, sentences, suite_of
 from torch import nn
 from tricky_models import Between, biased
+from variations import models_of
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.families import (
@@ -138,6 +139,21 @@ def test_all_blocks_of_a_decoder_have_the_keys_and_values_of_the_first(monkeypat
     ends = ("self_attn.k_proj", "self_attn.v_proj")
     assert fed == {block: {f"{block}.{end}" for end in ends} for block in suite.blocks}
     assert {*asked} == {suite.blocks[0]} and len(suite.blocks) > 1
+
+
+def test_keys_and_values_are_found_in_bfloat16_beside_a_large_residual_stream(monkeypatch):
+    suite, found = decoder_suite(), set[str]()
+    for model in models_of(suite):  # bfloat16 rounds what a block adds away
+        model.get_parameter("model.embed_tokens.weight").data.mul_(1000)
+
+    def narrow(self: Streams, block: str, names: Any) -> None:
+        found.update(names)
+
+    monkeypatch.setattr(Streams, "narrow", narrow)
+    auto: dict[str, Any] = PLUS | {"decoder_rows": "auto"}
+    run_fast(suite.to(torch.bfloat16), **auto)
+    ends = ("self_attn.k_proj", "self_attn.v_proj")
+    assert found == {f"{block}.{end}" for block in suite.blocks for end in ends}
 
 
 def test_labels_choose_positions_of_decoders_only():
