@@ -23,7 +23,7 @@ from fusion_bench_featcal.results import write_run
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""
 WRITTEN = f"{REPORT}/files.json"
-"""File in the model's folder: name of every other file that was saved -> its digest."""
+"""File in the model's folder: name of every other saved file but the card -> its digest."""
 _HEADS = """
 ## Heads
 
@@ -75,7 +75,8 @@ def save_folder(calibrated: Calibrated, facts: CardFacts, evaluation: Evaluation
         write_inputs(new / REPORT, evaluation.digests)
         result.log.write(new / REPORT / "calibration_log.jsonl")
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
-        written = {name: digest_file(file) for name, file in files_in(new).items()}
+        # Users edit the card.
+        written = {name: digest_file(new / name) for name in files_in(new) if name != CARD}
         (new / WRITTEN).write_text(json_text(written), encoding="utf-8")
 
 

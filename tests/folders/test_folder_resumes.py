@@ -113,10 +113,13 @@ DAMAGES: dict[str, tuple[str, Any]] = {
 
 
 def test_a_finished_run_with_damaged_files_is_not_taken_for_whole(folder: Path):
-    """Files that a user added do not count."""
+    """Files that a user added do not count, nor does the card, which users edit or remove."""
     command, out = [*words(folder, *FAST), "--resume"], folder / "out"
     assert main(command) == 0
     (out / "notes.txt").write_text("a user's")
+    (out / "README.md").write_text("another card")
+    assert "this command saved it before" in featcal(*command).out
+    (out / "README.md").unlink()
     for kind, (name, damage) in DAMAGES.items():
         whole = (out / name).read_bytes()
         damage(out / name)
