@@ -8,6 +8,7 @@ written. With its config.json the folder is then the model.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from fusion_bench_featcal.run.progress import Progress
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
 WRITTEN = rf"(block|rest)-\d+\.safetensors|inputs\.json|{re.escape(INDEX)}"
 """Pattern of the names of all files in the folder, with the one of `folders/digests.py`."""
+Digests = Callable[[], Mapping[str, str]]
+"""Returns the digests of a run, which are costly (`run_digest.py`)."""
 PIECE = 2**28
 """Tensors outside the blocks with more bytes than this get a separate file."""
 
@@ -49,11 +52,7 @@ class Checkpoint:
         return None
 
     def start(
-        self,
-        digests: Callable[[], Mapping[str, str]],
-        blocks: Iterable[str],
-        merged: ExpertSource,
-        progress: Progress,
+        self, digests: Digests, blocks: Iterable[str], merged: ExpertSource, progress: Progress
     ) -> None:
         """Begin with the first block."""
 
@@ -66,11 +65,7 @@ class Checkpoint:
         return []
 
     def write(
-        self,
-        block: str,
-        model: WorkingModel,
-        changed: Mapping[str, Tensor],
-        log: CalibrationLog,
+        self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], log: CalibrationLog
     ) -> Mapping[str, Tensor]:
         """Return the tensors of a calibrated block, stored on the merged model's device.
 
@@ -122,16 +117,12 @@ class CheckpointFolder(Checkpoint):
         return self._blocks
 
     def start(
-        self,
-        digests: Callable[[], Mapping[str, str]],
-        blocks: Iterable[str],
-        merged: ExpertSource,
-        progress: Progress,
+        self, digests: Digests, blocks: Iterable[str], merged: ExpertSource, progress: Progress
     ) -> None:
         """Begin with the first block, or continue after the blocks of an earlier run.
 
         Args:
-            digests: Returns the digests of the run, which are costly (`run_digest.py`).
+            digests: Returns the digests of the run.
             blocks: All blocks, in order.
             merged: The merged model's weights. Blocks are written as its files are.
             progress: Says how many of them are finished.
@@ -142,13 +133,10 @@ class CheckpointFolder(Checkpoint):
         self._blocks = FinishedBlocks(self.folder, digests())
         self._converted = ConvertedSource(self._blocks, merged.joined)
         self._files = {block: BLOCK.format(number) for number, block in enumerate(blocks)}
-        is_gap = False
-        for block, file in self._files.items():
-            if is_present := (self.folder / file).exists():
-                self._blocks.open(file)
-            is_gap |= not is_present
-            if not is_gap:
-                self._finished.append(block)
+        present = [block for block, file in self._files.items() if (self.folder / file).exists()]
+        for block in present:
+            self._blocks.open(self._files[block])
+        self._finished = [*takewhile(present.__contains__, self._files)]
         if len(set(map(tuple, self._processes.gather(self._finished)))) > 1:
             raise CalibrationError(
                 f"processes see different files in {option('checkpoint_dir')} {self.folder}. "
@@ -176,11 +164,7 @@ class CheckpointFolder(Checkpoint):
         return dict(self._tensors(block, model))
 
     def write(
-        self,
-        block: str,
-        model: WorkingModel,
-        changed: Mapping[str, Tensor],
-        log: CalibrationLog,
+        self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], log: CalibrationLog
     ) -> Mapping[str, Tensor]:
         """Write a calibrated block with new log records, and return the block's tensors.
 

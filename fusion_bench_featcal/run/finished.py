@@ -55,11 +55,8 @@ class FinishedBlocks(SafetensorsExpert):
         """
         tensors = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
-        metadata = {
-            "run": json.dumps(self._run),
-            "records": json.dumps(records),
-            "digests": json.dumps(digests),
-        }
+        facts = {"run": self._run, "records": records, "digests": digests}
+        metadata = {name: json.dumps(fact) for name, fact in facts.items()}
         with writing(self._folder / file, sum(tensor.nbytes for tensor in tensors.values())):
             seal = {"seal": _seal(file, metadata)}
             write_tensors(self._folder / file, tensors, metadata | seal)
@@ -120,9 +117,8 @@ class FinishedBlocks(SafetensorsExpert):
 
     def _reading(self, file: str) -> AbstractContextManager[None]:
         """Return a context that adds a file to errors of reading it, and the remedy."""
-        remedy = (
-            f"Remove it to calibrate its block and later ones again ({option('resume', 'true')})"
-        )
+        resuming = option("resume", "true")
+        remedy = f"Remove it to calibrate its block and later ones again ({resuming})"
         return at(self._folder / file, cause=_damage, remedy=remedy)
 
 
