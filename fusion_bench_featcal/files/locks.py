@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -14,9 +14,8 @@ from fusion_bench_featcal.files import PART, prepare_directory, remove
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def locked_target(target: Path, option: str) -> Iterator[None]:
-    """Context in which no other process writes a file or folder that may be missing.
+def locked_target(target: Path, option: str) -> AbstractContextManager[None]:
+    """Return a context in which no other process writes a file or folder that may be missing.
 
     The lock is next to it. Temporary files that killed processes wrote for it are removed.
 
@@ -30,15 +29,11 @@ def locked_target(target: Path, option: str) -> Iterator[None]:
     """
     target = target.absolute()
     lock = target.with_name(f".{target.name}.lock")
-    with _directory(lock.parent, option), _locked(lock, f"{option} {target}") as is_locked:
-        if is_locked:
-            _remove_leftovers(lock.parent, re.escape(target.name))
-        yield
+    return _locked(lock, option, target, re.escape(target.name))
 
 
-@contextmanager
-def locked_folder(folder: Path, option: str, files: str) -> Iterator[None]:
-    """Context in which no other process writes in a folder, which is created if necessary.
+def locked_folder(folder: Path, option: str, files: str) -> AbstractContextManager[None]:
+    """Return a context in which no other process writes in a folder, created if necessary.
 
     The lock is in the folder. Temporary files of killed processes in it are removed.
 
@@ -52,10 +47,41 @@ def locked_folder(folder: Path, option: str, files: str) -> Iterator[None]:
         ReportError: If the folder cannot be written.
     """
     folder = folder.absolute()
-    with _directory(folder, option), _locked(folder / ".lock", f"{option} {folder}") as is_locked:
-        if is_locked:
-            _remove_leftovers(folder, files)
-        yield
+    return _locked(folder / ".lock", option, folder, files)
+
+
+@contextmanager
+def _locked(file: Path, option: str, target: Path, names: str) -> Iterator[None]:
+    """Context with a lock, if the disk has locks.
+
+    The system releases it when this process ends in any way.
+
+    Args:
+        file: The lock.
+        option: The option that names the target.
+        target: What is written.
+        names: Pattern of the files for which killed processes may have left temporary ones.
+    """
+    with _directory(file.parent, option):
+        lock, is_new = FileLock(file), not file.exists()
+        try:
+            lock.acquire(blocking=False)
+        except (Timeout, PermissionError) as error:  # that of another user cannot be opened
+            raise CalibrationError(
+                f"{option} {target} is in use by another process. Wait until it ends, or name "
+                "another folder"
+            ) from error
+        except OSError as error:
+            warning = "%s %s cannot be locked (%s): start no second run with it"
+            log.warning(warning, option, target, error)
+        try:
+            if lock.is_locked:
+                _remove_leftovers(file.parent, names)
+            yield
+        finally:
+            if lock.is_locked or is_new:  # else the file may be that of another run
+                file.unlink(missing_ok=True)  # before the release: nobody else has this file
+            lock.release()
 
 
 @contextmanager
@@ -69,29 +95,6 @@ def _directory(folder: Path, option: str) -> Iterator[None]:
         with suppress(OSError):  # not empty
             for path in new:
                 path.rmdir()
-
-
-@contextmanager
-def _locked(file: Path, label: str) -> Iterator[bool]:
-    """Context with a lock, if the disk has locks, and whether it is held.
-
-    The system releases it when this process ends in any way.
-    """
-    lock, is_new = FileLock(file), not file.exists()
-    try:
-        lock.acquire(blocking=False)
-    except (Timeout, PermissionError) as error:  # that of another user cannot be opened
-        raise CalibrationError(
-            f"{label} is in use by another process. Wait until it ends, or name another folder"
-        ) from error
-    except OSError as error:
-        log.warning("%s cannot be locked (%s): start no second run with it", label, error)
-    try:
-        yield lock.is_locked
-    finally:
-        if lock.is_locked or is_new:  # else the file may be that of another run
-            file.unlink(missing_ok=True)  # before the release: nobody else has this file
-        lock.release()
 
 
 def _remove_leftovers(folder: Path, names: str) -> None:
