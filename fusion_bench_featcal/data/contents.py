@@ -2,11 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
 from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.errors import CalibrationError
@@ -30,8 +32,7 @@ def digest_model(model: ModelFiles) -> str:
     if (weights := model.weights) is not None:
         opened = {"config.json": digest_json(model.config), "weights": weights.digest}
         # Modules of sentence-transformers are in folders.
-        read = [name for name in files if name.endswith(".safetensors") and "/" not in name]
-        files = {name: file for name, file in files.items() if name not in (*read, "config.json")}
+        files = {n: f for n, f in files.items() if "/" in n or not n.endswith(".safetensors")}
     return digest_files(files, opened)
 
 
@@ -64,9 +65,9 @@ def digest_local(location: str) -> str | None:
 
 
 def digest_files(files: Mapping[str, Path], opened: Mapping[str, str] | None = None) -> str:
-    """Return the digest of files (name -> file), and of what was opened before."""
+    """Return the digest of files (name -> file), and of what was opened before, in their place."""
     digest = digest_file if _size(files) < WHOLE else _digest_ends
-    return digest_json({**(opened or {}), **{name: digest(file) for name, file in files.items()}})
+    return digest_json({**{name: digest(file) for name, file in files.items()}, **(opened or {})})
 
 
 def used_files(folder: Path, *, weights: bool = True) -> dict[str, Path]:
@@ -94,20 +95,16 @@ def _named_files(location: str, home: Path) -> dict[str, Path]:
         table = rows.data.table
         texts = [field.name for field in table.schema if "string" in str(field.type)]
         rows = table.select(texts).to_pylist()
-    files = {text: home / os.path.expanduser(text) for text in {*_texts(rows)}}
+    leaves = tree_leaves([*rows], is_leaf=_is_stored)
+    texts = {leaf for leaf in leaves if isinstance(leaf, str)}
+    files = {text: home / os.path.expanduser(text) for text in texts}
     # Files of the system, such as those in /proc, have no size, and texts may be their names.
     return {t: file for t, file in files.items() if os.path.isfile(file) and os.path.getsize(file)}
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a nested value, but no paths of files that are in it as bytes."""
-    if isinstance(value, Mapping):
-        value = [] if value.get("bytes") else [*value.values()]
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for entry in value:
-            yield from _texts(entry)
+def _is_stored(value: object) -> bool:
+    """Return whether a value is a file that a table has as bytes, whose path names no other."""
+    return isinstance(value, dict) and bool(value.get("bytes"))
 
 
 def _size(files: Mapping[str, Path]) -> int:
