@@ -1,5 +1,6 @@
 """The report of a run: models are evaluated when they are added, and written at the end."""
 
+import hashlib
 import json
 import logging
 import re
@@ -35,7 +36,6 @@ from fusion_bench_featcal.results import (
 )
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
 from fusion_bench_featcal.results.run import INPUTS, REFERENCES, Facts, conditions_of
-from fusion_bench_featcal.run.digests import digest_text
 
 log = logging.getLogger(__name__)
 
@@ -73,18 +73,12 @@ class Report:
             tasks: Tasks to evaluate, by default all.
             tasks_label: Number or names of the merged tasks, by default the number of experts.
         """
-        self.run = Run(
-            suite=suite,
-            merger=merger,
-            versions=versions(),
-            device=describe_device(inputs.fabric.device),
-        )
+        device = describe_device(inputs.fabric.device)
+        self.run = Run(suite=suite, merger=merger, versions=versions(), device=device)
         self._inputs, self._tasks = inputs, tasks
-        self._conditions = {
-            "precision": str(inputs.fabric.strategy.precision.precision),
-            "tasks": len(inputs.modelpool.model_names) if tasks_label is None else tasks_label,
-            **digest_of_pools(inputs),
-        }
+        precision = str(inputs.fabric.strategy.precision.precision)
+        label = len(inputs.modelpool.model_names) if tasks_label is None else tasks_label
+        self._conditions = {"precision": precision, "tasks": label, **digest_of_pools(inputs)}
         self._base_method = dict(plain_config(base_method) or {})
         self._failed: dict[str, Exception] = {}
 
@@ -134,7 +128,7 @@ class Report:
             log.info("evaluating %s", name)
             evaluation = evaluate(self._inputs.taskpool, model, self._tasks)
             self._note_unscored(evaluation, facts or Facts())
-        self._add(name, evaluation, facts or Facts(), None if cost is None else cost.as_dict())
+        self._add(name, evaluation, facts or Facts(), cost)
         return evaluation
 
     def _note_unscored(self, evaluation: PoolEvaluation, facts: Facts) -> None:
@@ -151,15 +145,12 @@ class Report:
             self.run.note(Note(NOTE, text))
 
     def _add(
-        self,
-        name: str,
-        evaluation: PoolEvaluation | None,
-        facts: Facts,
-        cost: Mapping[str, float] | None = None,
+        self, name: str, evaluation: PoolEvaluation | None, facts: Facts, cost: Cost | None = None
     ) -> None:
         correct = None if evaluation is None else evaluation.correct
         scores = {} if evaluation is None else evaluation.scores
-        row = self.run.add_model(name, scores, facts, correct=correct, cost=cost)
+        costs = None if cost is None else cost.as_dict()
+        row = self.run.add_model(name, scores, facts, correct=correct, cost=costs)
         row.conditions |= self._conditions
         if row.is_repair:
             taken = row.settings | self._conditions
@@ -244,7 +235,7 @@ def with_contents(value: object, digest: Callable[[str], str | None], name: str 
 def digest_config(config: object) -> str:
     """Return the digest of plain configs, equal wherever suites and fetched weights lie."""
     text = json.dumps(config, sort_keys=True, ensure_ascii=False, default=str)
-    return digest_text(without_roots(text))
+    return hashlib.sha256(without_roots(text).encode()).hexdigest()
 
 
 def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
@@ -266,8 +257,6 @@ def suite_name(modelpool: BaseModelPool) -> str:
     """Return the model pool's name on the command line, else its class."""
     from hydra.core.hydra_config import HydraConfig
 
-    if HydraConfig.initialized():
-        name = HydraConfig.get().runtime.choices.get("modelpool")
-        if name:
-            return str(name)
+    if HydraConfig.initialized() and (name := HydraConfig.get().runtime.choices.get("modelpool")):
+        return str(name)
     return type(modelpool).__name__

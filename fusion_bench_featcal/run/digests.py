@@ -1,4 +1,4 @@
-"""Digests of tensors, inputs and texts, for comparing stored results."""
+"""Digests of tensors, inputs and code, for comparing stored results."""
 
 import hashlib
 import inspect
@@ -21,11 +21,6 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
-def digest_text(text: str) -> str:
-    """Return the digest of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:_SHORT]
-
-
 def digest_tensor(tensor: Tensor) -> str:
     """Return the digest of a tensor's dtype, shape and content."""
     digest = hashlib.sha256()
@@ -37,11 +32,8 @@ def digest_inputs(batches: Iterable[object]) -> str:
     """Return the digest of batches: tensors, or mappings or tuples of tensors and plain values."""
     digest = hashlib.sha256()
     for inputs in batches:
-        entries: Iterable[tuple[object, object]]
-        if isinstance(inputs, Mapping):
-            entries = sorted(inputs.items())
-        else:
-            entries = enumerate(inputs if isinstance(inputs, tuple) else (inputs,))
+        values = inputs if isinstance(inputs, tuple) else (inputs,)
+        entries = sorted(inputs.items()) if isinstance(inputs, Mapping) else enumerate(values)
         digest.update(b"batch\n")
         for name, value in entries:
             if isinstance(value, Tensor):

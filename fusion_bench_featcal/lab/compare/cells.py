@@ -84,13 +84,8 @@ class CellRunner:
         made_of: list[Any] = [cell.row]
         if cell.merger is not None:  # references have no random numbers
             settings = cell.method.settings if cell.method else None
-            made_of += [
-                self.settings.seed,
-                plain_config(cell.merger.config),
-                plain_config(cell.config),
-                settings,
-            ]
-            made_of.append(_own_code(cell.method))
+            configs = plain_config(cell.merger.config), plain_config(cell.config)
+            made_of += [self.settings.seed, *configs, settings, _own_code(cell.method)]
         title = re.sub(r"[^0-9A-Za-z_.+-]", "_", cell.title)
         whole = with_contents([self._common, made_of], self.inputs.digest)
         return self.folder / f"{title}-{digest_config(whole)[:16]}"
@@ -161,9 +156,8 @@ class CellRunner:
         """
         if merger.name not in self._merged:  # another merger's cells are finished
             self._merged.clear()
-            upstream = Upstream(
-                OmegaConf.create(merger.config), self.inputs.models, setting=merger.setting
-            )
+            config = OmegaConf.create(merger.config)
+            upstream = Upstream(config, self.inputs.models, setting=merger.setting)
             try:
                 with measure() as cost:
                     model = upstream.merged_model(self.inputs.program)
