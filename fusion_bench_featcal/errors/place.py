@@ -40,13 +40,8 @@ def at(
     except CalibrationError as error:
         error.passes(texts, remedy)
         raise
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
     except BaseException as error:  # a panic of tokenizers is no Exception
-        if isinstance(error, Exception):
-            text = cause(error) or _outside_table(error)
-        else:
-            text = f"a library has failed ({type(error).__name__}: {first_line(error)})"
+        text = (cause(error) if isinstance(error, Exception) else None) or _known(error)
         if text is None:
             raise
         translated = CalibrationError(text)
@@ -59,11 +54,13 @@ def message_of(*kinds: type[Exception]) -> Cause:
     return lambda error: str(error) if isinstance(error, kinds) else None
 
 
-def _outside_table(error: Exception) -> str | None:
-    """Return torch's message for a look-up table that no check of token ids covers in words."""
-    if not (isinstance(error, IndexError) and "out of range in self" in str(error)):
-        return None  # an error of the model's or family's code
-    return (
-        f"an input is outside a table of the model ({error}). Check that token ids come from the "
-        "model's own tokenizer"
-    )
+def _known(error: BaseException) -> str | None:
+    """Return what torch's error for ids outside a look-up table means, or that a library panics."""
+    if isinstance(error, IndexError) and "out of range in self" in str(error):
+        return (
+            f"an input is outside a table of the model ({error}). Check that token ids come from "
+            "the model's own tokenizer"
+        )
+    if isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit):
+        return None  # an error of the model's or family's code, or the end of the program
+    return f"a library has failed ({type(error).__name__}: {first_line(error)})"

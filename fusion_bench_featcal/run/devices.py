@@ -53,11 +53,9 @@ def usual_torch() -> Iterator[None]:
     Nothing changes for other threads. The default dtype, which all threads share, is left alone:
     every tensor of this package is made in a named one.
     """
-    on = [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
-    with ExitStack() as stack:
-        # Hooks compare tensor versions, and training needs them: inference mode lacks them.
-        stack.enter_context(torch.inference_mode(False))
-        for kind in on:
+    # Hooks compare tensor versions, and training needs them: inference mode lacks them.
+    with torch.inference_mode(False), ExitStack() as stack:
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")):
             stack.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device().type != "cpu":  # a mode, which slows all calls of torch
             stack.enter_context(torch.device("cpu"))
@@ -110,9 +108,8 @@ def memory_cause(device: torch.device, location: str, error: Exception) -> str |
     """
     if not is_out_of_memory(error):
         return None
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"out of memory ({device.type}) at {location}: {reason}. What lowers it: "
+        f"out of memory ({device.type}) at {location}: {first_line(error)}. What lowers it: "
         f"{option('activations', 'host')} beside a GPU, a lower {option('batch_size')} or "
         f"{option('samples_per_task')}, {option('modules')} without the widest modules"
     )
