@@ -47,11 +47,12 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: object) -> st
     """
     try:
         text = _written(tokenizer, turns, values)
-        if not _shows(text, turns):  # such as templates of models that read images
-            parts = [t | {"content": [{"type": "text", "text": t["content"]}]} for t in turns]
-            of_parts = _written(tokenizer, parts, values)
-            return of_parts if _shows(of_parts, turns) else text
-        return text
+        if _shows(text, turns):
+            return text
+        # Such as templates of models that read images.
+        parts = [t | {"content": [{"type": "text", "text": t["content"]}]} for t in turns]
+        of_parts = _written(tokenizer, parts, values)
+        return of_parts if _shows(of_parts, turns) else text
     except Exception as error:  # a template may raise any error
         raise CalibrationError(
             f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
@@ -111,11 +112,8 @@ def rendered_chat(tokenizer: object, text: Text) -> Chat:
             )
     keys = dict.fromkeys(key for turn in turns for key in turn if key not in ("role", "content"))
     without = {key: [{k: turn[k] for k in turn if k != key} for turn in turns] for key in keys}
-    unread = tuple(
-        f"{key} of turns, which the template does not show"
-        for key in keys
-        if written(without[key], is_asked) == whole
-    )
+    hidden = [key for key in keys if written(without[key], is_asked) == whole]
+    unread = tuple(f"{key} of turns, which the template does not show" for key in hidden)
     if text.target is None:
         return Chat(whole, None, unread)
     prompt = written(text.prompt, True)
@@ -147,11 +145,9 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 def shortest_chat(tokenizer: object) -> str:
     """Return a question and its answer as the template writes them, or no text if it cannot."""
-    if not getattr(tokenizer, "chat_template", None):
-        return ""
     try:
         return render(tokenizer, _SHORTEST, "a chat")
-    except CalibrationError:  # the data's chats are rendered later
+    except CalibrationError:  # there is no template, or the data's chats are rendered later
         return ""
 
 
