@@ -193,9 +193,8 @@ def link_or_copy(file: str | Path, copy: str | Path) -> None:
 
 def unwritten(error: Exception) -> str | None:
     """Return why a file cannot be written, as a cause for `errors.place.at`."""
-    return (
-        f"it cannot be written: {error.strerror or error}" if isinstance(error, OSError) else None
-    )
+    is_known = isinstance(error, OSError)
+    return f"it cannot be written: {error.strerror or error}" if is_known else None
 
 
 def _unwritable(path: Path, setting: str, error: OSError) -> ReportError:

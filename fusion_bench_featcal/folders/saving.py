@@ -82,10 +82,8 @@ def save_folder(calibrated: Calibrated, facts: CardFacts, evaluation: Evaluation
 
 def is_complete(folder: Path, recipe: str) -> bool:
     """Return whether a folder already has the model of a recipe."""
-    try:
-        return (folder / RECIPE).read_text(encoding="utf-8") == recipe
-    except OSError:
-        return False
+    file = folder / RECIPE
+    return file.is_file() and file.read_text(encoding="utf-8") == recipe
 
 
 def damaged_files(folder: Path) -> list[str]:

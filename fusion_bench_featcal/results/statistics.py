@@ -67,7 +67,8 @@ def difference(row: BySeed, other: BySeed) -> Difference | None:
     seeds = common_seeds(row, other)
     if not seeds:
         return None
-    gains = _paired([_of_seed(row, s) for s in seeds], [_of_seed(other, s) for s in seeds])
+    sides = ([side[s if s in side else None] for s in seeds] for side in (row, other))
+    gains = _paired(*sides)
     value, count = float(np.mean([gain.mean() for gain in gains])), len(seeds)
     half, p_seeds = _interval(gains, ADDED_DIFFERENCES)
     if count == 2 or half is None:
@@ -144,9 +145,8 @@ def student(
     from scipy import stats  # slow to import
 
     count, mean = len(values), float(np.mean(values))
-    variance, shift = float(np.var(values, ddof=1)) / count, 0.0
-    if added:
-        variance, shift = _extended_mean(np.asarray(values), added)
+    plain = float(np.var(values, ddof=1)) / count, 0.0
+    variance, shift = _extended_mean(np.asarray(values), added) if added else plain
     error = math.sqrt(variance)
     half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error + abs(shift)
     p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
@@ -160,10 +160,6 @@ def holm(values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
         adjusted[index] = largest
     return adjusted
-
-
-def _of_seed(row: BySeed, seed: object) -> Mapping[str, NDArray[Any]]:
-    return row[seed if seed in row else None]
 
 
 def _paired(ones: Sequence[Any], partners: Sequence[Any]) -> list[NDArray[np.float64]]:
