@@ -21,10 +21,11 @@ from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.source import total_bytes
-from fusion_bench_featcal.models.adapters import checked_adapters
+from fusion_bench_featcal.models.adapters import AdapterExpert, load_paired
 from fusion_bench_featcal.models.errors import loading_cause
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.run.problem import BASE_MODEL
 
@@ -236,9 +237,15 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     Raises:
         CalibrationError: If it cannot be found or loaded, naming the model and its entry.
     """
-    entry = modelpool._models.get(name)
-    with at(f"modelpool.models.{name}", cause=partial(_cause, entry)), checked_adapters():
+    entry: Any = modelpool._models.get(name)
+    with at(f"modelpool.models.{name}", cause=partial(_cause, entry)):
         model = local_pool(modelpool, name).load_model(name)
+        # PEFT itself only warns of tensors that belong to no module, and leaves the base in place.
+        if isinstance(files := PoolModel(modelpool, name).files, AdapterExpert):
+            fill(model, files)
+        elif hasattr(model, "peft_config") and isinstance(entry, Mapping):  # it is not merged
+            for adapter in filter(None, map(entry.get, LORA_KEYS[2:])):
+                load_paired(model, fetch(adapter, f"modelpool.models.{name}={adapter}"))
         if not isinstance(model, nn.Module):
             raise CalibrationError(
                 f"it gives a {type(model).__name__}, not an nn.Module. Sources of weights work "

@@ -303,29 +303,6 @@ def _merging(folder: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def checked_adapters() -> Iterator[None]:
-    """Context in which PEFT refuses adapters as `load_paired`, whoever lets it load them.
-
-    PEFT itself only warns, and the base is left in place of the model.
-    """
-    from peft import PeftModel  # slow to import
-
-    load = vars(PeftModel)["from_pretrained"]
-
-    def checked(kind: object, model: Any, adapter: Any, *args: object, **options: object) -> Any:
-        wrapped = load.__func__(kind, model, adapter, *args, **options)
-        if (Path(adapter) / WEIGHTS).is_file():
-            load_paired(wrapped, Path(adapter))
-        return wrapped
-
-    setattr(PeftModel, "from_pretrained", classmethod(checked))  # noqa: B010 (of another type)
-    try:
-        yield
-    finally:
-        setattr(PeftModel, "from_pretrained", load)  # noqa: B010
-
-
 def load_paired(wrapped: Any, adapter: Path) -> None:
     """Load an adapter's tensors by transformers' names of modules, and refuse other names.
 
