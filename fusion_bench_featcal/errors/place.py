@@ -30,8 +30,8 @@ def at(
         remedy: Sentence after the message.
 
     Raises:
-        CalibrationError: In place of an error of another library whose cause is known, or of one
-            that is no Exception, such as a panic of tokenizers.
+        CalibrationError: In place of an error of another library whose cause is known, or of a
+            panic of tokenizers.
     """
     named = {"task": task, "block": block, "module": module}
     texts = [*map(str, places), *(f"{kind} {name}" for kind, name in named.items() if name)]
@@ -61,6 +61,6 @@ def _known(error: BaseException) -> str | None:
             f"an input is outside a table of the model ({error}). Check that token ids come from "
             "the model's own tokenizer"
         )
-    if isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit):
-        return None  # an error of the model's or family's code, or the end of the program
-    return f"a library has failed ({type(error).__name__}: {first_line(error)})"
+    if type(error).__name__ == "PanicException":  # of libraries in Rust, such as tokenizers
+        return f"a library has failed (PanicException: {first_line(error)})"
+    return None  # an error of the model's or family's code, or the end of a program or task

@@ -1,5 +1,6 @@
 """A panic of tokenizers, which is no Exception, is an error with its place."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -21,16 +22,18 @@ def test_a_panic_names_the_row_and_has_no_traceback(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
-class Panic(BaseException):
-    pass
+class PanicException(BaseException):
+    """As the class of tokenizers, which has no importable name."""
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, Panic])
-def test_all_but_the_end_of_a_program_gets_a_place(kind: type[BaseException]) -> None:
-    expected = CalibrationError if kind is Panic else kind
+ENDS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
+
+
+@pytest.mark.parametrize("kind", [*ENDS, PanicException])
+def test_panics_get_a_place_and_ends_of_programs_and_tasks_pass(kind: type[BaseException]) -> None:
+    expected = CalibrationError if kind is PanicException else kind
     with pytest.raises(expected) as caught, at("--data one=a.csv", task="one"):
         raise kind("index out of bounds")
-    if kind is Panic:
-        assert str(caught.value) == (
-            "--data one=a.csv, task one: a library has failed (Panic: index out of bounds)"
-        )
+    if kind is PanicException:
+        reason = "a library has failed (PanicException: index out of bounds)"
+        assert str(caught.value) == f"--data one=a.csv, task one: {reason}"
