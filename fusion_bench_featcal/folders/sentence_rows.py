@@ -43,13 +43,7 @@ class SentenceRows:
         self.unread = [column for column in available if column not in read]
         numbers = (int, float, bool)
         texts = [c for c in self.unread if not isinstance(_number(rows[0].get(c)), numbers)]
-        lists = [c for c in texts if "neg" in c.lower() and not isinstance(rows[0].get(c), str)]
-        if lists and self.columns and not chosen_names:
-            raise ValueError(
-                f"{rows.name}: column {lists[0]} has lists, which are not read. Write a column for "
-                "each text (negative_1, negative_2, ...), or name the others by --columns"
-            )
-        self._is_chosen = bool(chosen_names) or not texts
+        self._others = {} if chosen_names else {c: rows[0].get(c) for c in texts}
 
     @property
     def doubt(self) -> str:
@@ -61,9 +55,13 @@ class SentenceRows:
         if len(of_pair) != min(2, len(self.columns)):
             return f", of which {texts} are texts, but a row has one text, or two and negatives"
         name, *more = self.columns
-        if more or self._is_chosen or name in ("text", "sentence"):
+        if self._others and not more and name not in ("text", "sentence"):
+            return f", of which only {texts} has a known name of texts"
+        lists = [c for c, v in self._others.items() if "neg" in c.lower() and isinstance(v, list)]
+        if not lists:
             return ""
-        return f", of which only {texts} has a known name of texts"
+        advice = "Write a column for each text (negative_1, negative_2, ...), or leave it out"
+        return f", and column {lists[0]} has lists, which are not read. {advice}"
 
     def __len__(self) -> int:
         return len(self._rows)
