@@ -28,6 +28,7 @@ MARK = "<image>"
 """Place of an image in a text, as in LLaVA's chats."""
 _IMAGES = ("bytes", "image", "image_url", "url", "path")
 AS_PART = '{"type": "image", "path": "FILE"}'
+AS_LABELS = "Give the row as input_ids and labels, -100 for tokens that do not count"
 
 
 def is_chat(value: Any) -> bool:
@@ -88,21 +89,29 @@ def answered_turns(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | Non
     Raises:
         CalibrationError: If nothing comes before the answer, or no answer counts.
     """
-    flags = [[turn.pop(key, None) for key in _FLAGS] for turn in turns]
-    counts = [not any(map(is_no, values)) for values in flags]
-    answers = [n for n, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if answers and answers[-1] == len(turns) - 1 and not counts[-1]:
-        counted = [n for n in answers if counts[n]]
-        if not counted:
-            raise CalibrationError(
-                f"{name}: all answers have weight 0, or loss false. Remove the row"
-            )
-        turns = turns[: counted[-1] + 1]
-    is_answered = bool(turns) and turns[-1]["role"] == "assistant"
-    question = turns[:-1] if is_answered else turns
-    if not question:
+    counts = [not any([is_no(turn.pop(key, None)) for key in _FLAGS]) for turn in turns]
+    answers = [n for n, turn in enumerate(turns) if turn["role"] == "assistant" and counts[n]]
+    answer = None
+    if turns and turns[-1]["role"] == "assistant":
+        if not answers:
+            fault = "all answers have weight 0, or loss false"
+            raise CalibrationError(f"{name}: {fault}. Remove the row")
+        turns, answer = turns[: answers[-1]], turns[answers[-1]]
+    if not turns:
         raise CalibrationError(f"{name}: the chat has no turn before the answer")
-    return question, turns[-1] if is_answered else None
+    return turns, answer
+
+
+def unused_column(name: str, column: str, place: str, advice: str) -> CalibrationError:
+    """Return the error of a row with a column or key that changes the input and is not used."""
+    return CalibrationError(
+        f"{name}: column {column} has no place in {place}. {advice}, or leave the column out"
+    )
+
+
+def has_value(value: object) -> bool:
+    """Return whether a column or key has something in a row."""
+    return hasattr(value, "shape") or (value is not None and value not in ("", [], {}))
 
 
 def is_no(value: object) -> bool:
@@ -121,12 +130,9 @@ def _turn(turn: Mapping[str, object], name: str, images: list[Any] | None) -> Tu
         )
     if values.get("tool_calls"):
         raise CalibrationError(f"{name}: tool_calls are not read. Write them into the content")
-    masks = [key for key in (*_FLAGS, *MASKS) if isinstance(values.get(key), list | Mapping)]
-    if masks and role == "assistant":
-        raise CalibrationError(
-            f"{name}: {masks[0]} chooses tokens, which is not read. Write a row for each answer "
-            "that counts, and leave the key out"
-        )
+    for key in (*_FLAGS, *MASKS) if role == "assistant" else ():
+        if isinstance(values.get(key), list | Mapping):
+            raise unused_column(name, key, "a turn", AS_LABELS)
     other = {key: value for key, value in values.items() if key not in _KEYS}
     content = values.get("content", values.get("value"))
     return {"role": role, "content": _content(content, name, list(turn), images), **other}
@@ -141,26 +147,24 @@ def _content(content: object, name: str, keys: list[str], images: list[Any] | No
             images.append(_image_in(part, name, images.count(None)))
             text = MARK
         if not isinstance(text, str):
+            advice = "" if images is None else f". Write an image as {AS_PART}"
             raise CalibrationError(
                 f"{name}: the content must be a text or a list of text parts, got "
-                f"{str(part)[:60]!r} (keys of the turn: {', '.join(keys)})"
-                + (images is not None)
-                * f". Write an image as {AS_PART}"
+                f"{str(part)[:60]!r} (keys of the turn: {', '.join(keys)}){advice}"
             )
         texts.append(text)
     return "".join(texts)
 
 
 def _is_image(part: Mapping[str, Any]) -> bool:
-    """Return whether a part is an image, also without a type."""
-    is_untyped = part.get("type") is None and part.get("text") is None
-    return "image" in str(part.get("type")) or (is_untyped and not part.keys().isdisjoint(_IMAGES))
+    """Return whether a part is an image by its type, or by its keys if it has none."""
+    return "image" in str(part.get("type") or [key for key in part if has_value(part[key])])
 
 
 def _image_in(part: Mapping[str, Any], name: str, place: int) -> Any:
     """Return the image of a part, or None if the part only marks the place of an image."""
-    values = {k: v for k, v in part.items() if hasattr(v, "shape") or v not in (None, "")}
-    keys = [k for k, v in values.items() if k != "type" and (k, v) != ("index", place)]
+    values = {k: v for k, v in part.items() if has_value(v) and (k, v) != ("index", place)}
+    keys = [key for key in values if key != "type"]
     if keys and (len(keys) > 1 or keys[0] not in _IMAGES):
         raise CalibrationError(
             f"{name}: the image has {', '.join(keys)}, which are not read. Write it as {AS_PART}"
@@ -181,9 +185,7 @@ def stored_image(value: Any, name: str) -> Any:
         if value.startswith("data:"):
             return b64decode(value.partition(";base64,")[2])
     except ValueError as error:
-        raise CalibrationError(
-            f"{name}: {value[:60]!r} is damaged ({error}). Replace it"
-        ) from error
+        raise CalibrationError(f"{name}: {value[:60]!r} is damaged: {error}. Replace it") from error
     if "://" in (path := value.removeprefix("file://")):
         raise CalibrationError(
             f"{name}: {value[:60]!r} is not downloaded. Save the image, and write it as {AS_PART}"

@@ -15,17 +15,11 @@ import torch
 from torch import Tensor
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
+from fusion_bench_featcal.data.chats import has_value, unused_column
 from fusion_bench_featcal.data.media_batches import MediaBatches
 from fusion_bench_featcal.data.pictures import file_in
 from fusion_bench_featcal.data.templates import special_ids
-from fusion_bench_featcal.data.text_formats import (
-    NEEDED,
-    PROMPTS,
-    Text,
-    has_value,
-    read_row,
-    unused_column,
-)
+from fusion_bench_featcal.data.text_formats import NEEDED, PROMPTS, Text, read_row
 from fusion_bench_featcal.data.text_limits import longest_text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import pad_rows

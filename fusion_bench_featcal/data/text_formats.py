@@ -3,18 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from string import ascii_uppercase
 from typing import Any, Literal
 
 from fusion_bench_featcal.data.chats import (
+    AS_LABELS,
     AS_PART,
     MASKS,
     Turn,
     answered_turns,
+    has_value,
     is_chat,
     is_no,
     parsed,
     read_turns,
     stored_image,
+    unused_column,
 )
 from fusion_bench_featcal.errors import CalibrationError
 
@@ -34,21 +38,16 @@ _CHOICES = ("choices", "options")
 IMAGES = ("image", "images")
 """Columns for images."""
 _MEDIA = (*IMAGES, "audio", "video", "videos")
-STANDARD = {
-    name: standard
-    for standard, names in {
-        "messages": CHATS, "prompt": PROMPTS, "context": _CONTEXTS, "choices": _CHOICES,
-        "system": _SYSTEMS,
-    }.items()
-    for name in names
-}  # fmt: skip
+STANDARD = {name: names[0] for names in (CHATS, PROMPTS, _CHOICES, _SYSTEMS) for name in names}
+STANDARD |= {name: "context" for name in _CONTEXTS}
 """Name of a column -> the one by which a command names it."""
 NEEDED = (
     *_OF_CHATS, *_CHOICES, "A", "B", "context", "text_pair", "article", "document", "passage",
     "paragraph", "story", *_MEDIA, *MASKS,
 )  # fmt: skip
 """Columns that change the model's input. A row is refused if one has a value that is not used."""
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_NO_TOWER = "The model reads texts alone: name one with a tower for it"
+_ADVICE: dict[str, str] = {**dict.fromkeys(_MEDIA, _NO_TOWER), **dict.fromkeys(MASKS, AS_LABELS)}
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,7 @@ class Text:
 
 
 def read_row(
-    row: object,
-    name: str,
-    columns: Mapping[str, str] | None = None,
-    *,
-    reads_images: bool = False,
+    row: object, name: str, columns: Mapping[str, str] | None = None, *, reads_images: bool = False
 ) -> Text:
     """Read a row of any common format.
 
@@ -107,7 +102,7 @@ def read_row(
     """
     if not isinstance(row, Mapping):
         raise CalibrationError(f"{name}: a text is a mapping, got {type(row).__name__}")
-    return _Reader(row, name, columns, [] if reads_images else None).text()
+    return _Reader(row, name, columns or {}, reads_images).text()
 
 
 def is_left_out(row: object) -> bool:
@@ -123,22 +118,20 @@ class _Reader:
     """One row, with the columns that were read so far."""
 
     def __init__(
-        self,
-        row: Mapping[str, object],
-        name: str,
-        columns: Mapping[str, str] | None,
-        images: list[Any] | None,
+        self, row: Mapping[str, object], name: str, columns: Mapping[str, str], reads_images: bool
     ) -> None:
-        self.row, self.name, self.images = row, name, images
+        self.row, self.name = row, name
+        self.images: list[Any] | None = [] if reads_images else None
         self.names = columns or {str(column): str(column) for column in row}
-        values = {name: row.get(column) for name, column in self.names.items()}
-        self.values = {name: value for name, value in values.items() if value is not None}
+        self.values = {n: row[c] for n, c in self.names.items() if row.get(c) is not None}
         self.read: list[str] = []
 
     def text(self) -> Text:
         if is_left_out(self.values):
             raise CalibrationError(f"{self.name}: weight 0 or label false. Remove the row")
-        self.take_flags()
+        for flag, yes in (("weight", ("1", "1.0")), ("label", ("true",))):
+            if str(self.values.get(flag)).lower() in yes:
+                self.take(flag)  # it says that the row counts, which is no news
         if "input_ids" in self.values:
             tokens = {n: self.take(n) for n in ("input_ids", "attention_mask", "labels")}
             return self.finished(Text(self.name, "tokens", tokens))
@@ -151,13 +144,6 @@ class _Reader:
             return None
         self.read.append(name)
         return self.values[name]
-
-    def take_flags(self) -> None:
-        """Note that label and weight are read, which are checked by `is_left_out`."""
-        if str(self.values.get("weight")) in ("1", "1.0"):
-            self.take("weight")
-        if str(self.values.get("label")).lower() == "true":
-            self.take("label")
 
     def chat(self) -> Text | None:
         """Return a chat, or None if the row is none."""
@@ -200,8 +186,7 @@ class _Reader:
                 f"or with input_ids; this one has {sorted(map(str, self.row))}"
             )
         if prompt is None:
-            text = self.as_text(self.take("text"), "text")
-            return Text(self.name, "text", text, pair=pair)
+            return Text(self.name, "text", self.as_text(self.take("text"), "text"), pair=pair)
         prompt, target = self.as_text(prompt, of_prompt), self.answer()
         of_target = self.read[-1]
         if context := self.take(*_CONTEXTS):
@@ -215,12 +200,12 @@ class _Reader:
         """Return the choices of a question: one column, or a column for each letter."""
         if any(name in self.values for name in _CHOICES):
             return parsed(self.take(*_CHOICES), f"{self.name}: {self.read[-1]}")
-        letters = [*takewhile(self.values.__contains__, _LETTERS)]
+        letters = [*takewhile(self.values.__contains__, ascii_uppercase)]
         return {letter: self.take(letter) for letter in letters} if len(letters) > 1 else None
 
     def with_choices(self, prompt: str, choices: Any, target: Any) -> tuple[str, Any]:
         """Return a prompt with a line for each choice, and a number as its letter."""
-        texts, letters = choices, list(_LETTERS[: len(choices)])
+        texts, letters = choices, list(ascii_uppercase[: len(choices)])
         if isinstance(choices, Mapping):
             texts, letters = list(choices.values()), list(choices)
             if "text" in choices:  # ARC
@@ -229,10 +214,8 @@ class _Reader:
             raise CalibrationError(
                 f"{self.name}: {len(texts)} choices, but {len(letters)} letters for them"
             )
-        lines = [
-            f"{letter}. {self.as_text(text, 'choices')}"
-            for letter, text in zip(letters, texts, strict=True)
-        ]
+        pairs = zip(letters, texts, strict=True)
+        lines = [f"{letter}. {self.as_text(text, 'choices')}" for letter, text in pairs]
         if str(target).isdecimal() and target not in (*texts, *letters):
             if not int(target) < len(lines):
                 raise CalibrationError(
@@ -258,10 +241,8 @@ class _Reader:
         if not isinstance(texts, list | tuple) or is_chat(texts):
             return answer
         if len(distinct := [*dict.fromkeys(map(str, texts))]) != 1:
-            raise CalibrationError(
-                f"{self.name}: {self.names[self.read[-1]]} has {len(distinct)} different answers. "
-                "Write the one to use as target"
-            )
+            fault = f"{self.names[self.read[-1]]} has {len(distinct)} different answers"
+            raise CalibrationError(f"{self.name}: {fault}. Write the one to use as target")
         return distinct[0]
 
     def all_images(self) -> tuple[Any, ...]:
@@ -291,29 +272,13 @@ class _Reader:
     def finished(self, text: Text) -> Text:
         """Return a text with its columns, if nothing that is needed was left unread."""
         images = self.all_images()
-        filled = [name for name in self.read if has_value(self.values[name])]
-        columns = tuple(dict.fromkeys(self.names[name] for name in filled))
+        columns = dict.fromkeys(self.names[n] for n in self.read if has_value(self.values[n]))
         changing = NEEDED if text.form != "tokens" else () if "labels" in self.read else MASKS
         needed = [n for n in changing if n not in self.read and has_value(self.values.get(n))]
         if needed:
             as_chat = needed[0] in _OF_CHATS and text.form != "chat"
             advice = "Write the row as messages" if as_chat else "Write it into the text"
-            if needed[0] in _MEDIA:
-                advice = "The model reads texts alone: name one with a tower for it"
-            if needed[0] in MASKS:
-                advice = "Give the row as input_ids and labels, -100 for tokens that do not count"
+            advice = _ADVICE.get(needed[0], advice)
             raise unused_column(self.name, self.names[needed[0]], f"a {text.form}", advice)
         unread = tuple(str(n) for n, v in self.row.items() if has_value(v) and n not in columns)
-        return replace(text, columns=columns, unread=unread, images=images)
-
-
-def unused_column(name: str, column: str, place: str, advice: str) -> CalibrationError:
-    """Return the error of a row with a column that changes the input and is not used."""
-    return CalibrationError(
-        f"{name}: column {column} has no place in {place}. {advice}, or leave the column out"
-    )
-
-
-def has_value(value: object) -> bool:
-    """Return whether a column has something in a row."""
-    return hasattr(value, "shape") or (value is not None and value not in ("", [], {}))
+        return replace(text, columns=tuple(columns), unread=unread, images=images)

@@ -92,7 +92,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "answers": {"text": ["a", "b"]}}, "answers has 2 different answers. Write"),
     ({"question": "q", "answers": {"text": []}}, "answers has 0 different answers. Write the one"),
     ({"messages": [ASK, SAY | {"loss": False}]}, "all answers have weight 0, or loss false"),
-    ({"messages": [ASK, SAY | {"loss_mask": [0, 1]}]}, "turn 1: loss_mask chooses tokens, which"),
+    ({"messages": [ASK, SAY | {"loss_mask": [0, 1]}]}, "turn 1: column loss_mask has no place"),
     ({"messages": [ASK, SAY], "loss_mask": [0, 1]}, "column loss_mask has no place in a chat"),
     ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "completion_mask has no place in a tokens"),
     ({"input_ids": [1, 2], "assistant_masks": [0, 1]}, "assistant_masks has no place in a tokens"),
