@@ -121,10 +121,7 @@ class ImageTextBatches(MediaBatches):
                 f"model's positions or {option('max_length')}: rows with images are not cut. Leave "
                 "the row out"
             )
-        inputs = {
-            key: value[:, :end] if value.shape == ids.shape else value
-            for key, value in whole.items()
-        }
+        inputs = {k: v[:, :end] if v.shape == ids.shape else v for k, v in whole.items()}
         labels = inputs["input_ids"].clone()
         labels[:, :start] = NO_TARGET
         return inputs | {"labels": labels}

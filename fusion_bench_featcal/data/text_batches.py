@@ -74,12 +74,8 @@ class TextBatches:
     def remark_on_length(self, inputs: Sequence[Sample]) -> str:
         """Return a sentence on inputs that are cut, or no text."""
         cut, texts = sum(sample.is_cut for sample in inputs), counted(self.samples, "text")
-        limit = self.encoder.max_length
-        return (
-            f"{cut} of {texts} are longer than {option('max_length', limit)}, and cut"
-            if cut
-            else ""
-        )
+        limit = option("max_length", self.encoder.max_length)
+        return f"{cut} of {texts} are longer than {limit}, and cut" if cut else ""
 
     def _noted(self, inputs: list[Sample]) -> list[Sample]:
         """Warn once of what is left out of samples. `featcal calibrate` has notes instead."""

@@ -54,14 +54,12 @@ class TextRows:
     def _counted_positions(self, features: Mapping[str, object]) -> range | list[int]:
         rows: Any = self._rows
         everything = range(len(rows))
+        if self.columns or not isinstance(rows, list | datasets.Dataset):
+            return everything
         if isinstance(rows, datasets.Dataset):
             if "weight" not in features and features.get("label") != datasets.Value("bool"):
                 return everything
             rows = rows.select_columns([name for name in FLAGGED if name in features])
-        elif not isinstance(rows, list):
-            return everything
-        if self.columns:
-            return everything
         return [n for n in everything if not is_left_out(rows[n])]
 
     def __len__(self) -> int:

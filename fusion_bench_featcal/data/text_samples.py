@@ -304,12 +304,8 @@ class TextEncoder:
         sample = self._cut_prompt(ids, len(target), name)
         labels = [NO_TARGET] * len(sample.ids) + (ids.scored or target)
         whole = [*sample.ids, *target]
-        return replace(
-            sample,
-            ids=whole[:limit],
-            labels=labels[:limit],
-            is_cut=sample.is_cut or len(whole) > limit,
-        )
+        is_cut = sample.is_cut or len(whole) > limit
+        return replace(sample, ids=whole[:limit], labels=labels[:limit], is_cut=is_cut)
 
     def _cut_prompt(self, ids: _Ids, reserved: int, name: str) -> Sample:
         """Return a prompt that leaves room for `reserved` tokens, without its oldest part."""
