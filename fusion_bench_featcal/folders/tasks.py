@@ -231,22 +231,14 @@ def head_numbers(
         classes = names
     owner = " of the expert's head"
     numbers = class_numbers(values, classes, row_name, owner=owner, advice="")
-    if not note and _count_from_one(values, numbers, classes, more_labels):
+    labels = [str(value).removesuffix(".0") for value in (*values, *more_labels)]
+    pairs = zip(labels, numbers, strict=False)
+    # They are numbers of classes, not of their names, and none is 0.
+    are_from_one = "0" not in labels and all(text == str(n) != classes[n] for text, n in pairs)
+    if are_from_one and not note:
         first = min(numbers)
         note = f"no label is 0, and labels count from 0: {first} is {classes[first]!r}"
     return numbers, note
-
-
-def _count_from_one(
-    values: Sequence[object],
-    numbers: Sequence[int],
-    classes: Sequence[str],
-    more_labels: Sequence[object],
-) -> bool:
-    """Return whether labels are numbers of classes, not of their names, and none is 0."""
-    texts = [str(value).removesuffix(".0") for value in (*values, *more_labels)]
-    pairs = zip(texts, numbers, strict=False)
-    return "0" not in texts and all(text == str(n) != classes[n] for text, n in pairs)
 
 
 def not_scored(values: Sequence[object], classes: Sequence[str]) -> str:

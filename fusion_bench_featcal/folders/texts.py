@@ -116,10 +116,9 @@ def open_language_task(
     calibration, test = map(_with_targets, parts)
     rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
     test = test.some(places)
-    tests, measure = None, ""
+    tests, described = None, dict[str, str]()
     if test.indices:
-        tests = Tests(test.checked, targets_of, _counts_tokens(test), ends=[*encoder.ends])
-        measure = f"share of {'tokens' if tests.by_token else 'whole answers'} that are right"
+        tests, described = _answers(test, targets_of, _counts_tokens(test))
     notes = _notes_of_rows(rows, calibration.unread, calibration, test)
     are_plain = all(text.form == "prompt" for text in calibration.texts)
     if are_plain and getattr(encoder.tokenizer, "chat_template", None):
@@ -137,7 +136,7 @@ def open_language_task(
             way = "name that column target"
         advice = f". If {' or '.join(unread)} has them: {way}" if unread else ""
         notes.append(f"no targets in --data, so its expert writes them{advice}")
-    return rows.opened(calibration, tests, calibration.columns, notes, measure=measure)
+    return rows.opened(calibration, tests, calibration.columns, notes, **described)
 
 
 def folder_of(part: Part) -> Path:
@@ -146,10 +145,7 @@ def folder_of(part: Part) -> Path:
 
 
 def _open_image_texts(
-    rows: TaskRows,
-    texts: Sequence[Sequence[Text]],
-    encoder: TextEncoder,
-    processor: Any,
+    rows: TaskRows, texts: Sequence[Sequence[Text]], encoder: TextEncoder, processor: Any
 ) -> Task:
     """Open a task of texts with images. Answers are scored as those to texts alone."""
     request = rows.request
@@ -173,12 +169,18 @@ def _open_image_texts(
     return open_media(rows, calibration, tested, [*columns], notes)
 
 
+def _answers(
+    test: TextBatches | MediaBatches, targets: Callable[..., Any], by_token: bool
+) -> tuple[Tests, dict[str, str]]:
+    """Return what scores answers, and its measure in words."""
+    tests = Tests(test.checked, targets, by_token, ends=[*test.encoder.ends])
+    right = "tokens" if by_token else "whole answers"
+    return tests, {"measure": f"share of {right} that are right"}
+
+
 def _answer_tests(test: MediaBatches) -> tuple[Tests, dict[str, str]]:
     lengths = [int((test.labels_of(row) != NO_TARGET).sum()) for row in test.rows]
-    ends = [*test.encoder.ends]
-    tests = Tests(test.checked, test.targets_of, median(lengths) > LONG, ends=ends)
-    right = "tokens" if tests.by_token else "whole answers"
-    return tests, {"measure": f"share of {right} that are right"}
+    return _answers(test, test.targets_of, median(lengths) > LONG)
 
 
 def open_media(
@@ -215,10 +217,9 @@ def _with_targets(batches: TextBatches) -> TextBatches:
             f"{lacking[0]}: no target, as in {len(lacking)} of {batches.samples} rows. Leave "
             "these rows out, or leave out all targets, so that the expert writes them"
         )
-    if lacking:
-        generated = batches.settings.replace(calibration_targets="generated")
-        return replace(batches, settings=generated)
-    return batches
+    if not lacking:
+        return batches
+    return replace(batches, settings=batches.settings.replace(calibration_targets="generated"))
 
 
 def _counts_tokens(batches: TextBatches) -> bool:
@@ -242,12 +243,7 @@ def _notes_of_rows(rows: TaskRows, unread: Sequence[str], *batches: TextBatches)
 
 
 def open_class_task(
-    task: str,
-    request: Request,
-    encoder: TextEncoder,
-    classes: Sequence[str],
-    *,
-    pads: bool,
+    task: str, request: Request, encoder: TextEncoder, classes: Sequence[str], *, pads: bool
 ) -> Task:
     """Open a task's texts: rows with `text`, optional `text_pair`, and `label` for evaluation.
 
@@ -266,15 +262,13 @@ def open_class_task(
         values = _labels_of(rows.tests)
         reason = not_scored(values, classes)
         if task not in request.eval and all(value is None for value in values):
-            reason = (
-                f"its rows have no {column} (--columns {task}:label=COLUMN, or labelled rows by "
-                "--eval)"
-            )
+            advice = f"--columns {task}:label=COLUMN, or labelled rows by --eval"
+            reason = f"its rows have no {column} ({advice})"
         rows = rows.unscored(reason) if reason else rows
 
     def batches(part: Part, settings: FeatCalSettings) -> TextBatches:
-        of_part, device = (part.rows, part.indices), request.device
-        return TextBatches(*of_part, settings, encoder, load_expert=nn.Identity, device=device)
+        texts = part.rows, part.indices
+        return TextBatches(*texts, settings, encoder, nn.Identity, request.device)
 
     settings, tests, remark = request.settings, None, ""
     calibration = batches(rows.samples, settings)
@@ -302,16 +296,12 @@ def head_labels(
     part: Part, classes: Sequence[str], more_labels: Sequence[object] = ()
 ) -> tuple[list[int], str]:
     """Return the head's number of each row's label, and a note, as `head_numbers`."""
-    column, values = part.rows.columns.get(LABEL, LABEL), _labels_of(part)
+    rows, values = part.rows, _labels_of(part)
     if None in values:
+        column = rows.columns.get(LABEL, LABEL)
         raise ValueError(
             f"{part.option}: rows need a label to be evaluated ({column!r} is empty or no column): "
             "name its column by --columns label=COLUMN, or give --no-eval"
         )
-    return head_numbers(
-        values,
-        part.rows.classes(LABEL),
-        classes,
-        lambda n: part.rows.at(part.indices[n]),
-        more_labels,
-    )
+    names = rows.classes(LABEL)
+    return head_numbers(values, names, classes, lambda n: rows.at(part.indices[n]), more_labels)
