@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from fusion_bench_featcal.data.chats import has_value, unused_column
 from fusion_bench_featcal.data.media_batches import MediaBatches
@@ -56,12 +55,11 @@ def read_speech(rows: TextRows, index: int, home: Path) -> Speech:
     """
     name, values = rows.at(index), dict(rows[index])
     audio, text = (rows.columns.get(column, column) for column in COLUMNS)
-    for column in (audio, text):
-        if not values.get(column):
-            raise CalibrationError(
-                f"{name}: no {column}. A row of speech needs audio and text: name their columns "
-                "by --columns audio=COLUMN,text=COLUMN, or leave the row out"
-            )
+    for column in (column for column in (audio, text) if not values.get(column)):
+        raise CalibrationError(
+            f"{name}: no {column}. A row of speech needs audio and text: name their columns "
+            "by --columns audio=COLUMN,text=COLUMN, or leave the row out"
+        )
     sound = file_in(home, values.pop(audio))
     needed = () if len(rows.columns) == len(COLUMNS) else _NEEDED
     for column in (column for column in needed if has_value(values.get(column))):
@@ -87,7 +85,7 @@ class SpeechBatches(MediaBatches):
         Raises:
             CalibrationError: If sound or text cannot be used.
         """
-        return *self._labels(row), hashlib.sha256(self._wave(row)).digest()
+        return *self.labels_of(row)[0].tolist(), hashlib.sha256(self._wave(row)).digest()
 
     def inputs_of(self, row: Speech) -> dict[str, Tensor]:
         """Return a row as a batch of the model's inputs, with its text as labels.
@@ -95,20 +93,35 @@ class SpeechBatches(MediaBatches):
         Raises:
             CalibrationError: If sound or text cannot be used.
         """
-        rate = self.processor.sampling_rate
-        features = self.processor(self._wave(row), sampling_rate=rate, return_tensors="pt")
-        return {**features, "labels": self.labels_of(row)}
+        return self.joined([row])
 
     def joined(self, rows: Sequence[Speech]) -> dict[str, Tensor]:
         """Return several rows as one batch, with -100 behind labels."""
-        batches = [self.inputs_of(row) for row in rows]
-        labels = [batch.pop("labels")[0].tolist() for batch in batches]
-        features = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        rate, sounds = self.processor.sampling_rate, [*map(self._wave, rows)]
+        features = self.processor(sounds, sampling_rate=rate, return_tensors="pt")
+        labels = [self.labels_of(row)[0].tolist() for row in rows]
         return {**features, "labels": pad_rows(labels, NO_TARGET, left=False)}
 
     def labels_of(self, row: Speech) -> Tensor:
-        """Return a row's labels, `[1, tokens]`, without reading the sound."""
-        return torch.tensor([self._labels(row)])
+        """Return a row's labels, `[1, tokens]`, without reading the sound.
+
+        Raises:
+            CalibrationError: If the text is empty, contains special tokens, or does not fit.
+        """
+        encoder, tokenizer, text = self.encoder, self.encoder.tokenizer, str(row.text.target)
+        labels, alone = self._tokens(text), Counter(self._tokens(""))
+        content = {tokenizer.unk_token_id} - encoder.ends  # Whisper's unknown token is its end
+        special = {*special_ids(tokenizer), *alone, self.start} - content
+        extra = Counter(filter(special.__contains__, labels)) - alone
+        found = " ".join(tokenizer.convert_ids_to_tokens([*extra]))
+        most = encoder.max_length or longest_text(tokenizer, encoder.positions)[0]
+        _refuse(row.text.name, "Change it, or leave the row out", {
+            "the text is empty": not text.strip(),
+            f"the text contains special tokens ({found}), which the tokenizer writes itself": extra,
+            f"the text has {len(labels)} tokens, more than {most}, the positions of the model or "
+            f"tokenizer, or {option('max_length')}": len(labels) > most,
+        })  # fmt: skip
+        return torch.tensor([labels])
 
     def targets_of(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits and targets, without the first tokens, which are no words."""
@@ -121,42 +134,10 @@ class SpeechBatches(MediaBatches):
         """Tokens in front of all texts, such as the language, behind the start."""
         return [token for token in self._tokens("") if token not in self.encoder.ends]
 
-    @property
-    def language(self) -> str | None:
-        """Code of the language that the prefix names, as Whisper's does, or None."""
-        tokens = self.encoder.tokenizer.convert_ids_to_tokens(self.prefix)
-        return next((code for t in tokens if (code := t.strip("<|>")) in LANGUAGES), None)
-
     def _tokens(self, text: str) -> list[int]:
         """Return a text's tokens without the start."""
         ids = list(self.encoder.tokenizer(text_target=text, verbose=False)["input_ids"])
         return ids[1:] if ids[:1] == [self.start] else ids
-
-    def _labels(self, row: Speech) -> list[int]:
-        """Return a row's tokens.
-
-        Raises:
-            CalibrationError: If the text is empty, contains special tokens, or does not fit.
-        """
-        encoder, text = self.encoder, str(row.text.target)
-        labels, alone, unknown = (
-            self._tokens(text),
-            self._tokens(""),
-            encoder.tokenizer.unk_token_id,
-        )
-        special = (special_ids(encoder.tokenizer) | {*alone, self.start}) - (
-            {unknown} - encoder.ends
-        )
-        extra = Counter(filter(special.__contains__, labels)) - Counter(alone)
-        found = " ".join(encoder.tokenizer.convert_ids_to_tokens([*extra]))
-        most = encoder.max_length or longest_text(encoder.tokenizer, encoder.positions)[0]
-        _refuse(row.text.name, "Change it, or leave the row out", {
-            "the text is empty": not text.strip(),
-            f"the text contains special tokens ({found}), which the tokenizer writes itself": extra,
-            f"the text has {len(labels)} tokens, more than {most}, the positions of the model or "
-            f"tokenizer, or {option('max_length')}": len(labels) > most,
-        })  # fmt: skip
-        return labels
 
     def _wave(self, row: Speech) -> Any:
         rate, name = self.processor.sampling_rate, row.text.name

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import BatchFeature
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from fusion_bench_featcal.data.generation import GREEDY, row_losses
 from fusion_bench_featcal.data.scoring import Score
@@ -54,10 +55,11 @@ class Transcripts:
             written += tokenizer.batch_decode(tokens, skip_special_tokens=True)
         spoken = [str(row.text.target) for row in rows]
         spelling = getattr(tokenizer, "english_spelling_normalizer", None)
-        normalizer = text_normalizer(spoken, batches.language, spelling)
-        pairs = zip(spoken, written, strict=True)
-        errors = torch.tensor([word_errors(*pair, normalizer) for pair in pairs]).double()
+        marks = tokenizer.convert_ids_to_tokens(batches.prefix)  # Whisper's name the language
+        language = next((code for mark in marks if (code := mark.strip("<|>")) in LANGUAGES), None)
+        normalizer = text_normalizer(spoken, language, spelling)
+        errors = [word_errors(*pair, normalizer) for pair in zip(spoken, written, strict=True)]
         count = sum(len(normalizer(text).split()) for text in spoken)
-        shares = 1 - errors * len(rows) / max(count, 1)
+        shares = 1 - torch.tensor(errors).double() * len(rows) / max(count, 1)
         accuracy = max(0.0, shares.mean().item())
         return Score(accuracy, torch.cat(losses).double().cpu(), None, shares=shares)
