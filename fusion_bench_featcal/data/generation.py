@@ -8,27 +8,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusion_bench_featcal.data.text_limits import end_tokens, first_token
-from fusion_bench_featcal.data.text_samples import (
-    TextEncoder,
-    pad_rows,
-)
+from fusion_bench_featcal.data.text_limits import declared, end_tokens
+from fusion_bench_featcal.data.text_samples import TextEncoder, pad_rows
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.modules.models import device_of
+from fusion_bench_featcal.streams.inputs import to_device
 
 GREEDY: Mapping[str, object] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "temperature": None,
-    "top_p": None,
-    "top_k": None,
-}
+    "do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None,
+}  # fmt: skip
 """Arguments of `generate` for greedy search. They override the model's generation settings."""
 
 Metric = Literal["exact_match", "spearman"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
+@torch.no_grad()
 def greedy_answers(
     model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
 ) -> list[list[int]]:
@@ -37,25 +32,18 @@ def greedy_answers(
     Prompts are those of `encoder.prompt`, which leave room for the answers. An answer ends at the
     first of `encoder.ends`, of which the model's own config may lack some.
     """
-    device = device_of(model)
-    ids, mask = padded_left(prompts, encoder.pad_id)
-    with torch.no_grad():
-        written = model.eval().generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=encoder.answer_length(most),
-            **GREEDY,
-            pad_token_id=encoder.pad_id,
-            eos_token_id=sorted(encoder.ends) or None,
-        )
-    first = 1 if encoder.kind == "seq2seq" else ids.shape[1]
+    batch = to_device(padded_left(prompts, encoder.pad_id), device_of(model))
+    ends: Any = {"pad_token_id": encoder.pad_id, "eos_token_id": sorted(encoder.ends) or None}
+    longest = encoder.answer_length(most)
+    written = model.eval().generate(**batch, max_new_tokens=longest, **GREEDY, **ends)
+    first = 1 if encoder.kind == "seq2seq" else batch["input_ids"].shape[1]
     return [encoder.until_end(row[first:].tolist()) for row in written]
 
 
-def padded_left(prompts: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+def padded_left(prompts: Sequence[list[int]], pad_id: int) -> dict[str, Tensor]:
     """Return token ids and mask, `[batch, length]` int64, padded on the left for decoders."""
     mask = pad_rows([[1] * len(prompt) for prompt in prompts], 0, left=True)
-    return pad_rows(prompts, pad_id, left=True), mask
+    return {"input_ids": pad_rows(prompts, pad_id, left=True), "attention_mask": mask}
 
 
 def answer_texts(
@@ -85,7 +73,7 @@ def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
         ends = torch.tensor(sorted(end_tokens(model)), device=labels.device)
         is_end = torch.isin(labels, ends).long()
         is_given = is_end.cumsum(dim=1) > is_end
-        if (start := first_token(model)) is not None:
+        if (start := declared("forced_bos_token_id", model)) is not None:
             is_given[:, 0] |= labels[:, 0] == start
         return model(**batch).logits, labels.masked_fill(is_given, NO_TARGET)
     inputs = dict(batch)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import BatchFeature
 
 from fusion_bench_featcal.data.generation import row_losses
 from fusion_bench_featcal.families.base import NO_TARGET
@@ -65,11 +66,7 @@ class Tests:
         """Score a model."""
         device, dtype, rows = device_of(model), next(model.parameters()).dtype, []
         for batch in self.batches(model):
-            moved = {
-                name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-                for name, tensor in batch.items()
-            }
-            logits, targets = self.targets(model, moved)
+            logits, targets = self.targets(model, BatchFeature(batch).to(device, dtype))
             is_target = targets != NO_TARGET
             right = (logits.argmax(dim=-1) == targets) & is_target
             ends = torch.isin(targets, torch.tensor(self.ends, dtype=torch.long, device=device))

@@ -158,7 +158,7 @@ class TextBatches:
         answers: list[list[int]] = []
         for start in range(0, self.samples, self.batch_size):
             prompts = [p.ids for p in self.prompts[start : start + self.batch_size]]
-            self._check({"input_ids": padded_left(prompts, self.encoder.pad_id)[0]}, expert, start)
+            self._check(padded_left(prompts, self.encoder.pad_id), expert, start)
             answers += greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
         return answers
 

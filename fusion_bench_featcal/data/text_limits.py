@@ -32,17 +32,13 @@ def end_tokens(*models: object) -> frozenset[int]:
     return frozenset(token for tokens in several for token in tokens if type(token) is int)
 
 
-def first_token(*models: object) -> int | None:
-    """Return the token with which models begin each answer (NLLB's language), or None.
+def declared(key: str, *models: object) -> Any:
+    """Return the first value of a key in configs of models, or None. `generation_config` wins.
 
     Args:
+        key: Such as `forced_bos_token_id`, with which answers begin (NLLB's language).
         models: As for `end_tokens`.
     """
-    return declared("forced_bos_token_id", *models)
-
-
-def declared(key: str, *models: object) -> Any:
-    """Return the first value of a key in configs of models, or None. `generation_config` wins."""
     return next((value for value in _declared(key, models) if value is not None), None)
 
 

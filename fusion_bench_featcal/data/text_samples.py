@@ -89,7 +89,7 @@ class TextEncoder:
             tokenizer, or of the model's positions, is an error.
         positions: Positions of the model, as of `positions_of`.
         model_ends: End tokens of the models, as of `end_tokens`.
-        model_start: First token of answers, as of `first_token`.
+        model_start: First token of answers, their `forced_bos_token_id`, or None.
     """
 
     tokenizer: Any

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.calibration import calibrate
-from fusion_bench_featcal.data.text_limits import end_tokens, first_token
+from fusion_bench_featcal.data.text_limits import declared, end_tokens
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.likeness import notes_on_experts
@@ -346,7 +346,7 @@ class TransformersModels:
     @property
     def start(self) -> int | None:
         """First token of answers that any of the models declares."""
-        return first_token(*self._inputs.by_name.values())
+        return declared("forced_bos_token_id", *self._inputs.by_name.values())
 
     @property
     def notes(self) -> list[str]:
