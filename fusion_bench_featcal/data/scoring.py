@@ -66,7 +66,8 @@ class Tests:
         """Score a model."""
         device, dtype, rows = device_of(model), next(model.parameters()).dtype, []
         for batch in self.batches(model):
-            logits, targets = self.targets(model, BatchFeature(batch).to(device, dtype))
+            moved = BatchFeature(dict(batch)).to(device, dtype)
+            logits, targets = self.targets(model, moved)
             is_target = targets != NO_TARGET
             right = (logits.argmax(dim=-1) == targets) & is_target
             ends = torch.isin(targets, torch.tensor(self.ends, dtype=torch.long, device=device))

@@ -116,10 +116,10 @@ def _warnings(models: EncoderModels, tasks: Mapping[str, Task]) -> list[Note]:
     tokenizer, folders = models.merged.tokenizer, models.inputs.experts
     experts = {folders[task].label: expert.tokenizer for task, expert in models.experts.items()}
     samples = {folders[name].label: task.batches for name, task in tasks.items()}
-    tokenizers = tokenizer, *experts.values()
-    if not all(isinstance(one, PreTrainedTokenizerBase) for one in tokenizers):
+    tokenizers = {"the merged model": tokenizer} | experts
+    if not all(isinstance(one, PreTrainedTokenizerBase) for one in tokenizers.values()):
         return []
-    return warnings_on_tokens(tokenizer, "the merged model", experts, samples)
+    return warnings_on_tokens(tokenizers, samples)
 
 
 def _notes(models: EncoderModels) -> list[str]:

@@ -47,8 +47,7 @@ def open_transformers(inputs: InputModels) -> Opened:
     settings, note = _settings(request, kind, processor, positions)
     length = settings.max_length
     if kind in ("seq2seq", SPEECH):
-        named = processor, models.processor.option, models.processor.expert_tokenizers
-        refuse_languages(*named, [models.like, *models.experts.values()])
+        refuse_languages(models.processor.tokenizers, [models.like, *models.experts.values()])
     if kind in LANGUAGE_MODELS:
         encoder = TextEncoder(processor, kind, length, positions, models.ends, models.start)
         loads = {task: partial(models.load_expert, task) for task in request.expert}
@@ -126,17 +125,15 @@ def _warnings_on_texts(
     models: TransformersModels, request: Request, tasks: Mapping[str, Any]
 ) -> list[Note]:
     """Warn of experts whose tokenizers, or templates of chats, read texts otherwise."""
-    processor = models.processor
-    named = processor.loaded, processor.option, processor.expert_tokenizers
     rows = {models.experts[name].label: task.batches.texts for name, task in tasks.items()}
     texts = {
         label: [(row.prompt, row.target, row.pair) for row in of_task]
         for label, of_task in rows.items()
     }
-    warnings = warnings_on_tokens(*named, texts)
+    warnings = warnings_on_tokens(models.processor.tokenizers, texts)
     has_chats = any(text.form == "chat" for of_task in rows.values() for text in of_task)
     if request.chat_template is None and has_chats:
-        warnings += warnings_on_chats(*named)
+        warnings += warnings_on_chats(models.processor.tokenizers)
     return warnings
 
 

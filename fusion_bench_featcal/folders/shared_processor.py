@@ -34,7 +34,7 @@ class SharedProcessor:
         folder: Its folder.
         option: Its name in messages.
         loaded: The tokenizer or image processor. For a whole CLIP, both in one object.
-        expert_tokenizers: An expert in the words of messages -> its tokenizer, if it has one.
+        tokenizers: This one by its option, and each expert's by the expert. None for images.
         note: A sentence if it is an expert's, or an empty text.
     """
 
@@ -52,7 +52,7 @@ class SharedProcessor:
         self._request, self._is_text = inputs.request, model.kind in TEXT_MODELS
         self._experts = {expert.label: expert.folder for expert in inputs.experts.values()}
         self.folder, self.note = self._find(inputs, model), ""
-        self.expert_tokenizers: Mapping[str, PreTrainedTokenizerBase] = {}
+        self.tokenizers: Mapping[str, PreTrainedTokenizerBase] = {}
         self.option = f"--tokenizer {self.folder}"
         owner = next((e for e in inputs.experts.values() if e.folder == self.folder), None)
         if owner not in (None, model) and self._request.tokenizer is None:
@@ -78,7 +78,8 @@ class SharedProcessor:
             check_channels(loaded, getattr(model.empty.config, "num_channels", None), model.label)
             return loaded
         loaded = read_processor(self.folder, AutoTokenizer, "--tokenizer")
-        self.expert_tokenizers = load_tokenizers(loaded, self.option, self._experts)
+        others = load_tokenizers(loaded, self.option, self._experts)
+        self.tokenizers = {self.option: loaded, **others}
         loaded.padding_side = "right"
         if (file := self._request.chat_template) is not None:
             loaded.chat_template = Path(file).expanduser().read_text("utf-8")

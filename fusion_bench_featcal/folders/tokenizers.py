@@ -1,6 +1,7 @@
 """Warnings of experts whose tokenizers or chat templates read the data in another way."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, product, zip_longest
 
 from transformers import PreTrainedTokenizerBase
@@ -17,11 +18,12 @@ _PROBED = 64
 """Largest number of tokens whose texts are split by all tokenizers."""
 
 
+Tokenizers = Mapping[str, PreTrainedTokenizerBase]
+"""An option or expert in the words of messages -> its tokenizer. The first writes all inputs."""
+
+
 def warnings_on_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    option: str,
-    experts: Mapping[str, PreTrainedTokenizerBase],
-    samples: Mapping[str, Iterable[object]],
+    tokenizers: Tokenizers, samples: Mapping[str, Iterable[object]]
 ) -> list[Note]:
     """Warn of experts whose tokenizers split a text into other tokens of the same numbers.
 
@@ -29,38 +31,33 @@ def warnings_on_tokens(
     of samples are not shown: the sentences stand in the card of the result.
 
     Args:
-        tokenizer: The tokenizer of all inputs.
-        option: The option that names it.
-        experts: An expert in the words of messages -> its tokenizer.
+        tokenizers: The tokenizer of all inputs, and those of experts.
         samples: An expert -> samples of its task: texts, or lists or dictionaries with texts.
     """
+    (option, tokenizer), *experts = tokenizers.items()
     vocabulary = {*tokenizer.get_vocab()}
     ordinary = sorted(vocabulary - {*tokenizer.all_special_tokens})
     tokens = ordinary[:: max(1, len(ordinary) // _PROBED)]
     words = [tokenizer.convert_tokens_to_string([token]) for token in tokens]
     texts = list[str]()
-    for label, other in experts.items():
+    for label, other in experts:
         added = {*other.get_vocab()} - vocabulary - {*other.all_special_tokens}
         probes = chain(_PROBES, sorted(added)[:_PROBED], words, map(str.upper, words))
-        found = (_difference(tokenizer, other, text) for text in probes)
-        read = (
-            "one of its samples becomes other tokens"
-            for row in samples.get(label, ())
-            if any(_difference(tokenizer, other, text) for text in _texts(row))
-        )
-        if differing := next(filter(None, chain(found, read)), ""):
+        differs = partial(_difference, tokenizer, other)
+        differing = next(filter(None, map(differs, probes)), "")
+        if not differing and any(map(differs, _texts([*samples.get(label, ())]))):
+            differing = "one of its samples becomes other tokens"
+        if differing:
             texts.append(
                 f"{label} has a tokenizer that splits texts otherwise than {option}: {differing}"
             )
     return notes_of(texts, WARNING)
 
 
-def warnings_on_chats(
-    tokenizer: PreTrainedTokenizerBase, option: str, experts: Mapping[str, PreTrainedTokenizerBase]
-) -> list[Note]:
-    """Warn of experts with another chat template. Arguments are those of `warnings_on_tokens`."""
-    expected = shortest_chat(tokenizer)
-    rendered = {label: shortest_chat(other) for label, other in experts.items()}
+def warnings_on_chats(tokenizers: Tokenizers) -> list[Note]:
+    """Warn of experts whose chat template differs from that of all inputs."""
+    rendered = {label: shortest_chat(tokenizer) for label, tokenizer in tokenizers.items()}
+    option, expected = next(iter(rendered.items()))
     texts = [
         f"{label} has another chat template than {option}, which writes {expected!r:.60} where it "
         f"has {chat!r:.60}. Choose one by --chat-template FILE"
@@ -70,29 +67,22 @@ def warnings_on_chats(
     return notes_of(texts, WARNING)
 
 
-def refuse_languages(
-    tokenizer: PreTrainedTokenizerBase,
-    option: str,
-    experts: Mapping[str, PreTrainedTokenizerBase],
-    models: Iterable[ModelFolder],
-) -> None:
+def refuse_languages(tokenizers: Tokenizers, models: Iterable[ModelFolder]) -> None:
     """Refuse encoder-decoders that answer in several languages, or for several tasks of Whisper.
 
     One tokenizer writes the targets of all tasks, so an expert's may not write other tokens around
     them. The models' configs may not begin answers otherwise. What is not declared fits everything.
 
     Args:
-        tokenizer: As for `warnings_on_tokens`, which the next two follow as well.
-        option: The option that names it.
-        experts: An expert -> its tokenizer.
+        tokenizers: The tokenizer of all inputs, and those of experts.
         models: The experts, and the model whose configs the result gets.
 
     Raises:
         CalibrationError: Naming two models and what they declare.
     """
-    marks = "tgt_lang or language of the tokenizer"
-    said = [(marks, option, expected := _target_marks(tokenizer))]
-    said += [(marks, label, _target_marks(other) or expected) for label, other in experts.items()]
+    tokenizer, *_ = tokenizers.values()
+    expected, marks = _target_marks(tokenizer), "tgt_lang or language of the tokenizer"
+    said = [(marks, label, _target_marks(one) or expected) for label, one in tokenizers.items()]
     for model, key in product(models, ("forced_bos_token_id", "language", "task")):
         if (value := declared(key, model)) is not None:
             token = tokenizer.convert_ids_to_tokens(value) if type(value) is int else value

@@ -94,8 +94,8 @@ def test_languages_behind_targets_are_compared():
     """mBART writes them there."""
     other = mbart_tokenizer()
     other.tgt_lang = "de_DE"
-    refuse_languages(mbart_tokenizer(), "here", {"one": mbart_tokenizer()}, [])
+    refuse_languages({"here": mbart_tokenizer(), "one": mbart_tokenizer()}, [])
     with pytest.raises(
         CalibrationError, match=r"^one is for de_DE, and here for ro_RO \(tgt_lang or"
     ):
-        refuse_languages(mbart_tokenizer(), "here", {"one": other}, [])
+        refuse_languages({"here": mbart_tokenizer(), "one": other}, [])
