@@ -12,12 +12,10 @@ from transformers.models.whisper.english_normalizer import (
 
 from fusion_bench_featcal.errors import CalibrationError
 
-Normalizer = Callable[[str], str]
-
 
 def text_normalizer(
     transcripts: Sequence[str], language: str | None = None, spelling: Any = None
-) -> Normalizer:
+) -> Callable[[str], str]:
     """Return the normalizer of transformers for transcripts in one language.
 
     English has its own: `$50` is "fifty dollars", and "what's" is "what is". In other languages,
@@ -41,7 +39,7 @@ def text_normalizer(
     return basic
 
 
-def word_errors(spoken: str, written: str, normalizer: Normalizer | None = None) -> int:
+def word_errors(spoken: str, written: str, normalizer: Callable[[str], str] | None = None) -> int:
     """Return the smallest number of inserted, deleted and replaced words between two texts.
 
     Args:

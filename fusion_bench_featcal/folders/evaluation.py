@@ -18,6 +18,7 @@ from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note, not
 from fusion_bench_featcal.results.run import INPUTS, MERGED, Facts, row_of_rule
 from fusion_bench_featcal.results.sentences import RARELY
 
+_Scores = Mapping[str, Score]
 _MORE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
 _NOT_EXPERTS = (
     "experts no better than the merged model on their own rows: {}. Check --tokenizer, "
@@ -60,7 +61,7 @@ class Evaluation:
         self.heads: dict[str, nn.Module] = {}
         self.request, self.opened = request, opened
         self._tests = {name: task.tests for name, task in opened.tasks.items() if task.tests}
-        self._scores: dict[str, Mapping[str, Score]] = {}
+        self._scores: dict[str, _Scores] = {}
         self._warnings = [note for note in notes if note.kind == WARNING]
 
     def add_references(self) -> None:
@@ -99,11 +100,7 @@ class Evaluation:
             self._add_row(name, scores, facts or Facts(), cost)
 
     def _add_row(
-        self,
-        name: str,
-        scores: Mapping[str, Score],
-        facts: Facts,
-        cost: Mapping[str, float] | None = None,
+        self, name: str, scores: _Scores, facts: Facts, cost: Mapping[str, float] | None = None
     ) -> None:
         values = {
             metric: {task: getattr(score, metric) for task, score in scores.items()}
@@ -144,7 +141,7 @@ class Evaluation:
         return verdict
 
 
-def _warnings_on_experts(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[Note]:
+def _warnings_on_experts(experts: _Scores, merged: _Scores) -> list[Note]:
     """Return warnings on experts whose scores on their own tasks are low."""
     unended = {t: s for t, s in experts.items() if 2 * s.unended > len(s.losses)}
     texts = [

@@ -138,12 +138,15 @@ def _warnings_on_texts(
 
 
 def _image_heads(models: TransformersModels, inputs: InputModels) -> dict[str, Any]:
-    """Return each task's class names, or zero-shot heads."""
+    """Return each task's class names, or zero-shot heads of a whole CLIP, None without one."""
     if models.like.kind == IMAGE_ENCODER:
         raise ValueError(f"{models.like.label} has no head to be scored with: give --no-eval")
-    is_clip = models.like.kind == "clip"
-    zero_shot = _zero_shot(inputs) if is_clip else None
-    return dict.fromkeys(models.experts, zero_shot) if is_clip else _class_names(models)
+    if models.like.kind != "clip":
+        return _class_names(models)
+    named = filter(None, (inputs.merged, inputs.base))
+    whole = (model for model in named if model.architecture.__name__ == "CLIPModel")
+    source = inputs.text_tower or next(whole, None)
+    return dict.fromkeys(models.experts, source and ZeroShot(source))
 
 
 def _class_names(models: TransformersModels) -> dict[str, Any]:
@@ -151,12 +154,3 @@ def _class_names(models: TransformersModels) -> dict[str, Any]:
         task: class_names(models.base if expert.is_adapter and models.base else expert)
         for task, expert in models.experts.items()
     }
-
-
-def _zero_shot(inputs: InputModels) -> ZeroShot | None:
-    """Return zero-shot heads of a whole CLIP, or None if there is no such model."""
-    if inputs.text_tower is not None:
-        return ZeroShot(inputs.text_tower)
-    named = filter(None, (inputs.merged, inputs.base))
-    whole = (model for model in named if model.architecture.__name__ == "CLIPModel")
-    return next(map(ZeroShot, whole), None)

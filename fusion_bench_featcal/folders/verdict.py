@@ -31,12 +31,6 @@ class Mean(NamedTuple):
         half = student(values.numpy(), added)[0] if len(values) > 1 else math.inf
         return cls(float(values.mean()), half)
 
-    @classmethod
-    def of_flags(cls, before: Tensor, after: Tensor) -> "Mean":
-        """Return the mean rise of flags, bool `[rows]`, in points."""
-        rise = cls.of(after.double() - before.double(), ADDED_DIFFERENCES)
-        return cls(100 * rise.value, 100 * rise.half)
-
     def is_above(self, least: float = 0.0) -> bool:
         """Return whether mean and interval are above 0, the mean by the least, or it is NaN."""
         return not self.value <= max(self.half, least)
@@ -68,10 +62,11 @@ class TaskChange(NamedTuple):
     def of(cls, before: Score, after: Score) -> "TaskChange":
         """Compare the scores of two models on the same rows."""
         accuracy = None
-        if before.correct is not None and after.correct is not None:
-            accuracy = Mean.of_flags(before.correct, after.correct)
-        elif before.shares is not None and after.shares is not None:
-            accuracy = Mean.of(100 * (after.shares - before.shares))
+        flags, shares = (before.correct, after.correct), (before.shares, after.shares)
+        for (old, new), added in ((flags, ADDED_DIFFERENCES), (shares, None)):
+            if old is not None and new is not None:
+                rise = Mean.of(new.double() - old.double(), added)
+                accuracy = Mean(100 * rise.value, 100 * rise.half)
         return cls(len(after.losses), Mean.of(after.losses - before.losses), accuracy)
 
     @property
@@ -140,7 +135,9 @@ def compare(
     parts = ["none, as nothing was scored"]
     if merged:
         count = f"{len(by_kind['better'])} of {counted(len(merged), 'task')}"
-        source = _source([task for task in merged if task in held_back], len(merged))
+        same = [task for task in merged if task in held_back]  # rows of the same source
+        names = f" ({', '.join(same)})" if len(same) < len(merged) else ""
+        source = f", on held-back rows of the same source{names}" if same else ""
         parts = [f"better than the merged model on {count} by Student's 95 % interval{source}"]
         parts += [f"test rows repeat samples: {', '.join(repeating)}"] if repeating else []
         parts += [f"not scored: {', '.join(unscored)}"] if unscored else []
@@ -153,12 +150,6 @@ def compare(
     conclusion = f"verdict: {doubted}{'; '.join(parts)}"
     gains = {t: f"gain of {t} on {rows[t]}: {change.text}" for t, change in changes.items()}
     return Verdict(gains, conclusion, bool(merged) and not worse and not warnings)
-
-
-def _source(held_back: Sequence[str], tasks: int) -> str:
-    """Return the end of a sentence on the rows of tasks that have no data of their own."""
-    names = f" ({', '.join(held_back)})" if len(held_back) < tasks else ""
-    return f", on held-back rows of the same source{names}" if held_back else ""
 
 
 def experts_below_merged(experts: Mapping[str, Score], merged: Mapping[str, Score]) -> list[str]:
