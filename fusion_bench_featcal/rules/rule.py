@@ -83,6 +83,8 @@ class Rule(ABC):
         calibrate_norm: Whether gains and shifts of norms change.
         weighs_trust: Whether its `gammas` depend on trust in the samples, if there is a base.
         estimates_statistics: Whether running statistics of BatchNorms are estimated on the samples.
+        features: Module inputs that are summed: those of the `calibrated` model, of the `expert`
+            on its own features, or of the expert on the features of the `merged` blocks before.
         balance: Power of each task's distance from its expert in its weight, or 0.
         augment: Copies of samples, unless the setting of this name is given.
         decoder_rows: Positions of a decoder that count, unless the setting is given.
@@ -95,6 +97,7 @@ class Rule(ABC):
     calibrate_norm: bool = False
     weighs_trust: bool = False
     estimates_statistics: bool = True
+    features: str = "calibrated"
     balance: float = 0.0
     augment: str = "none"
     decoder_rows: str = "all"

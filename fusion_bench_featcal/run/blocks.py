@@ -131,7 +131,8 @@ def sums_by_task(
     follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
     names = streams.tensors_of(block) if follows else needed
-    followed = [group.name for group in entering or () if group.kind == "linear"]
+    kinds = ("linear",) if rule.features == "calibrated" else ("linear", "norm")
+    followed = [group.name for group in entering or () if group.kind in kinds]
     followed += [mixture.name for mixture in problem.modules[block].mixtures]
     for task in streams.running:
         problem.progress.at(f"{block} · {task}")

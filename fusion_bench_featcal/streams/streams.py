@@ -280,7 +280,8 @@ class Streams:
     def follow(self, batch: Batch, block: str, expert: nn.Module, modules: Collection[str]) -> None:
         """Run a batch through the expert's block and note the inputs of modules, if they count."""
         names = modules if self.rule.runs_experts else ()
-        recorded = record(expert, names, partial(self.step, expert, block, batch.expert))
+        call = batch.calibrated if self.rule.features == "merged" else batch.expert
+        recorded = record(expert, names, partial(self.step, expert, block, call))
         batch.expert, batch.expert_inputs = recorded.result, recorded.inputs
 
     def routed(self, task: str, block: str, mixture: str) -> RoutedRows:
@@ -308,6 +309,8 @@ class Streams:
     ) -> Mapping[str, Tensor]:
         """Run a batch through the calibrated block up to the last of some groups.
 
+        A rule that sums the expert's rows gets those that `follow` noted, which are then freed.
+
         Args:
             task: The task.
             batch: The batch.
@@ -320,6 +323,9 @@ class Streams:
         Raises:
             CalibrationError: If modules of a group receive different tensors.
         """
+        if self.rule.features != "calibrated":
+            inputs, batch.expert_inputs = batch.expert_inputs, {}
+            return inputs
         run = partial(self.step, self.model, block, batch.calibrated)
         names = [site.name for group in groups for site in group.sites]
         recorded = record(self.model, names, run, to_end=False)

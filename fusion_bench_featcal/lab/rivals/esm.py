@@ -68,13 +68,11 @@ class ESM(
         self.matrices[group.name] = [site.weight_name for site in group.sites]
         return EssentialSteps(base, merged.bias, self.scale, self.polarization)
 
-    def merge_blocks(self, problem: Problem) -> None:
-        """Merge all blocks, then scale each matrix's step to the step's size in its layer.
+    def complete(self, problem: Problem) -> None:
+        """Scale each matrix's step to the step's size in its layer.
 
         The factor is a power of the step's norm over the mean of the same matrix in all layers.
         """
-        self.matrices.clear()
-        super().merge_blocks(problem)
         assert problem.base is not None  # a merger has one
         kinds: dict[str, list[list[str]]] = {}
         for name, weights in self.matrices.items():
@@ -90,6 +88,7 @@ class ESM(
                 problem.working.finish(
                     {name: merged[name].add(steps[name], alpha=factor - 1) for name in names}
                 )
+        self.matrices.clear()
 
 
 class EssentialSteps:
@@ -101,6 +100,10 @@ class EssentialSteps:
         self._scale, self._polarization = scale, polarization
         self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
         self._norms: list[Tensor] = []
+
+    def tensors(self) -> list[Tensor]:
+        """Return no sums, as tasks are kept apart."""
+        return []
 
     def add(self, task: str, expert: Linear, rows: Moments) -> None:
         """Add a task's step. With each further task all keep fewer directions, `m / t`."""

@@ -64,6 +64,10 @@ class GainSums:
         self._shift, self._scale = shift, scale
         self._sums = self._gain.new_zeros(2, len(self._gain))
 
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tasks."""
+        return [self._sums]
+
     def add(self, task: str, expert: Linear, rows: NormMoments) -> None:
         """Add an expert's gain and the mean square of its normalised inputs."""
         energy = (rows.sums[0] / rows.sums[2]).to(self._sums.dtype)

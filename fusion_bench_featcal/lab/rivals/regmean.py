@@ -83,6 +83,10 @@ class LeastSquaresSums:
         self._right = torch.zeros_like(self._anchor.weight)
         self._precision = anchor.weight.dtype
 
+    def tensors(self) -> list[Tensor]:
+        """Return the sums over tasks."""
+        return [self._gram, self._right]
+
     def add(self, task: str, expert: Linear, rows: Moments) -> None:
         """Add an expert: the moments of its inputs and its parameters."""
         means = rows.means(centred=False).gram
