@@ -46,8 +46,6 @@ def open_transformers(inputs: InputModels) -> Opened:
     positions = positions_of(models.like.empty) if kind in TEXT_MODELS else NO_LIMIT
     settings, note = _settings(request, kind, processor, positions)
     length = settings.max_length
-    if kind in ("seq2seq", SPEECH):
-        refuse_languages(models.processor.tokenizers, [models.like, *models.experts.values()])
     if kind in LANGUAGE_MODELS:
         encoder = TextEncoder(processor, kind, length, positions, models.ends, models.start)
         loads = {task: partial(models.load_expert, task) for task in request.expert}
@@ -68,6 +66,8 @@ def open_transformers(inputs: InputModels) -> Opened:
     else:
         heads = {} if request.no_eval else _image_heads(models, inputs)
         tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
+    if kind in ("seq2seq", SPEECH):
+        refuse_languages(models.processor.tokenizers, [models.like, *models.experts.values()])
     notes = notes_of([*models.notes, *note, *settings.extremes])
     title = f"{kind}: {models.like.calibrated_class.__name__}"
     loads_whole = models.load_merged, models.load_expert
