@@ -1,27 +1,26 @@
 """Configs of models, compared: models that share tensors but are different functions."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.empty import sample_of, without_weights
 
-_TOKENS = 8  # of the text with which two models are compared
-# Shapes of tensors are compared elsewhere. Numbers of tokens and further outputs may differ.
+# Shapes of tensors and tied heads are compared elsewhere. Layers have what `max_window_layers` says
+# in their types. The others have an effect on speed alone, or on training.
 _UNRELATED = {
-    "d_ff", "d_model", "hidden_size", "intermediate_size", "n_embd", "n_inner", "projection_dim",
-    "vocab_size",
+    "d_ff", "d_model", "head_dim", "hidden_size", "intermediate_size", "n_embd", "n_inner",
+    "projection_dim", "tie_word_embeddings", "vocab_size",
+    "apply_spec_augment", "deterministic_flash_attn", "max_window_layers", "pretraining_tp",
+    "reference_compile",
 }  # fmt: skip
-_UNRELATED_STARTS = ("_", "output_")
-_UNRELATED_WITHIN = ("drop", "init")  # of training, also where a model cannot be traced
+_UNRELATED_STARTS = ("_", "output_", "mask_time_", "mask_feature_")
+_UNRELATED_WITHIN = ("drop", "init", "loss", "coef")
+_TOKENS = ("_token_id", "_token_ids", "_token_index")
+_LIMIT = "max_position_embeddings"
+_WITH_LIMIT = re.compile("type': '(dynamic|longrope|yarn)'")  # rotary embeddings that read it
 
 
 def check_same_function(
@@ -33,9 +32,10 @@ def check_same_function(
 ) -> None:
     """Refuse a model whose config defines another function than the model that runs its weights.
 
-    Keys may differ that change no operation of the model, such as names, dropout rates or a limit
-    of positions that no operation reads. So may dtypes, vocabulary sizes, and token ids other than
-    those that stand for images or sounds. A key missing in one config has its class's default.
+    Keys may differ that change no operation of the model, such as names, dropout rates, keys that
+    its class does not know, or a limit of positions if its rotary embedding does not read it. So
+    may dtypes, vocabulary sizes, and token ids other than those that stand for images or sounds. A
+    key missing in one config has its class's default.
 
     Args:
         label: Name of the model in messages.
@@ -58,7 +58,9 @@ def check_same_function(
             f"{label} is a {kind!r} model, {other} a {expected!r} one: experts must share "
             "its architecture. Check its folder"
         )
-    if differing and not _is_same_function(*parts):
+    text = str(parts)
+    is_limit_read = "rope_theta" not in text or _WITH_LIMIT.search(text)
+    if any(key.rpartition(".")[2] != _LIMIT or is_limit_read for key in differing):
         pairs = [f"{key}={value!r} (there {ref!r})" for key, (value, ref) in differing.items()]
         raise CalibrationError(
             f"{label} is another function than {other}, in whose modules its weights run: "
@@ -102,84 +104,18 @@ def _differences(
     config: Mapping[str, object], reference: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, tuple[object, object]]]:
     """Yield keys that make two configs different functions, joined with dots, and both values."""
-    for key in filter(_counts, sorted(config.keys() & reference.keys())):
+    known = _with_defaults(json.dumps({"model_type": reference.get("model_type")})).keys()
+    keys = config.keys() & reference.keys()
+    if len(known) > 1:  # else its class is unknown, or it is no model's
+        keys &= known
+    is_text = not any(isinstance(v, Mapping) and "model_type" in v for v in reference.values())
+    for key in filter(_counts, sorted(keys)):
         values = config[key], reference[key]
         value, other = (list(v) if isinstance(v, tuple) else v for v in values)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             yield from _differences(value, other, f"{prefix}{key}.")
-        elif value != other:
+        elif value != other and not (is_text and key.endswith(_TOKENS)):
             yield f"{prefix}{key}", (value, other)
-
-
-def _is_same_function(config: Mapping[str, object], reference: Mapping[str, object]) -> bool:
-    """Return whether two models run the same operations. False if one of them cannot be run.
-
-    Each part with a model type of its own (a vision tower, a decoder) is compared by itself. What
-    joins the parts, such as `vision_feature_layer` and `image_token_index`, must be equal.
-    """
-    pairs: Any = {key: (config[key], reference[key]) for key in config.keys() & reference.keys()}
-    parts = {k for k, two in pairs.items() if all(isinstance(v, Mapping) and _kind(v) for v in two)}
-    if parts:
-        known = _with_defaults(json.dumps({"model_type": _kind(reference)})).keys() - parts
-        joining = [{key: c[key] for key in known & pairs.keys()} for c in (config, reference)]
-        if dict(_differences(joining[0], joining[1])):
-            return False
-        return all(_is_same_function(*pairs[key]) for key in parts)
-    changed = {**reference} | {key: value for key, (value, _) in pairs.items() if _counts(key)}
-    texts = [json.dumps(values, sort_keys=True, default=str) for values in (changed, reference)]
-    try:
-        return texts[0] == texts[1] or _operations(texts[0]) == _operations(texts[1])
-    except Exception:  # a model may refuse its config's values, or read those of its input
-        return False
-
-
-@lru_cache
-@torch.no_grad()
-def _operations(text: str) -> tuple[list[object], dict[str, bytes]]:
-    """Return the operations of a model on a sample with all their numbers, and its buffers.
-
-    Args:
-        text: The content of its config.json.
-    """
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    values = json.loads(text)
-    config = transformers.CONFIG_MAPPING[_kind(values)].from_dict(values)
-    config._attn_implementation = "eager"  # others hide their operations
-    config._experts_implementation = "batched_mm"  # others depend on values
-    name = next(iter(values.get("architectures") or ()), MODEL_MAPPING_NAMES[_kind(values)])
-    model: Any = without_weights(getattr(transformers, name), config, torch.float32)
-    buffers = {name: bytes(buffer.numpy().data) for name, buffer in model.named_buffers()}
-    for module in model.modules():
-        module.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the text
-    # Not on the meta device, for which models of transformers 4 have no autocast.
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        sample = sample_of(model.to_empty(device="cpu"), _TOKENS)
-        model(**sample)  # the first run may keep tensors
-        with _Recorder() as recorder:
-            model(**sample)
-    return recorder.operations, buffers
-
-
-class _Recorder(TorchDispatchMode):
-    """Context that records operations, their numbers and the shapes of their tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[object] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The third argument of an embedding, its padding, has an effect on gradients alone.
-        read = args[:2] if func.name().startswith("aten::embedding") else args
-        leaves = tree_leaves((read, kwargs))
-        shown = [tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.operations.append((func.name(), shown))
-        return func(*args, **(kwargs or {}))
-
-
-def _kind(values: Mapping[str, Any]) -> str:
-    return values.get("model_type", "")
 
 
 def _part(config: Mapping[str, object], model_type: object) -> Mapping[str, object]:
