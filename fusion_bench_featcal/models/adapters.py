@@ -35,9 +35,6 @@ _REFUSED = {  # PEFT would import the module that `megatron_core` names
     "megatron_config": "is for Megatron, whose modules are not loaded",
     "layer_replication": "repeats layers of its base. Models must have equally many blocks",
 }
-# Regular expressions, some in lists or as keys, with which PEFT would match all names of modules.
-_PATTERNS = ("exclude_modules", "modules_to_save", "layers_pattern", "feedforward_modules",
-             "rank_pattern", "alpha_pattern")  # fmt: skip
 # Methods and starts that PEFT loads without the base's values. Others, as PiSSA, divide a matrix.
 _WITHOUT_BASE = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "VERA")
 _ROUNDING = 1e-5  # relative difference of two products of the same matrices
@@ -74,19 +71,7 @@ def adapter_config(folder: Path) -> dict[str, object]:
         )
     for key in filter(config.get, _REFUSED):
         raise CalibrationError(f"adapter {folder} {_REFUSED[key]}")
-    for key in filter(config.get, _PATTERNS):
-        patterns = [config[key]] if isinstance(config[key], str) else config[key]
-        for pattern in filter(_is_slow, map(str, patterns)):
-            raise CalibrationError(
-                f"{file}: matching {pattern!r:.60} of {key} may take forever. Write names of "
-                "modules in its place"
-            )
     return config
-
-
-def _is_slow(pattern: str) -> bool:
-    """Return whether a regular expression repeats a group, or more than three parts."""
-    return sum(map(pattern.count, "*+{?")) > 3 or any(f"){mark}" in pattern for mark in "*+{")
 
 
 def check_adapter(folder: Path) -> None:
@@ -238,16 +223,15 @@ def _config_by_names(folder: Path, names: Iterable[str], model: nn.Module) -> An
     from peft import PeftConfig
 
     config: Any = PeftConfig.from_pretrained(str(folder))
-    if (
-        isinstance(targets := getattr(config, "target_modules", None), str)
-        and targets != "all-linear"
-    ):
-        own, modules = model.state_dict().keys(), {name for name, _ in model.named_modules()}
-        config.target_modules, config.exclude_modules = set(), None
-        for name in (n.removeprefix(_START) for n in names if ".token_adapter." not in n):
-            while name not in own and name not in modules:
+    targets = getattr(config, "target_modules", None)
+    if isinstance(targets, str) and targets != "all-linear":
+        modules, holders = {name for name, _ in model.named_modules()}, set[str]()
+        learned = {n.removeprefix(_START) for n in names if ".token_adapter." not in n}
+        for name in learned - model.state_dict().keys():
+            while name not in modules:
                 name = name.rpartition(".")[0]
-            config.target_modules |= {name} & modules - {""}
+            holders.add(name)
+        config.target_modules, config.exclude_modules = holders - {""}, None
     return config
 
 
