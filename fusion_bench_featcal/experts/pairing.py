@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -12,6 +13,8 @@ from fusion_bench_featcal.experts.joined import renamed
 from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.experts.source import ExpertSource
 from fusion_bench_featcal.families import head_of, is_encoder_decoder
+
+_ROWS = 1000  # of a head and an embedding, by which two matrices are told from one
 
 
 def pair_names(
@@ -29,19 +32,28 @@ def pair_names(
     `optional` that do not fit are left out. `owner` is whose structure `model` is, for messages.
 
     Raises:
-        CalibrationError: If a tensor is missing or has another shape, naming it.
+        CalibrationError: If a tensor is missing or has another shape, or a head that is tied in the
+            model has values of its own, naming it.
     """
     available, tensors = source.names(), model.state_dict(keep_vars=True)
     rename, heads = _renaming(available, set(tensors), model), tied_head(source, model)
+    head = getattr(head_of(model), "weight", None) if _says_tied(source) is False else None
     tied: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
     keys: dict[str, str] = {}
     for name, tensor in tensors.items():
         names = map(rename, tied[id(tensor)] + heads.get(name, []))
-        key = next((n for n in names if n in available), None)
+        found = [n for n in names if n in available]
+        key = next(iter(found), None)
         with at(label, remedy=advice):
             shape = None if key is None else tuple(source.shape(key))
+            rows = [source.rows(n, 0, _ROWS) for n in found if tensor is head]
+        if any(not torch.equal(rows[0], other) for other in rows):
+            raise CalibrationError(
+                f"{label} has two matrices, {' and '.join(sorted(found))}, which are one in "
+                f"{owner}: calibrate models of which all have tie_word_embeddings false, or none"
+            )
         if key is not None and shape == tensor.shape:
             keys[name] = key
         elif name not in optional and key is None:
@@ -155,5 +167,9 @@ def tied_head(source: ExpertSource, model: Any) -> dict[str, list[str]]:
         return {}
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     embedding, name = names[id(embedding_of_head(model))], names[id(head)]
-    config = {} if name in source.names() else complete_config(source.config) or {}
-    return {name: [embedding]} if config.get("tie_word_embeddings") else {}
+    return {name: [embedding]} if name not in source.names() and _says_tied(source) else {}
+
+
+def _says_tied(source: ExpertSource) -> bool | None:
+    """Return the setting of a source's config, or None if it has none."""
+    return (complete_config(source.config) or {}).get("tie_word_embeddings")

@@ -77,6 +77,21 @@ def test_odd_folders_are_calibrated_as_usual_ones(folder):
         assert torch.equal(tensor[:rows], usual[name]) and not tensor[rows:].any(), name
 
 
+def test_an_expert_with_a_head_of_its_own_is_refused_if_the_merged_model_has_none(folder):
+    for name in ("base", "merged", "two"):
+        change_weights(folder / name, lambda t: t.pop("lm_head.weight"), tie_word_embeddings=True)
+    done = featcal(*words(folder))
+    message = "expert 'one' has two matrices, lm_head.weight and model.embed_tokens.weight"
+    text = " ".join(done.err.split())
+    assert done.code == 2 and message in text and "tie_word_embeddings" in text, done.err
+
+    def share(tensors: Any) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_weights(folder / "one", share)
+    calibrated(folder, "equal")
+
+
 # --- code that only a confirmation would run ---
 
 LOADING = re.compile(
