@@ -220,9 +220,10 @@ def _config_by_names(folder: Path, names: Iterable[str], model: nn.Module) -> An
 
     A stranger's pattern may take forever to match.
     """
-    from peft import PeftConfig
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType
 
-    config: Any = PeftConfig.from_pretrained(str(folder))
+    kind = PeftType(adapter_config(folder)["peft_type"])
+    config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_pretrained(str(folder))
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, str) and targets != "all-linear":
         modules, holders = {name for name, _ in model.named_modules()}, set[str]()
