@@ -2,14 +2,11 @@
 
 from collections import Counter
 from collections.abc import Collection
-from pathlib import Path
 from pickle import UnpicklingError
 
 from fusion_bench_featcal.errors.block import causes, first_line
 from fusion_bench_featcal.errors.plurals import counted
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.files.untrusted import pointer_text
-from fusion_bench_featcal.models.hub import needed_files
 
 _STUB = (0,)
 _WRAPPERS = {
@@ -30,12 +27,6 @@ def loading_cause(error: BaseException) -> str:
     if "above report" in text:  # of transformers, which is not printed here
         return "its tensors do not have the shapes that its config.json says"
     return text
-
-
-def pointers_text(folder: Path) -> str:
-    """Return a text on a file of git-lfs that has no content, or an empty one."""
-    files = {file.name: file for file in folder.iterdir() if file.is_file()}
-    return next(filter(None, (pointer_text(files[name]) for name in needed_files(files))), "")
 
 
 def stubs_text(weights: ExpertSource) -> str:

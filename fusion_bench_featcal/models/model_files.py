@@ -25,16 +25,15 @@ from fusion_bench_featcal.experts.safetensors_files import (
     open_config,
     shards_of,
 )
-from fusion_bench_featcal.files.untrusted import read_json
+from fusion_bench_featcal.files.untrusted import pointer_text, read_json
 from fusion_bench_featcal.models.adapters import WEIGHTS, AdapterExpert, check_adapter
 from fusion_bench_featcal.models.errors import (
     loading_cause,
-    pointers_text,
     stubs_text,
     unpaired_text,
     wrapper_text,
 )
-from fusion_bench_featcal.models.hub import MODULES
+from fusion_bench_featcal.models.hub import MODULES, needed_files
 from fusion_bench_featcal.models.structure import fill, untie
 
 CLIP_CLASSES = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
@@ -102,8 +101,9 @@ class ModelFiles:
         if self.folder.is_file():
             return
         with self._place:
-            if problem := pointers_text(self.folder):
-                raise CalibrationError(problem)
+            files = {file.name: file for file in self.folder.iterdir() if file.is_file()}
+            for text in filter(None, (pointer_text(files[name]) for name in needed_files(files))):
+                raise CalibrationError(text)
             if self.is_adapter:
                 return check_adapter(self.folder)
         self.check_indexes()
@@ -130,13 +130,12 @@ class ModelFiles:
     def _check_counts(self, config: Mapping[str, Any]) -> None:
         """Refuse more layers than files can have, which take forever to build, and idle routers."""
         names = set() if self.weights is None else self.weights.names()
-        most, has_experts = max(_LAYERS, len(names)), any(".experts." in name for name in names)
         for key, value in config.items():
             if isinstance(value, Mapping):
                 self._check_counts(value)
-            elif "layer" in key and isinstance(value, int) and value > most:
+            elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > _LAYERS:
                 raise self._error(f"config.json: {key} is {value}, more than its files have")
-            elif key == "num_experts_per_tok" and value == 0 and has_experts:
+            elif (key, value) == ("num_experts_per_tok", 0) and ".experts." in str(names):
                 raise self._error(f"config.json: {key} is 0, so no routed expert would run")
 
     def check_indexes(self) -> None:
