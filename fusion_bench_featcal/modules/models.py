@@ -1,7 +1,7 @@
 """Whole models: copies, modes, and the tensors that running a model needs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,15 +162,21 @@ def tensors_under(model: nn.Module, block: str) -> dict[str, Tensor]:
 
 
 @contextmanager
-def in_float32(module: nn.Module) -> Iterator[None]:
-    """Context in which a module's floats are at least in float32. Its own tensors stay."""
+def in_float32(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Context in which a module's floats are at least in float32, with the change of its inputs.
+
+    Its own tensors stay. Flash attention takes tensors of 16 bits only, so it keeps their dtype.
+    """
+    configs = (getattr(part, "config", None) for part in module.modules())
+    is_flash = any("flash" in str(getattr(c, "_attn_implementation", None)) for c in configs)
+    widened = nn.Identity() if is_flash else at_least_float32
     every = module.named_parameters, module.named_buffers
     tensors = {name: t for named in every for name, t in named(remove_duplicate=False)}
     with ExitStack() as stack:
         for name, tensor in tensors.items():
-            put_tensor(module, name, at_least_float32(tensor))
+            put_tensor(module, name, widened(tensor))
             stack.callback(put_tensor, module, name, tensor)
-        yield
+        yield widened
 
 
 def without_ties(model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.errors.words import option
@@ -241,8 +240,8 @@ class Streams:
 
     def _feeding_in(self, batch: Batch, block: str, names: Iterable[str]) -> list[str]:
         # In bfloat16 a residual stream that is much larger than what the block adds would hide it.
-        with self.storage.loaded(batch), in_float32(self.model.get_submodule(block)):
-            call = mapped(batch.calibrated, Tensor, at_least_float32)
+        with self.storage.loaded(batch), in_float32(self.model.get_submodule(block)) as widened:
+            call = mapped(batch.calibrated, Tensor, widened)
             counted = batch.positions.valid or Positions(call.hidden.shape[:-1])
             read = Positions.first_of(call.hidden) if self.reads_first else counted.last_of_each()
             result = read.of(self.step(self.model, block, call).hidden)

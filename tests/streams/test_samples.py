@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
+from tiny_texts import llama_model
 from torch import Tensor, nn
 
+from fusion_bench_featcal.modules.models import in_float32
 from fusion_bench_featcal.settings import Options
 from fusion_bench_featcal.streams.batch import Batch, Positions
 from fusion_bench_featcal.streams.samples import take
@@ -45,3 +48,16 @@ def test_held_out_rows_are_those_of_the_positions_at_hand():
             assert len(positions.of(features)) == len(rows)
             _, held_out = batch.fitted_and_held_out(range(2), positions, rows)
             assert held_out.tolist() == [*range(counts[0])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("flash_attention_2", torch.bfloat16), ("sdpa", torch.float32)]
+)
+def test_only_a_model_with_flash_attention_keeps_16_bits(kind: str, dtype: torch.dtype):
+    model: Any = llama_model().bfloat16()
+    model.config._attn_implementation = kind
+    block = model.model.layers[0]
+    with in_float32(block) as widened:
+        assert {p.dtype for p in block.parameters()} == {dtype}
+        assert widened(torch.zeros(2, dtype=torch.bfloat16)).dtype == dtype
+    assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
