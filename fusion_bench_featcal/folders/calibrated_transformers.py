@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -43,8 +42,12 @@ def _write(
 ) -> CardHead:
     """Write weights, heads, tokenizer or image processor, and files beside them."""
     _write_weights(models, blocks, folder)
-    if models.unshared_ends:
-        _write_ends(models, folder / "generation_config.json")
+    if models.unshared_ends:  # let it stop where answers ended in the run
+        file, whole = folder / "generation_config.json", models.like.whole
+        content = read_json(file) if file.is_file() else whole.generation_config.to_diff_dict()  # type: ignore[operator]
+        # transformers 4 would replace one with `_from_model_config` by that of config.json.
+        content.pop("_from_model_config", None)
+        write_config(file, content | {"eos_token_id": sorted(models.ends)})
     if models.heads is not None:
         models.heads.write(heads, folder)
     models.processor.write(folder)
@@ -53,15 +56,6 @@ def _write(
         return CardHead(TRANSFORMERS, [])
     copy_other_files(models.merged.folder, folder, of_processor=False)
     return CardHead(TRANSFORMERS, card_tags(models.merged.folder))
-
-
-def _write_ends(models: TransformersModels, file: Path) -> None:
-    """Let the saved model stop where answers ended in the run, at the end tokens of all models."""
-    whole: Any = models.like.whole
-    content = read_json(file) if file.is_file() else whole.generation_config.to_diff_dict()
-    # transformers 4 would replace one with `_from_model_config` by that of config.json.
-    kept = {key: value for key, value in content.items() if key != "_from_model_config"}
-    write_config(file, kept | {"eos_token_id": sorted(models.ends)})
 
 
 def _write_weights(models: TransformersModels, blocks: FinishedBlocks, folder: Path) -> None:

@@ -122,7 +122,9 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
         return
     is_of_sounds = isinstance(processor, SequenceFeatureExtractor)
     kind = AutoFeatureExtractor if is_of_sounds else AutoImageProcessor
-    settings, own = _input_settings(processor), _own_settings(processor)
+    settings = _input_settings(processor)
+    own = vars(processor) if isinstance(processor, ProcessorMixin) else {}
+    own = {n: v for n, v in own.items() if isinstance(v, int | str) and n != "chat_template"}
     for label, folder in experts.items():
         if not (files := [name for name in _IMAGE_CONFIGS if (folder / name).is_file()]):
             continue
@@ -139,12 +141,6 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
                     f"Experts must share one: check {option}, or if the expert was tuned with this "
                     f"one, correct the {' or '.join(files)} in {folder}"
                 )
-
-
-def _own_settings(processor: object) -> dict[str, object]:
-    """Return the settings of an object with a tokenizer that are not those of its parts."""
-    values = vars(processor) if isinstance(processor, ProcessorMixin) else {}
-    return {n: v for n, v in values.items() if isinstance(v, int | str) and n != "chat_template"}
 
 
 def _input_settings(processor: Any) -> dict[str, object]:
