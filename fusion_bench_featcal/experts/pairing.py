@@ -109,15 +109,16 @@ def _renaming(available: set[str], names: set[str], model: nn.Module) -> Callabl
     if not names <= available:
         prefix, covered = _prefix(available, names)
         if covered < len(names):
-            stored_names |= _names_in_files(available, model)
+            new_names = renamed(available, model).items()  # of transformers, on loading
+            stored_names |= {new: stored for stored, new in new_names if new != stored}
             prefix, _ = _prefix(set(stored_names), names)
         added, removed = prefix
 
-    def stored(name: str) -> str:
+    def name_in_files(name: str) -> str:
         spelled = _spelled(name, added, removed)
         return stored_names.get(spelled, spelled)
 
-    return stored
+    return name_in_files
 
 
 def _prefix(available: set[str], names: set[str]) -> tuple[tuple[str, str], int]:
@@ -142,11 +143,6 @@ def _prefixes(names: set[str], length: int) -> set[str]:
 def _spelled(name: str, added: str, removed: str) -> str:
     """Return a name with one prefix in place of another, unchanged if it has not that one."""
     return added + name.removeprefix(removed) if name.startswith(removed) else name
-
-
-def _names_in_files(available: set[str], model: nn.Module) -> dict[str, str]:
-    """Return names of the tensors that transformers renames on loading -> stored names."""
-    return {new: stored for stored, new in renamed(available, model).items() if new != stored}
 
 
 def embedding_of_head(model: Any) -> Any:

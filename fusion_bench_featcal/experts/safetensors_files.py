@@ -281,8 +281,7 @@ def _check_layers(config: Mapping[str, object], file: Path) -> None:
 
     types, kind = str(config.get("layer_types") or ""), str(config.get("model_type"))
     names = {*re.findall(r"\w+", types)} - {"full_attention"}
-    reads = not names or kind not in CONFIG_MAPPING
-    if not (reads or "layer_types" in CONFIG_MAPPING[kind]().to_dict()):
+    if names and kind in CONFIG_MAPPING and "layer_types" not in CONFIG_MAPPING[kind]().to_dict():
         raise CalibrationError(
             f"{file} has layer_types ({', '.join(sorted(names))}), which transformers "
             f"{RELEASE} does not read for {kind}: install the release that wrote it"
