@@ -56,11 +56,13 @@ def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
 def repeats(models: InputModels, digests: Mapping[str, str]) -> list[Note]:
     """Warn of models, and data, that are given twice, as one folder or as copies."""
     request, texts = models.request, list[str]()
-    for kind, options in (("model", request.model_options), ("data", request.data_options)):
+    kinds = {
+        "are the same model": request.model_options, "are the same data": request.data_options
+    }  # fmt: skip
+    for text, options in kinds.items():
         by_digest = dict[str, list[str]]()
         for option in options:
             name = "the merged model" if option == "MERGED" else option
             by_digest.setdefault(digests[option], []).append(name)
-        repeated = [" and ".join(names) for names in by_digest.values() if names[1:]]
-        texts += [f"{names} are the same {kind}" for names in repeated]
+        texts += [f"{' and '.join(names)} {text}" for names in by_digest.values() if names[1:]]
     return notes_of(texts, WARNING)
