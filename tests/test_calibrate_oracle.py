@@ -167,7 +167,8 @@ def test_trust_is_full_in_a_tower_that_some_samples_do_not_run(with_images: int,
     suite = suite_named("llava", "images")
     if with_images == 2:  # half of each task's samples have one
         suite.inputs["task_1"][1] = suite.inputs["task_0"][0]
-    result = run_fast(suite, **PLUS | {"rule": Plus(gamma)})
+    weighted: dict[str, Any] = PLUS | {"rule": Plus(gamma)}
+    result = run_fast(suite, **weighted)
     suite.blocks = [record["block"] for record in result.log.of_kind("block")]
     new = calibrated_plus(suite, gamma)
     assert len(new) > 20 and any("vision_tower" in name for name in new)

@@ -45,7 +45,7 @@ BOOKKEEPING = {
     "vocab_size": 128, "id2label": {"0": "cat"}, "label2id": {"cat": 0},
     "architectures": ["LlamaModel"], "max_length": 512, "key_of_a_later_release": 3,
 }  # fmt: skip
-POSITIONS = {"max_position_embeddings": 4096}
+POSITIONS: dict[str, Any] = {"max_position_embeddings": 4096}
 DYNAMIC: dict[str, Any] = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 MISTRAL = LLAMA | {"model_type": "mistral", "intermediate_size": 8, "num_hidden_layers": 1}
 GEMMA = MISTRAL | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 4}
