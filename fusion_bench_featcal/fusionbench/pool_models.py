@@ -21,10 +21,10 @@ from fusion_bench_featcal.errors.place import at
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.source import total_bytes
-from fusion_bench_featcal.models.adapters import AdapterExpert, load_paired
+from fusion_bench_featcal.models.adapters import load_paired
 from fusion_bench_featcal.models.errors import loading_cause
 from fusion_bench_featcal.models.hub import fetch, fetch_all
-from fusion_bench_featcal.models.model_files import ModelFiles
+from fusion_bench_featcal.models.model_files import ModelFiles, load_lora_model
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.run.problem import BASE_MODEL
@@ -34,6 +34,9 @@ NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
 _PLAIN_OPTIONS = {"_target_", NAME, "torch_dtype", "dtype"}
 # Arguments of FusionBench's loaders of LoRA experts, for the base and for the adapter.
 LORA_KEYS = ("base_model_path", "base_model_name", "peft_model_path", "peft_name")
+
+OWN_LOADER = f"{load_lora_model.__module__}.{load_lora_model.__name__}"
+"""Loader of LoRA experts that refuses such adapters itself."""
 
 
 @dataclass(eq=False)
@@ -118,10 +121,19 @@ class PoolModel:
         if not self.folders:
             return None
         *bases, model = self.folders
-        is_tower = bases and str(self.entry.get("_target_")).endswith(".load_lora_vision_model_hf")
-        source = model.streamed(*bases, part="vision_model" if is_tower else "")
+        source = model.streamed(*bases, part=self.adapted_part)
+        return None if source is None else self.with_common_rows(source)
+
+    def with_common_rows(self, source: ExpertSource) -> ExpertSource:
+        """Return weights with the rows of the vocabulary that the pool's models share."""
         rows = getattr(self.pool, "vocabulary_rows", None)
-        return source if rows is None or source is None else VocabularyRows(source, rows)
+        return source if rows is None else VocabularyRows(source, rows)
+
+    @property
+    def adapted_part(self) -> str:
+        """The base's module that a LoRA expert's adapter changes, empty for the whole base."""
+        target = self.entry.get("_target_") if isinstance(self.entry, Mapping) else None
+        return "vision_model" if str(target).endswith(".load_lora_vision_model_hf") else ""
 
     @property
     def file_bytes(self) -> int | None:
@@ -240,9 +252,12 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
     entry: Any = modelpool._models.get(name)
     with at(f"modelpool.models.{name}", cause=partial(_cause, entry)):
         model = local_pool(modelpool, name).load_model(name)
+        opened = PoolModel(modelpool, name)
         # PEFT itself only warns of tensors that belong to no module, and leaves the base in place.
-        if isinstance(files := PoolModel(modelpool, name).files, AdapterExpert):
-            fill(model, files)
+        if len(opened.locations) > 1 and entry.get("_target_") != OWN_LOADER:
+            base, adapter = opened.folders
+            source = adapter.source(base, part=opened.adapted_part)
+            fill(model, opened.with_common_rows(source))
         elif hasattr(model, "peft_config") and isinstance(entry, Mapping):  # it is not merged
             for adapter in filter(None, map(entry.get, LORA_KEYS[2:])):
                 load_paired(model, fetch(adapter, f"modelpool.models.{name}={adapter}"))

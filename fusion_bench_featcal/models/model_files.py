@@ -130,10 +130,11 @@ class ModelFiles:
     def _check_counts(self, config: Mapping[str, Any]) -> None:
         """Refuse more layers than files can have, which take forever to build, and idle routers."""
         names = set() if self.weights is None else self.weights.names()
+        most = max(_LAYERS, len(names))
         for key, value in config.items():
             if isinstance(value, Mapping):
                 self._check_counts(value)
-            elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > _LAYERS:
+            elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > most:
                 raise self._error(f"config.json: {key} is {value}, more than its files have")
             elif (key, value) == ("num_experts_per_tok", 0) and ".experts." in str(names):
                 raise self._error(f"config.json: {key} is 0, so no routed expert would run")
@@ -322,6 +323,7 @@ class ModelFiles:
         base: "ModelFiles | None" = None,
         structure: nn.Module | None = None,
         optional: Container[str] = (),
+        part: str = "",
     ) -> ExpertSource:
         """Return its weights for the class to calibrate, read tensor by tensor if possible.
 
@@ -330,11 +332,12 @@ class ModelFiles:
             structure: The model without weights that will run them, by default its own. Its own
                 is not built if the names of its files fit this one.
             optional: Names of the structure's tensors that its files may lack.
+            part: As for `streamed`.
         """
         if self.is_adapter:
             if base is None:
                 raise self._error("it is an adapter, whose base is not named")
-            return self._adapted(base.weights_of_whole, base)
+            return self._adapted(base.weights_of_whole, base, part)
         weights = None if structure is None else self._fitting(structure, optional)
         # transformers may use other tensor names than the files
         return weights or self._fitting(self.empty) or InMemoryExpert(self.load())
