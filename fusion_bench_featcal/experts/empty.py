@@ -1,7 +1,5 @@
 """Models of transformers without weights, and inputs for them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +17,9 @@ def without_weights(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
         config: Its config, which may be of another person.
         dtype: Its dtype.
     """
-    # Not `model.to(dtype)`: position tables stay float32, as by `from_pretrained`.
-    with default_dtype(dtype), init_empty_weights(include_buffers=False):
-        model = kind(config)
+    # Not `model.to(dtype)`: position tables stay float32, as with `from_pretrained`.
+    with init_empty_weights(include_buffers=False):
+        model = kind._from_config(config, dtype=dtype)
     model.tie_weights()  # moving parameters to the meta device has untied them
     return model.eval().requires_grad_(False)
 
@@ -41,14 +39,3 @@ def sample_of(model: Any, tokens: int) -> dict[str, Tensor]:
     if getattr(config, "is_encoder_decoder", False):
         sample["decoder_input_ids"] = ids[:, :_TARGETS]
     return sample
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which modules are made in a floating-point dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -21,7 +21,6 @@ from fusion_bench_featcal.folders.model_folder import (
 from fusion_bench_featcal.folders.opened import Models, Opened
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.speech import open_speech_task
-from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.texts import open_class_task, open_language_task
 from fusion_bench_featcal.folders.tokenizers import (
     refuse_languages,
@@ -62,7 +61,13 @@ def open_transformers(inputs: InputModels) -> Opened:
         tasks = {task: open_speech_task(task, request, *of_all) for task in request.expert}
     elif kind in TEXT_MODELS:
         encoder = TextEncoder(processor, "classification", length, positions)
-        tasks = _class_tasks(models, request, encoder)
+        heads = {} if request.no_eval else _class_names(models)
+        configs = [model.config for model in (models.like, *models.experts.values())]
+        pads = all(config.get("pad_token_id") is not None for config in configs if config)
+        tasks = {
+            task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
+            for task in request.expert
+        }
     else:
         heads = {} if request.no_eval else _image_heads(models, inputs)
         tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in request.expert}
@@ -107,18 +112,6 @@ def _settings(
     is_cut = kind != SPEECH and most <= MAX_LENGTH and most == positions
     note = [f"texts are cut at {most} tokens: {limit}"] if is_cut else []
     return settings.replace(max_length=min(MAX_LENGTH, most)).completed, note
-
-
-def _class_tasks(
-    models: TransformersModels, request: Request, encoder: TextEncoder
-) -> dict[str, Task]:
-    heads = {} if request.no_eval else _class_names(models)
-    configs = [model.config for model in (models.like, *models.experts.values())]
-    pads = all(config.get("pad_token_id") is not None for config in configs if config)
-    return {
-        task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
-        for task in request.expert
-    }
 
 
 def _warnings_on_texts(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-import torch
 from fusion_bench.method import SimpleAverageAlgorithm, TaskArithmeticAlgorithm
 from fusion_bench.programs import FabricModelFusionProgram
 from hydra.utils import get_object
@@ -160,19 +159,12 @@ def merged_from_files(base_method: object, models: PoolModels) -> nn.Module | No
         name: LazyModel(f"model {name!r}", source.files, model)  # type: ignore[arg-type]
         for name, source in used.items()
     }
-    fill_merged(model, opened[first.name], [opened[task] for task in models.experts], merge)
-    return model.requires_grad_(False)
-
-
-@torch.no_grad()
-def fill_merged(
-    model: nn.Module, first: LazyModel, experts: Sequence[LazyModel], merge: TensorMerge
-) -> None:
-    """Write merged tensors into a model, in place."""
-    tensors = model.state_dict(keep_vars=True)
+    experts = [opened[task] for task in models.experts]
+    tensors = model.requires_grad_(False).state_dict(keep_vars=True)
     for tensor, name in {id(tensor): (tensor, name) for name, tensor in tensors.items()}.values():
-        start = first.tensor(name)
+        start = opened[first.name].tensor(name)
         tensor.copy_(merge(start, [expert.stored(name).to(start.dtype) for expert in experts]))
+    return model
 
 
 def _plain_merge(config: Mapping[str, Any]) -> TensorMerge | None:

@@ -1,6 +1,6 @@
 """Inputs of a block's modules, recorded while it runs, and groups of modules that share one."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -207,7 +207,11 @@ def find_groups(
         CalibrationError: If a module did not run.
     """
     by_name = {site.name: site for site in sites}
-    refuse_idle(block, by_name, recorded)
+    if unused := [name for name in by_name if name not in recorded.inputs]:
+        ends = ", ".join(name.removeprefix(f"{block}.") for name in unused)
+        raise CalibrationError(
+            f"block {block} does not run its {ends}. Exclude them: {exclusion(unused, block)}"
+        )
     members, inputs = dict[Any, list[Site]](), dict[Any, str]()
     for name, x in recorded.inputs.items():
         if (site := by_name.get(name)) is None:
@@ -217,19 +221,6 @@ def find_groups(
         key = first, rows_of(name), site.has_bias, site.patches
         members.setdefault(key, []).append(site)
     return [_group_of(model, tuple(of_key), key[0]) for key, of_key in members.items()]
-
-
-def refuse_idle(block: str, names: Iterable[str], recorded: Recorded) -> None:
-    """Refuse modules of a block that a pass did not run.
-
-    Raises:
-        CalibrationError: If there is one.
-    """
-    if idle := [name for name in names if name not in recorded.inputs]:
-        ends = ", ".join(name.removeprefix(f"{block}.") for name in idle)
-        raise CalibrationError(
-            f"block {block} does not run its {ends}. Exclude them: {exclusion(idle, block)}"
-        )
 
 
 def _group_of(model: nn.Module, sites: tuple[Site, ...], first: str) -> Group:

@@ -95,7 +95,11 @@ def read_run(folder: str | Path) -> Run:
         _fill(run, read_lines_csv(file))
         file = folder / ITEMS_FILE
         if file.exists():
-            _unpack(file, run.rows)
+            # The archive has checksums of its members.
+            with np.load(file, allow_pickle=False) as archive:
+                for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
+                    flags = run.rows[row].correct = dict(run.rows[row].correct or {})
+                    flags[task] = archive[f"array_{number}"]
     except (OSError, ReportError) as error:
         raise ReportError(str(error)) from error
     except Exception as error:  # any error of zip, its decompressors and numpy for invalid bytes
@@ -245,11 +249,3 @@ def _packed(rows: Iterable[Row]) -> bytes:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     return buffer.getvalue()
-
-
-def _unpack(path: Path, rows: list[Row]) -> None:
-    """Read the flags of rows. The archive has checksums of its members."""
-    with np.load(path, allow_pickle=False) as archive:
-        for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
-            flags = rows[row].correct = dict(rows[row].correct or {})
-            flags[task] = archive[f"array_{number}"]

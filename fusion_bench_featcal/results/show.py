@@ -43,14 +43,13 @@ def tables_of(frame: Frame, width: int | None = None) -> list[Table]:
         frame: The frame.
         width: Width in which names of tasks are cut, or None to leave them.
     """
-    return [_table(suite, part, width) for suite, part in frame.by_suite().items()]
-
-
-def _table(suite: str, frame: Frame, width: int | None) -> Table:
-    table = _with_names(suite, frame, {task: task for task in frame.tasks})
-    if width is None or table.width() <= width:
-        return table
-    return _with_names(suite, frame, cut(frame.tasks, _LETTERS))
+    tables = []
+    for suite, part in frame.by_suite().items():
+        table = _with_names(suite, part, {task: task for task in part.tasks})
+        if width is not None and table.width() > width:
+            table = _with_names(suite, part, cut(part.tasks, _LETTERS))
+        tables.append(table)
+    return tables
 
 
 def _with_names(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:

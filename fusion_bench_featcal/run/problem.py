@@ -131,7 +131,10 @@ def open_problem(
         output: Stores finished blocks.
     """
     inputs, processes, device = inputs.with_split_attention(), runtime.processes, runtime.device
-    samples = open_samples(inputs, rule, options, processes)
+    samples = dict[str, list[Batch]]()
+    for task in processes.share(inputs.experts):
+        processes.doing, batches = f"inputs · {task}", inputs.batches[task]
+        samples[task] = take(task, batches, options, inputs.merged, holds_out=rule.holds_out)
     kernel = agreed_kernel(processes.gather(choose_kernel(device)))
     working = WorkingModel(inputs.merged, inputs.merged_weights, device=device)
     model = working.structure if working.is_in_memory else offloaded(working, device)
@@ -141,7 +144,13 @@ def open_problem(
     stages = stages_of(family, inputs.merged)
     reads_first = head_reads_first(model, rule, family, stages, runtime, samples)
     processes.doing = "the models"
-    modules = open_modules(inputs.merged, stages, rule, options, runtime)
+    modules = find_all_modules(
+        inputs.merged, stages, options.modules, calibrate_norm=rule.calibrate_norm
+    )
+    with runtime.autocast():
+        warning = rule.doubt(dtype_of_features(inputs.merged, stages[0][0], device))
+    if warning:
+        logger.warning(warning)
     base, experts = open_models(inputs, working, rule, processes, stages)
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
@@ -196,18 +205,6 @@ def open_problem(
     )
 
 
-def open_samples(
-    inputs: Inputs, rule: Rule, options: Options, processes: Processes
-) -> dict[str, list[Batch]]:
-    """Return the batches of each task of this process."""
-    samples = dict[str, list[Batch]]()
-    for task in processes.share(inputs.experts):
-        processes.doing = f"inputs · {task}"
-        of_task, model = inputs.batches[task], inputs.merged
-        samples[task] = take(task, of_task, options, model, holds_out=rule.holds_out)
-    return samples
-
-
 def head_reads_first(
     model: nn.Module,
     rule: Rule,
@@ -228,22 +225,6 @@ def head_reads_first(
         few = to_device(few, device_of(model))
         first = compare_with_model(family, model, stages, few, needs_first=rule.reads_closing_rows)
     return runtime.processes.decided(priority, first)
-
-
-def open_modules(
-    merged: nn.Module,
-    stages: Sequence[Sequence[str]],
-    rule: Rule,
-    options: Options,
-    runtime: Runtime,
-) -> dict[str, BlockModules]:
-    """Return the modules of each block."""
-    modules = find_all_modules(merged, stages, options.modules, calibrate_norm=rule.calibrate_norm)
-    with runtime.autocast():
-        doubt = rule.doubt(dtype_of_features(merged, stages[0][0], runtime.device))
-    if doubt:
-        logger.warning(doubt)
-    return modules
 
 
 def open_models(

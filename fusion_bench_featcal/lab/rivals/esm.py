@@ -109,7 +109,12 @@ class EssentialSteps:
         """Add a task's step. With each further task all keep fewer directions, `m / t`."""
         step = expert.weight.to(self._base.dtype) - self._base
         gram = (rows.gram / rows.count).to(step.dtype)
-        energies, directions = output_directions(gram, step)
+        # Principal components of the output shift `X step'`, without centring, from its second
+        # moment `step G step'`: no row of X is needed. The largest comes first.
+        energies, directions = torch.linalg.eigh(step @ gram @ step.mT)
+        least = len(step) * torch.finfo(step.dtype).eps * energies[-1]
+        energies = torch.where(energies > least, energies, 0).flip(0)
+        directions = directions.flip(1)
         self._steps.append((energies, directions, directions.mT @ step))
         self._norms.append(step.norm())
         rank = max(1, len(step) // len(self._steps))
@@ -121,23 +126,6 @@ class EssentialSteps:
         """Return the base with the merged step."""
         step = merged_step(self._steps, torch.stack(self._norms), self._polarization)
         return Solved(Linear(self._base + self._scale * step, self._bias))
-
-
-def output_directions(
-    gram: Float[Tensor, "n n"], step: Float[Tensor, "m n"]
-) -> tuple[Float[Tensor, " m"], Float[Tensor, "m m"]]:
-    """Return the principal components of the output shift `X step'`, without centring.
-
-    The second moment of the shift is `step G step'`, with the mean Gram matrix G of the inputs, so
-    no row of `X` is needed.
-
-    Returns:
-        Mean squares along the components, the largest first and zero below rounding, and the
-        components as columns.
-    """
-    energies, directions = torch.linalg.eigh(step @ gram @ step.mT)
-    least = len(step) * torch.finfo(step.dtype).eps * energies[-1]
-    return torch.where(energies > least, energies, 0).flip(0), directions.flip(1)
 
 
 def merged_step(

@@ -58,7 +58,11 @@ class Surgery(
     @torch.enable_grad()
     def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
         """Train all tasks' modules by Adam, one update for each task in turn."""
-        modules = {task: self._start(task, of_task) for task, of_task in lessons.items()}
+        modules = dict[str, nn.ModuleList]()
+        for task, lesson in lessons.items():
+            generator = training.task_generator(self.seed, task, "weights")
+            parts = [self.module(target.shape[1], generator) for target in lesson.targets]
+            modules[task] = nn.ModuleList(parts).to(lesson.inputs.device)
         adam = partial(torch.optim.Adam, lr=self.learning_rate)
         joint = adam(nn.ModuleList(modules.values()).parameters())
         is_joint = self.optimizer == "joint"
@@ -78,11 +82,6 @@ class Surgery(
             training.check_trained(of_task.parameters(), name, self.learning_rate)
         curves = {task: training.curve_of(values) for task, values in losses.items()}
         return {task: [*of_task] for task, of_task in modules.items()}, curves
-
-    def _start(self, task: str, lessons: Lessons) -> nn.ModuleList:
-        generator = training.task_generator(self.seed, task, "weights")
-        modules = [self.module(target.shape[1], generator) for target in lessons.targets]
-        return nn.ModuleList(modules).to(lessons.inputs.device)
 
     def _updates(self, task: str, modules: nn.ModuleList, lessons: Lessons) -> Iterator[Tensor]:
         """Yield the loss of each update, computed on request."""
