@@ -19,7 +19,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +36,6 @@ from straightforward import calibrate_plainly
 from torch import Tensor
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.experts.empty import default_dtype
 from fusion_bench_featcal.lab.rivals.corrections import Lessons
 from fusion_bench_featcal.lab.rivals.features import final_features
 from fusion_bench_featcal.lab.rivals.surgery import ProbSurgery, Surgery
@@ -165,6 +165,17 @@ class Features:
         """Return the features of all samples, `[n, d]`."""
         numbers = torch.arange(len(self), device=self.device)
         return torch.cat([self[rows] for rows in numbers.split(random_models.BATCH)])
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create tensors in a floating-point dtype inside the context."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def measure_model(name: str, sides: list[str], rows: Path, device: str) -> None:
