@@ -36,7 +36,7 @@ from straightforward import calibrate_plainly
 from torch import Tensor
 
 from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
-from fusion_bench_featcal.lab.rivals.corrections import Lessons
+from fusion_bench_featcal.lab.rivals.corrections import CorrectionData
 from fusion_bench_featcal.lab.rivals.features import final_features
 from fusion_bench_featcal.lab.rivals.surgery import ProbSurgery, Surgery
 from fusion_bench_featcal.results.cost import measure
@@ -134,11 +134,11 @@ class Job:
 
     def train(self, method: type[Surgery], anew: bool) -> None:
         """Train the corrections of Surgery or ProbSurgery."""
-        merged, lessons = self.load("merged"), dict[str, Lessons]()
+        merged, lessons = self.load("merged"), dict[str, CorrectionData]()
         for task in self.data:
             features = [Features(m, self.on_device(task)) for m in (merged, self.load(task))]
             before, target = features if anew else (each.all() for each in features)
-            lessons[task] = Lessons(before, [target])  # type: ignore[arg-type]
+            lessons[task] = CorrectionData(before, [target])  # type: ignore[arg-type]
         method(steps=self.size.steps).fit_all(lessons)  # type: ignore[reportCallIssue]
 
 

@@ -87,7 +87,7 @@ def row_of(model_type: str) -> tuple[list[str], bool]:
         gaps["plus"] = plus_gap(suite)
     if mixtures:
         gaps["sum"] = slots_gap(suite)
-    outcome = "calibrated" if result.log.of_kind("slots") else "as merged"
+    outcome = "calibrated" if result.log.select("slots") else "as merged"
     figures = [f"{gaps[key]:.0e}" if key in gaps else "" for key in ("paper", "plus", "sum")]
     stays = ", ".join(f"`{name}`" for name in AsMerged.in_records(result.log.records).modules)
     row = [f"`{model_type}`", outcome, layout, *figures, stays]

@@ -53,7 +53,7 @@ class FeatCalAlgorithm(RowsMethod):
         """Open models and data of all rows. The first row's reads include the upstream merger's."""
         super().open(inputs)
         if inputs.upstream is not None:
-            next(iter(self.rows.values())).follow(inputs.upstream)
+            next(iter(self.rows.values())).charge_upstream_reads(inputs.upstream)
 
     @property
     def saved(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.source import refuse_unusable
@@ -20,15 +20,15 @@ from fusion_bench_featcal.modules.models import (
 )
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.run.balance import balanced
+from fusion_bench_featcal.run.balance import with_balanced_tasks
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.run.devices import memory_cause, return_freed_memory, usual_torch
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
-from fusion_bench_featcal.run.problem import BASE_MODEL, Problem, open_problem
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.run.run_digest import digests_of_run
+from fusion_bench_featcal.run.state import BASE_MODEL, CalibrationState, prepare_calibration
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.options import OptionKeywords, Options
 from fusion_bench_featcal.streams.samples import check_inputs
@@ -118,7 +118,7 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
         family = changed.pop("family", rule.family)
         if changed:
             raise TypeError(f"{', '.join(changed)}: set it in the settings, settings.replace(...)")
-        rule, options = rule.made_rule, replace(rule.options, family=family)
+        rule, options = rule.rule_object, replace(rule.options, family=family)
     if not isinstance(rule, Rule):
         raise TypeError(
             f"rule must be a Rule, such as Plus() or Paper(), or settings, not {rule!r}"
@@ -132,7 +132,7 @@ def calibrate_inputs(
     inputs: Inputs, rule: Rule, options: Options, runtime: Runtime
 ) -> CalibrationResult:
     """Calibrate with a rule, whose values replace null in options. Raises as `calibrate`."""
-    device, processes, options = runtime.device, runtime.processes, options.of_rule(rule)
+    device, processes, options = runtime.device, runtime.processes, options.with_rule(rule)
     check_inputs(inputs.base, inputs.experts, inputs.batches, rule)
     if inputs.merged_weights is not None:
         if options.checkpoint_dir is None:
@@ -141,45 +141,45 @@ def calibrate_inputs(
             )
         return_freed_memory()
     with (
-        at(cause=lambda error: memory_cause(device, processes.doing, error)),
+        error_context(cause=lambda error: memory_cause(device, processes.doing, error)),
         open_checkpoint(options, processes) as output,
     ):
-        problem = open_problem(inputs, rule, options, runtime, output)
-        with problem.computing():
-            digests = partial(digests_of_run, problem, options)
-            merged = problem.working.source
-            problem.output.start(digests, problem.modules, merged, problem.progress)
-            if problem.output.is_complete:
-                restore(problem)
+        state = prepare_calibration(inputs, rule, options, runtime, output)
+        with state.computing():
+            digests = partial(digests_of_run, state, options)
+            merged = state.working.source
+            state.checkpoint.start(digests, state.modules, merged, state.progress)
+            if state.checkpoint.is_complete:
+                load_finished_blocks(state)
             else:
-                calibrate_blocks(balanced(problem))
-        return result_of(problem)
+                calibrate_blocks(with_balanced_tasks(state))
+        return result_of(state)
 
 
-def restore(problem: Problem) -> None:
+def load_finished_blocks(state: CalibrationState) -> None:
     """Load all blocks that an earlier run has finished."""
-    for block in problem.modules:
-        problem.output.read(block, problem.working)  # raises if the file is damaged
-        problem.working.finish(problem.output.write(block, problem.working, {}, problem.log))
+    for block in state.modules:
+        state.checkpoint.read(block, state.working)  # raises if the file is damaged
+        state.working.finish(state.checkpoint.write(block, state.working, {}, state.log))
 
 
-def result_of(problem: Problem) -> CalibrationResult:
+def result_of(state: CalibrationState) -> CalibrationResult:
     """Return the calibrated model in the merged model's form, the log and the count of reads."""
-    working = problem.working
+    working = state.working
     model = working.structure
     if working.is_in_memory:
         model = working.assembled(device_of(model))
         Modes.of(working.structure).restore(model)
         model = fused(model)
-        problem.output.finish(without_ties(model), problem.log)
+        state.checkpoint.finish(without_ties(model), state.log)
     else:
-        problem.output.finish(working.tensors, problem.log)
-    return CalibrationResult(model, problem.log, reads_of(problem), problem.output.weights)
+        state.checkpoint.finish(working.tensors, state.log)
+    return CalibrationResult(model, state.log, reads_of(state), state.checkpoint.weights)
 
 
-def reads_of(problem: Problem) -> dict[str, Any]:
+def reads_of(state: CalibrationState) -> dict[str, Any]:
     """Return the bytes read of each model and the reads that a budget allowed, fit for JSON."""
-    sizes = {name: sum(model.sizes.values()) for name, model in problem.models.items()}
-    read = problem.processes.united(sizes)
+    sizes = {name: sum(model.sizes.values()) for name, model in state.models.items()}
+    read = state.processes.gather_dict(sizes)
     base = read.pop(BASE_MODEL, 0)
-    return {"plan": problem.grant.as_dict(), "experts": read, "base": base}
+    return {"plan": state.read_plan.as_dict(), "experts": read, "base": base}

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from fusion_bench_featcal import __version__
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import SETTABLE, Request
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Read when torch is loaded: with spinning threads a busy machine is many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        with at():  # a panic of a library becomes an error
+        with error_context():  # a panic of a library becomes an error
             return options.command(options) or 0
     except BrokenPipeError:  # the reader, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -25,7 +25,7 @@ from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, enc
 from fusion_bench_featcal.encoders.texts import TextRow, read_texts, record_batches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.words import word
+from fusion_bench_featcal.errors.words import user_term
 from fusion_bench_featcal.files import check_target, destination
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.files.untrusted import read_json
@@ -141,8 +141,10 @@ def calibrate_encoder(
     evaluators = evaluators if evaluator else {}
     if not {*evaluators} <= {*experts, None}:
         raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
-    tuned = {task: open_like(merged, word("expert", task), one) for task, one in experts.items()}
-    origin = None if base is None else open_like(merged, word("base"), base)
+    tuned = {
+        task: open_like(merged, user_term("expert", task), one) for task, one in experts.items()
+    }
+    origin = None if base is None else open_like(merged, user_term("base"), base)
     if origin is None:
         sources = (one if isinstance(one, str | Path) else one.transformers_model.name_or_path
                    for one in experts.values())  # fmt: skip

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from fusion_bench_featcal.errors.words import PYTHON, speaking
+from fusion_bench_featcal.errors.words import PYTHON, using_vocabulary
 
 # Imports make a million objects that stay: looking for garbage takes a quarter of their time.
 gc.disable()
@@ -61,7 +61,7 @@ def handlers_of_the_process() -> Iterator[None]:
     """Restore handlers and words that a program sets for the rest of its process."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     handlers, hook = [signal.getsignal(number) for number in numbers], sys.excepthook
-    with speaking(PYTHON):
+    with using_vocabulary(PYTHON):
         yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)

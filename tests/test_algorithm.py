@@ -111,7 +111,7 @@ def test_report_and_table_have_every_row_and_next_steps_come_last(run: Run) -> N
     assert (report.merger, report.suite) == ("task_arithmetic", "clip-vit-mini_alphabets2")
     seeds = [row.seed for row in report.rows]
     assert seeds == [None, None, 42, 42, 42]  # the merged model is paired with the calibrated ones
-    settings = FeatCalSettings(samples_per_task=8).completed.as_dict()
+    settings = FeatCalSettings(samples_per_task=8).with_rule_defaults.as_dict()
     assert report.row("featcal").settings.items() <= settings.items()
     assert report.row("featcal").samples["mini_korean"] == {"samples": 8, "split": "train"}
     lines = results.frame_of(results.join({run.folder: report})).lines

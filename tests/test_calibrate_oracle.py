@@ -73,7 +73,7 @@ def test_paper_equals_the_oracle(name: str):
     for buffer, value in slow.model.named_buffers():
         new, bound = result.model.get_buffer(buffer), case.bound
         torch.testing.assert_close(new, value, rtol=bound, atol=bound)
-    for record in result.log.of_kind("task") if case.has_drift else []:
+    for record in result.log.select("task") if case.has_drift else []:
         drift = slow.drift[record["block"], record["task"]]
         rel = case.bound / drift[1]  # features round in proportion to their own norm
         assert (record["drift"], record["relative_drift"]) == pytest.approx(drift, rel=rel)
@@ -169,7 +169,7 @@ def test_trust_is_full_in_a_tower_that_some_samples_do_not_run(with_images: int,
         suite.inputs["task_1"][1] = suite.inputs["task_0"][0]
     weighted: dict[str, Any] = PLUS | {"rule": Plus(gamma)}
     result = run_fast(suite, **weighted)
-    suite.blocks = [record["block"] for record in result.log.of_kind("block")]
+    suite.blocks = [record["block"] for record in result.log.select("block")]
     new = calibrated_plus(suite, gamma)
     assert len(new) > 20 and any("vision_tower" in name for name in new)
     load(suite.merged, new)

@@ -182,7 +182,7 @@ def test_excluded_routed_experts_stay_as_merged_and_are_named(caplog: pytest.Log
     suite = suite_named("qwen2_moe")
     result = run_fast(suite, **PLUS, modules=["!experts.*"])
     model, layer = result.model, "model.layers.*.mlp"
-    (record,) = result.log.of_kind("as_merged")
+    (record,) = result.log.select("as_merged")
     assert record["modules"] == {f"{layer}.gate": 2, f"{layer}.experts": 4}
     assert record["ends"] == {"model.embed_tokens": 1, "lm_head": 1}
     named = f"{layer}.gate (2 matrices), {layer}.experts (4 matrices), model.embed_tokens, lm_head"

@@ -58,7 +58,7 @@ def test_a_resumed_run_has_the_bits_and_log_of_an_uninterrupted_one(name: str, t
         result = run(suite, tmp_path, resume=True, **more)
         assert_identical(result.model, expected.model)
         assert records(result) == records(expected)
-        assert [record["blocks"] for record in result.log.of_kind("resumed")] == [blocks]
+        assert [record["blocks"] for record in result.log.select("resumed")] == [blocks]
         assert result.reads["plan"] == expected.reads["plan"]
         (tmp_path / "block-0001.safetensors").unlink()
 
@@ -192,13 +192,13 @@ def test_no_damage_of_a_finished_block_is_silent(finished: Any, tmp_path: Path):
 def test_damage_behind_the_calibration_is_noticed_by_every_reader(tmp_path: Path):
     weights = run(small_clip(), tmp_path).weights
     assert weights is not None
-    mapped = weights.mapped()
+    mapped = weights.memory_mapped()
     assert mapped.keys() == weights.names() and all(
         torch.equal(weights.tensor(name), tensor) for name, tensor in mapped.items()
     )
     for damage in (forged_tensors, cut_end):
         file = damaged(tmp_path, damage, Random(0))
-        for read in (weights.mapped, lambda: [*map(weights.tensor, weights.names())]):
+        for read in (weights.memory_mapped, lambda: [*map(weights.tensor, weights.names())]):
             with pytest.raises(CalibrationError, match=rf"{file}(:| has).*Remove it"):
                 read()
 

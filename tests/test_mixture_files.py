@@ -17,8 +17,8 @@ from tiny_models import Suite
 from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, CalibrationResult, SafetensorsExpert
-from fusion_bench_featcal.experts import ExpertSource, LazyModel, hollow_copy
-from fusion_bench_featcal.experts.budget import Budgeted
+from fusion_bench_featcal.experts import ExpertSource, LazyModel, meta_copy
+from fusion_bench_featcal.experts.budget import PartialSource
 from fusion_bench_featcal.experts.conversion import ConvertedSource, converted
 from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.models.merging import MergedOnRead
@@ -121,7 +121,7 @@ def test_views_of_files_read_one_slot_alone(tmp_path: Path):
     other = converted(SafetensorsExpert(tmp_path / "base"), model)
     views: list[ExpertSource] = [
         AdapterExpert(lazy.source, model, tmp_path / "adapter"),
-        Budgeted(other, lazy.source, {GATE_UP: GATE_UP}),
+        PartialSource(other, lazy.source, {GATE_UP: GATE_UP}),
         MergedOnRead(lazy, lazy, [lazy], 0.5),
         VocabularyRows(lazy.source, 3),
     ]
@@ -170,7 +170,7 @@ def test_a_mixture_in_files_is_calibrated_to_the_bits_of_one_in_memory(kind: str
     streamed = in_files(suite, tmp_path)
     assert_identical(run_fast(streamed).model, expected)
     weights, folder = SafetensorsExpert(tmp_path / "merged"), tmp_path / "out"
-    streamed = replace(streamed, merged=hollow_copy(suite.merged))
+    streamed = replace(streamed, merged=meta_copy(suite.merged))
 
     def run() -> CalibrationResult:
         options: Any = {"merged_weights": weights, "checkpoint_dir": folder, "resume": True}
@@ -181,5 +181,5 @@ def test_a_mixture_in_files_is_calibrated_to_the_bits_of_one_in_memory(kind: str
     assert_identical(loaded(folder, suite.merged), expected)
     for file in ("block-0001.safetensors", "config.json"):  # as if it had been killed
         (folder / file).unlink()
-    assert run().log.of_kind("resumed")[0]["blocks"] == 1
+    assert run().log.select("resumed")[0]["blocks"] == 1
     assert_identical(loaded(folder, suite.merged), expected)

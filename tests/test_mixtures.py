@@ -117,7 +117,7 @@ def test_only_slots_with_tokens_change(settings: dict[str, Any]):
         new, merged = (m.get_parameter(f"{name}.{leaf}") for m in (result.model, suite.merged))
         changed = {slot for slot in range(12) if not torch.equal(new[slot], merged[slot])}
         assert changed == set.union(*reached.values())
-    idle = [r["idle"] for r in result.log.of_kind("slots")]
+    idle = [r["idle"] for r in result.log.select("slots")]
     assert idle[:2] == [12 - len(set.union(*reached.values()))] * 2
     facts = calibration_facts("r", FeatCalSettings(), result.log.records, {})
     assert (facts.numbers[SLOTS], facts.numbers[IDLE]) == (24, sum(idle) // 2)

@@ -48,7 +48,7 @@ def test_of_ridges_with_equal_errors_up_to_rounding_the_largest_is_taken(is_solv
         suite.experts = dict.fromkeys(suite.experts, suite.merged)
     ridges = Plus().ridges if is_solved else (1e-14, 1e-13, 1e-12)
     settings: dict[str, Any] = PLUS | {"rule": Plus(0.0, ridges=ridges)}
-    modules = run_fast(suite, **settings).log.of_kind("module")
+    modules = run_fast(suite, **settings).log.select("module")
     assert {record["ridge"] for record in modules} == {ridges[-1]}
 
 
@@ -107,7 +107,7 @@ def test_a_rule_object_and_its_name_give_equal_bits(make: Callable[[], Suite]):
     for other in by_name:
         assert_identical(other.model, by_object.model)
     samples = sum(map(size_of, suite.inputs["task_0"]))
-    of_blocks = [r["rows"] for r in by_object.log.of_kind("task") if r["task"] == "task_0"]
+    of_blocks = [r["rows"] for r in by_object.log.select("task") if r["task"] == "task_0"]
     rows, *_, last = of_blocks
     if "labels" in suite.inputs["task_0"][0]:  # in the last block only targets count
         assert last < rows == sum(b["attention_mask"].sum() for b in suite.inputs["task_0"])
@@ -150,13 +150,13 @@ def test_exchanged_samples_are_named_and_count_less(caplog: pytest.LogCaptureFix
     suite = trained_suite()
     same = dict.fromkeys(suite.inputs, next(iter(suite.inputs.values())))
     for unchanged in (suite, replace(suite, inputs=same)):
-        trust_in = run_fast(unchanged, **PLUS).log.of_kind("trust")
+        trust_in = run_fast(unchanged, **PLUS).log.select("trust")
         assert {record["fits"] for record in trust_in} == {None}
     assert "its expert fits" not in caplog.text
     one, two, right = suite.inputs
     suite.inputs |= {one: suite.inputs[two], two: suite.inputs[one]}
     result = run_fast(suite, **PLUS)
-    records = {record["task"]: record for record in result.log.of_kind("trust")}
+    records = {record["task"]: record for record in result.log.select("trust")}
     fits = {task: record["fits"] for task, record in records.items()}
     assert fits == {one: two, two: one, right: None}
     assert max(records[one]["trust"], records[two]["trust"]) < FAMILIAR

@@ -75,7 +75,7 @@ def test_processes_share_the_tokens_of_a_routed_expert(rule: Any):
     suite = mixture_suite("qwen3_moe", ([6, 7],), ([5, 3],), ([2],), slots=20)
     settings: dict[str, Any] = {"samples_per_task": 2, "rule": rule}
     expected = run_fast(suite, **settings)
-    assert all(0 < record["idle"] < 20 for record in expected.log.of_kind("slots"))
+    assert all(0 < record["idle"] < 20 for record in expected.log.select("slots"))
     for size in (2, 3):
         results = together(suite, size, **settings)
         assert_one_model(results)
@@ -129,7 +129,7 @@ def test_neither_processes_nor_their_first_tasks_decide_what_counts(make, narrow
     suite = make()
     expected = run_fast(suite, **auto)
     tokens = [sum(b["attention_mask"].sum() for b in bs) for bs in suite.inputs.values()]
-    rows = [record["rows"] for record in expected.log.of_kind("task")]
+    rows = [record["rows"] for record in expected.log.select("task")]
     assert rows[: len(tokens)] == tokens
     # In the last block only targets count, or the first token of a classifier.
     last = zip(rows[-len(tokens) :], tokens, strict=True)
@@ -266,6 +266,6 @@ def test_a_process_without_images_waits_for_that_with_images(rule: Any):
 
     (log, gap), (other_log, other_gap) = in_processes(2, work)
     assert log == other_log and max(gap, other_gap) < 1e-11
-    of_tasks = {(r["block"].split(".")[1], r["task"]) for r in expected.log.of_kind("task")}
+    of_tasks = {(r["block"].split(".")[1], r["task"]) for r in expected.log.select("task")}
     assert ("vision_tower", "task_1") not in of_tasks
     assert {("vision_tower", "task_0"), ("language_model", "task_1")} <= of_tasks

@@ -34,12 +34,12 @@ def test_models_and_batches_are_enough(make: Any, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         result = calibrate(*arguments(suite))
     assert not caplog.records  # all samples are used, as asked
-    samples = {r["task"]: r["samples"] for r in result.log.of_kind("task")}
+    samples = {r["task"]: r["samples"] for r in result.log.select("task")}
     sizes = {task: sum(len(next(iter(b.values())) if isinstance(b, dict) else b) for b in batches)
              for task, batches in suite.inputs.items()}  # fmt: skip
     assert samples == sizes
     text = str(result)
-    assert text.startswith(f"calibrated {len(result.log.of_kind('block'))} blocks in ")
+    assert text.startswith(f"calibrated {len(result.log.select('block'))} blocks in ")
     assert all(f"{task} {drift:.3g}" in text for task, drift in result.log.final_drift.items())
     assert list(result.log.final_drift) == list(suite.inputs)
     settings = FeatCalSettings.plus(samples_per_task=max(sizes.values()))
@@ -51,7 +51,7 @@ def test_models_and_batches_are_enough(make: Any, caplog: pytest.LogCaptureFixtu
 def test_options_are_keywords_and_settings_are_not_needed() -> None:
     suite = residual_suite(sizes=(9, 6))
     few = calibrate(*arguments(suite), Paper(), samples_per_task=7, progress=False)
-    assert {record["samples"] for record in few.log.of_kind("task")} == {7}
+    assert {record["samples"] for record in few.log.select("task")} == {7}
     named = calibrate(*arguments(suite), Paper(), family=suite.blocks, progress=False)
     whole = calibrate(*arguments(suite), Paper(), progress=False)
     for name, parameter in whole.model.named_parameters():
@@ -237,7 +237,7 @@ def test_the_order_of_a_batchs_tensors_says_nothing_and_vectors_are_inputs() -> 
         for batch in batches:
             batch["sizes"] = torch.ones(len(batch["input_ids"]))
         batches[1:] = [dict(reversed(batch.items())) for batch in batches[1:]]
-    record = calibrate(*arguments(suite), progress=False).log.of_kind("task")[0]
+    record = calibrate(*arguments(suite), progress=False).log.select("task")[0]
     assert record["samples"] == sum(len(batch["input_ids"]) for batch in suite.inputs["task_0"])
     for batch in suite.inputs["task_0"]:
         del batch["attention_mask"]  # without padding every value is checked

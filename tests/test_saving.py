@@ -19,13 +19,8 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, files
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.fusionbench.saved_model import check_save_target, save_model
-from fusion_bench_featcal.models.saving import (
-    PAPER,
-    CardFacts,
-    card_tags,
-    card_text,
-    writing_model,
-)
+from fusion_bench_featcal.models.cards import PAPER, CardFacts, card_tags, card_text
+from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.results import write_run
 
 
@@ -51,13 +46,13 @@ def program_saving_to(path: Path, options: Any = None) -> Any:
     )
 
 
-PLUS = FeatCalSettings.plus(seed=1).completed.as_dict()
+PLUS = FeatCalSettings.plus(seed=1).with_rule_defaults.as_dict()
 # Facts of a card, its title, a sentence, and its settings.
 CARDS: list[tuple[CardFacts, str, str, str]] = [
     (CardFacts("featcal_plus", settings=PLUS), "Merged model, repaired by FeatCal+",
      f"with FeatCal+, its extension of the paper's FeatCal ({PAPER}), row `featcal_plus`",
      "- seed: `1`"),
-    (CardFacts("featcal", settings=FeatCalSettings().completed.as_dict()),
+    (CardFacts("featcal", settings=FeatCalSettings().with_rule_defaults.as_dict()),
      "Merged model, repaired by FeatCal", f"with FeatCal ({PAPER})", "- all: `defaults`"),
     (CardFacts("surgery", settings={"width": 4}), "Merged model (surgery)", "row `surgery`",
      "- width: `4`"),

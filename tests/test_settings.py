@@ -105,7 +105,7 @@ def test_values_are_accepted_or_refused_in_the_words_of_the_list(name: str):
 @pytest.mark.parametrize(("values", "message"), CLASHES)
 def test_settings_that_clash_and_rules_that_cannot_be_made_are_named(values, message) -> None:
     with pytest.raises(ValueError, match=message):
-        _ = FeatCalSettings(**values).made_rule
+        _ = FeatCalSettings(**values).rule_object
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -138,18 +138,20 @@ def test_featcal_plus_is_one_method_by_any_name_and_its_rule_has_its_values(tmp_
     named: Any = {"base": here, "expert": {"a": here}, "data": {"a": here}, "out": f"{here}/out"}
     calibrate_folder(here, **named, preset="plus")
     by_command = requests.pop().settings
-    expected = FeatCalSettings(rule="plus").completed
+    expected = FeatCalSettings(rule="plus").with_rule_defaults
     samples = {"augment": "auto", "decoder_rows": "auto", "calibrate_norm": False}
     assert samples.items() <= expected.as_dict().items()
     for settings in (by_method, FeatCalSettings.plus(), FeatCalSettings.plus(**samples)):
-        assert settings.completed == expected
+        assert settings.with_rule_defaults == expected
     of_run = {"max_length": None, "checkpoint_dir": None}
-    assert by_command.replace(**of_run).completed == expected
-    by_object = FeatCalSettings(rule=Plus()).completed
-    assert by_object.made_rule == expected.made_rule and by_object.replace(rule="plus") == expected
+    assert by_command.replace(**of_run).with_rule_defaults == expected
+    by_object = FeatCalSettings(rule=Plus()).with_rule_defaults
+    assert (
+        by_object.rule_object == expected.rule_object and by_object.replace(rule="plus") == expected
+    )
     table = (CONFIG.parent / "docs/method.md").read_text()
     for name, value in samples.items():
-        paper = getattr(FeatCalSettings().completed, name)
+        paper = getattr(FeatCalSettings().with_rule_defaults, name)
         words = [str(word).lower() for word in (paper, value)]
         assert re.search(rf"\| `{name}` \| `?{words[0]}`? \| `?{words[1]}`? \|", table)
 
@@ -166,13 +168,13 @@ def test_settings_are_copied_with_changes_and_never_changed():
 
 
 def test_a_rule_takes_the_settings_that_are_its_fields():
-    assert FeatCalSettings(mix_alpha=0.5).made_rule == Paper(mix_alpha=0.5)
+    assert FeatCalSettings(mix_alpha=0.5).rule_object == Paper(mix_alpha=0.5)
     weighted = FeatCalSettings.plus(task_weights={"a": 2.0}, calibrate_bias=False)
-    assert weighted.made_rule == Plus(task_weights={"a": 2.0}, calibrate_bias=False)
+    assert weighted.rule_object == Plus(task_weights={"a": 2.0}, calibrate_bias=False)
     target = FeatCalSettings(rule={"_target_": "plus", "gamma": 3.0}, calibrate_bias=False)
-    assert target.made_rule == Plus(gamma=3.0, calibrate_bias=False)
+    assert target.rule_object == Plus(gamma=3.0, calibrate_bias=False)
     rule: Any = Plus(gamma=3.0)
-    assert FeatCalSettings(rule=rule).made_rule is rule
+    assert FeatCalSettings(rule=rule).rule_object is rule
 
 
 def test_keywords_of_calibrate_are_the_options_with_their_types_and_defaults():

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.errors.block import error_block
-from fusion_bench_featcal.errors.words import speaking
+from fusion_bench_featcal.errors.words import using_vocabulary
 from fusion_bench_featcal.folders import calibrate_folder
 from fusion_bench_featcal.fusionbench.config_checks import (
     ROOT_KEYS,
@@ -51,7 +51,7 @@ POOL_OF = {
 
 
 BEGINNINGS = (
-    "streams.streams.Streams.begin", "fusionbench.report.Report.add",
+    "streams.streams.Streams.enter_stage", "fusionbench.report.Report.add",
     "lab.compare.cells.CellRunner.run", "fusionbench.upstream.run_merger",
 )  # fmt: skip
 
@@ -66,7 +66,7 @@ def options(group: str) -> list[str]:
     return [file.relative_to(CONFIG / group).with_suffix("").as_posix() for file in files]
 
 
-@speaking(WORDS)
+@using_vocabulary(WORDS)
 def run(folder: Path, *words: str) -> None:
     """Run as the program does, with the checks of the console, up to the first block."""
     with as_job(folder, *words) as config:

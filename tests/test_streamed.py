@@ -16,7 +16,7 @@ from tiny_models import Suite, clip_suite, t5_suite
 from torch import nn
 
 from fusion_bench_featcal import CalibrationError, InMemoryExpert, Paper, Plus, SafetensorsExpert
-from fusion_bench_featcal.experts import LazyModel, hollow_copy
+from fusion_bench_featcal.experts import LazyModel, meta_copy
 from fusion_bench_featcal.models import merging
 from fusion_bench_featcal.streams.streams import Streams
 
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Callable[[], Suite], Any]] = {  # a suite and a rule
 def on_disk(suite: Suite, folder: Path) -> tuple[Suite, SafetensorsExpert]:
     """The suite with the structure of its merged model, whose weights are in a file."""
     save_model(suite.merged, str(folder / "merged.safetensors"))
-    structure = hollow_copy(suite.merged)
+    structure = meta_copy(suite.merged)
     return replace(suite, merged=structure), SafetensorsExpert(folder / "merged.safetensors")
 
 
@@ -42,7 +42,9 @@ def calibrated(suite: Suite, folder: Path, **more: Any) -> nn.Module:
     model = copy.deepcopy(suite.merged)
     for tensor in model.state_dict().values():
         tensor.zero_()
-    model.load_state_dict(result.weights.mapped(), strict=False)  # tied tensors are there once
+    model.load_state_dict(
+        result.weights.memory_mapped(), strict=False
+    )  # tied tensors are there once
     return model
 
 
@@ -125,4 +127,4 @@ def test_where_memory_ran_out_is_named_and_finished_blocks_stay(tmp_path: Path):
     assert not list(tmp_path.glob("*.part"))
     handle.remove()
     resumed = run_fast(suite, checkpoint_dir=tmp_path, resume=True)
-    assert resumed.log.of_kind("resumed")[0]["blocks"] == 1
+    assert resumed.log.select("resumed")[0]["blocks"] == 1

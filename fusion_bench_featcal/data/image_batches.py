@@ -57,4 +57,6 @@ class ImageBatches:
                 }
 
     def _pixels(self, stored: object, index: int) -> Tensor:
-        return to_pixels(self.items.picture(stored, index), self.processor, self.items.at(index))
+        return to_pixels(
+            self.items.picture(stored, index), self.processor, self.items.row_name(index)
+        )

@@ -9,7 +9,7 @@ import datasets
 from fusion_bench_featcal.data.labels import sort_names
 from fusion_bench_featcal.data.tables import is_saved, read_saved, read_table
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
-from fusion_bench_featcal.errors.words import word
+from fusion_bench_featcal.errors.words import user_term
 
 IMAGE_SUFFIXES = (
     ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
@@ -38,7 +38,9 @@ def read_folder(
     if split is None and folders and {*folders} <= SPLIT_FOLDERS:
         if usual_split is None:
             names = " or ".join(folders)
-            raise ValueError(f"data {str(root)!r} has splits: name one by {word('split')}, {names}")
+            raise ValueError(
+                f"data {str(root)!r} has splits: name one by {user_term('split')}, {names}"
+            )
         split = usual_split
     if split is not None and not (root / split).is_dir():
         raise ValueError(

@@ -20,7 +20,7 @@ from fusion_bench_featcal.data.tables import (
 )
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
-from fusion_bench_featcal.errors.words import word
+from fusion_bench_featcal.errors.words import user_term
 
 PictureChange = Callable[[Image.Image, int], Image.Image]
 
@@ -75,7 +75,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             raise ValueError(
                 f"{self.name}: no column {column!r} of images{hint}; there are: "
                 f"{', '.join(table.column_names)}. Name it by "
-                f"{word('image_column')}"
+                f"{user_term('image_column')}"
             )
         if isinstance(table.features[column], datasets.Image):
             # undecoded, so that messages can name a damaged file
@@ -122,12 +122,12 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             item = self._rows[index]
         except OSError as error:  # from a dataset that decodes pictures
-            raise CalibrationError(f"{self.at(index)} cannot be read ({error})") from error
+            raise CalibrationError(f"{self.row_name(index)} cannot be read ({error})") from error
         if isinstance(item, Mapping):
             if self._image_column not in item:
                 raise CalibrationError(
-                    f"{self.at(index)} has no {self._image_column!r}; it has: "
-                    f"{', '.join(map(str, item))}. Check {word('image_column')}"
+                    f"{self.row_name(index)} has no {self._image_column!r}; it has: "
+                    f"{', '.join(map(str, item))}. Check {user_term('image_column')}"
                 )
             item = item[self._image_column], item.get(self._label_column)
         image, label, *_ = (*item, None) if isinstance(item, tuple | list) else (item, None)
@@ -135,7 +135,9 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             return image, self._labels[index]
         if label is None or not self.has_labels:
             return image, None
-        (number,) = class_numbers([label], self.classnames, lambda _: self.at(index), are_own=True)
+        (number,) = class_numbers(
+            [label], self.classnames, lambda _: self.row_name(index), are_own=True
+        )
         return image, number
 
     def check(self, indices: Iterable[int]) -> None:
@@ -145,7 +147,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             CalibrationError: If one cannot be used, naming its file.
         """
         for index in indices:
-            read_image(self.read(index)[0], self.at(index), refuse_depth)
+            read_image(self.read(index)[0], self.row_name(index), refuse_depth)
 
     def digest(self, index: int) -> bytes:
         """Return a digest of a stored image, which tells repeated ones."""
@@ -157,12 +159,12 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             CalibrationError: If it cannot be read, naming its file.
         """
-        picture = read_image(stored, self.at(index))
+        picture = read_image(stored, self.row_name(index))
         for change in self._changes:
             picture = change(picture, index)
         return picture
 
-    def at(self, index: int) -> str:
+    def row_name(self, index: int) -> str:
         """Return the name of item `index` in messages."""
         return f"{self.name}, item {index}"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
-from fusion_bench_featcal.errors.words import word
+from fusion_bench_featcal.errors.words import user_term
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def class_numbers(
         advice = f". Write labels as names of classes, which have numbers inside{advice}"
     if classes:
         reason = f"is none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
-    advice = f". Check {word('label_column')}" if advice is None else advice
+    advice = f". Check {user_term('label_column')}" if advice is None else advice
     raise CalibrationError(f"{item(position)}: label {value!r:.60} {reason}{advice}")
 
 
@@ -157,8 +157,8 @@ def encode_labels(
     chosen = list(classnames if classnames is not None else names or ())
     if names is not None:
         if set(names) <= set(chosen) and len(set(chosen)) == len(chosen):
-            of_data = dict(enumerate(names))
-            values = [of_data.get(v, v) if isinstance(v, int) else v for v in values]
+            label_names = dict(enumerate(names))
+            values = [label_names.get(v, v) if isinstance(v, int) else v for v in values]
         else:
             _warn_of_other_numbers(names, chosen, data)
     numbers = class_numbers(values, chosen or None, lambda n: f"{data}, item {n}", are_own=True)

@@ -6,7 +6,7 @@ from fusion_bench_featcal.models.hub import hub_cause
 
 
 def unloadable(error: Exception) -> str | None:
-    """Return why data, a tokenizer or a model cannot be loaded, as a cause for `errors.place.at`.
+    """Return why data, a tokenizer or a model cannot be loaded: a cause for `error_context`.
 
     Returns None for errors other than the hub's, or those of a missing path, split or column.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.words import word
+from fusion_bench_featcal.errors.words import user_term
 
 MOST_PIXELS = 80_000_000
 """Pixels of the largest picture that is read. Pillow takes four bytes for each, in every copy."""
@@ -80,7 +80,8 @@ def read_image(value: object, item: str, read: Callable[[Image.Image], object] =
     value = _stored(value)
     if not isinstance(value, str | Path | bytes | Image.Image):
         raise CalibrationError(
-            f"{item}: not an image but {type(value).__name__}. Check {word('image_column')}, or "
+            f"{item}: not an image but {type(value).__name__}. Check "
+            f"{user_term('image_column')}, or "
             "store PIL images, paths or the bytes of image files"
         )
     is_file = isinstance(value, str | Path)

@@ -53,7 +53,7 @@ def read_speech(rows: TextRows, index: int, home: Path) -> Speech:
         CalibrationError: If it has no sound or no text, or a column that would change the sound or
             the text. If both columns have been named, no others are read.
     """
-    name, values = rows.at(index), dict(rows[index])
+    name, values = rows.row_name(index), dict(rows[index])
     audio, text = (rows.columns.get(column, column) for column in COLUMNS)
     for column in (column for column in (audio, text) if not values.get(column)):
         raise CalibrationError(

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.words import word
+from fusion_bench_featcal.errors.words import user_term
 from fusion_bench_featcal.files import TABLES, can_be_hub_id
 from fusion_bench_featcal.files.untrusted import parse_sample, pointer_text
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
@@ -63,7 +63,7 @@ def split_of(location: str) -> tuple[str, str | None]:
     return name, split
 
 
-def home_of(data: object) -> Path:
+def parent_folder(data: object) -> Path:
     """Return the folder of a table `PATH` or `PATH:SPLIT`, where relative paths in it start.
 
     Those of other data start at the working directory.
@@ -126,7 +126,8 @@ def read_saved(folder: Path, split: str | None, usual_split: str | None) -> data
     if split is None or split not in loaded:
         names = " or ".join(sorted(map(str, loaded)))
         raise ValueError(
-            f"data {str(folder)!r} has splits: name one by {word('split')}, {names}, not {split!r}"
+            f"data {str(folder)!r} has splits: name one by {user_term('split')}, {names}, not "
+            f"{split!r}"
         )
     return loaded[split]
 
@@ -238,7 +239,7 @@ def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
         raise ValueError(
             f"data {name!r} is neither a file nor a folder at {source.absolute()}: correct the "
             "path, or, if it is the id of a hub dataset, name its split by "
-            f"{word('split')} (often train or test)"
+            f"{user_term('split')} (often train or test)"
         )
     return load_hub_split(repository, config or None, split)
 

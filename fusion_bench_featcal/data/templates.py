@@ -51,8 +51,8 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: object) -> st
             return text
         # Such as templates of models that read images.
         parts = [t | {"content": [{"type": "text", "text": t["content"]}]} for t in turns]
-        of_parts = _written(tokenizer, parts, values)
-        return of_parts if _shows(of_parts, turns) else text
+        text_parts = _written(tokenizer, parts, values)
+        return text_parts if _shows(text_parts, turns) else text
     except Exception as error:  # a template may raise any error
         raise CalibrationError(
             f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "

@@ -13,7 +13,7 @@ from fusion_bench_featcal.data.generation import greedy_answers, padded_left
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.inputs import check_token_ids
@@ -42,9 +42,9 @@ class TextBatches:
         """True if the expert writes the targets."""
         return self.settings.calibration_targets == "generated"
 
-    def at(self, number: int) -> str:
+    def row_name(self, number: int) -> str:
         """Return the name of a sample in messages."""
-        return self.rows.at(self.indices[number])
+        return self.rows.row_name(self.indices[number])
 
     @cached_property
     def texts(self) -> list[Text]:
@@ -73,7 +73,7 @@ class TextBatches:
 
     def remark_on_length(self, inputs: Sequence[Sample]) -> str:
         """Return a sentence on inputs that are cut, or no text."""
-        cut, texts = sum(sample.is_cut for sample in inputs), counted(self.samples, "text")
+        cut, texts = sum(sample.is_cut for sample in inputs), pluralize(self.samples, "text")
         limit = option("max_length", self.encoder.max_length)
         return f"{cut} of {texts} are longer than {limit}, and cut" if cut else ""
 
@@ -163,4 +163,4 @@ class TextBatches:
         return answers
 
     def _check(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
-        check_token_ids(batch, model, lambda row: self.at(start + row))
+        check_token_ids(batch, model, lambda row: self.row_name(start + row))

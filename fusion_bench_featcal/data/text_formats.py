@@ -32,8 +32,8 @@ FLAGGED = ("weight", "label", *PROMPTS, *TARGETS)
 """Columns that `is_left_out` reads."""
 _CONTEXTS = ("input", "context")
 _SYSTEMS = ("system", "system_prompt")
-_OF_TEMPLATES = ("tools", "documents")
-_OF_CHATS = (*_SYSTEMS, *_OF_TEMPLATES, "functions", "history")
+_TEMPLATE_COLUMNS = ("tools", "documents")
+_CHAT_COLUMNS = (*_SYSTEMS, *_TEMPLATE_COLUMNS, "functions", "history")
 _CHOICES = ("choices", "options")
 IMAGES = ("image", "images")
 """Columns for images."""
@@ -42,7 +42,7 @@ STANDARD = {name: names[0] for names in (CHATS, PROMPTS, _CHOICES, _SYSTEMS) for
 STANDARD |= {name: "context" for name in _CONTEXTS}
 """Name of a column -> the one by which a command names it."""
 NEEDED = (
-    *_OF_CHATS, *_CHOICES, "A", "B", "context", "text_pair", "article", "document", "passage",
+    *_CHAT_COLUMNS, *_CHOICES, "A", "B", "context", "text_pair", "article", "document", "passage",
     "paragraph", "story", *_MEDIA, *MASKS,
 )  # fmt: skip
 """Columns that change the model's input. A row is refused if one has a value that is not used."""
@@ -159,7 +159,7 @@ class _Reader:
         if turns and turns[0]["role"] != "system" and (system := self.take(*_SYSTEMS)):
             turns = [{"role": "system", "content": self.as_text(system, "system")}, *turns]
         question, answer = answered_turns(turns, self.name)
-        values = {n: parsed(self.take(n), f"{self.name}: {n}") for n in _OF_TEMPLATES}
+        values = {n: parsed(self.take(n), f"{self.name}: {n}") for n in _TEMPLATE_COLUMNS}
         values = {name: value for name, value in values.items() if value}
         return Text(self.name, "chat", question, answer, values=values)
 
@@ -177,7 +177,7 @@ class _Reader:
     def plain(self) -> Text:
         """Return a prompt with its answer, or a plain text."""
         prompt = self.take(*PROMPTS)
-        of_prompt = next(reversed(self.read), "")
+        prompt_column = next(reversed(self.read), "")
         pair = self.take("text_pair")
         pair = self.as_text(pair, "text_pair") if pair else None
         if prompt is None and "text" not in self.values:
@@ -187,13 +187,13 @@ class _Reader:
             )
         if prompt is None:
             return Text(self.name, "text", self.as_text(self.take("text"), "text"), pair=pair)
-        prompt, target = self.as_text(prompt, of_prompt), self.answer()
-        of_target = self.read[-1]
+        prompt, target = self.as_text(prompt, prompt_column), self.answer()
+        target_column = self.read[-1]
         if context := self.take(*_CONTEXTS):
             prompt = f"{prompt}\n\n{self.as_text(context, self.read[-1])}"
         if choices := self.choices():
             prompt, target = self.with_choices(prompt, choices, target)
-        target = None if target is None else self.as_text(target, of_target)
+        target = None if target is None else self.as_text(target, target_column)
         return Text(self.name, "prompt", prompt, target, pair)
 
     def choices(self) -> object:
@@ -276,7 +276,7 @@ class _Reader:
         changing = NEEDED if text.form != "tokens" else () if "labels" in self.read else MASKS
         needed = [n for n in changing if n not in self.read and has_value(self.values.get(n))]
         if needed:
-            as_chat = needed[0] in _OF_CHATS and text.form != "chat"
+            as_chat = needed[0] in _CHAT_COLUMNS and text.form != "chat"
             advice = "Write the row as messages" if as_chat else "Write it into the text"
             advice = _ADVICE.get(needed[0], advice)
             raise unused_column(self.name, self.names[needed[0]], f"a {text.form}", advice)

@@ -74,7 +74,7 @@ class TextRows:
         numbers = {c: row[c] for c in self._names if row[c] is not None}
         return {c: self._names[c][n] if n >= 0 else None for c, n in numbers.items()}
 
-    def at(self, index: int) -> str:
+    def row_name(self, index: int) -> str:
         """Return the name of a row in messages: its line in a file, else its number."""
         position = self._positions[index]
         place = f"item {position}" if self._places is None else self._places[position]
@@ -86,7 +86,7 @@ class TextRows:
         Raises:
             CalibrationError: If it cannot be read, or is no text.
         """
-        name = self.at(index)
+        name = self.row_name(index)
         try:
             row = self[index]
         except (OSError, ValueError, KeyError, TypeError) as error:

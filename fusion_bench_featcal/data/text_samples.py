@@ -19,8 +19,8 @@ from fusion_bench_featcal.data.templates import (
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.errors.words import option, word
+from fusion_bench_featcal.errors.place import error_context
+from fusion_bench_featcal.errors.words import option, user_term
 from fusion_bench_featcal.families.base import NO_TARGET
 
 TextKind = Literal["seq2seq", "causal", "classification"]
@@ -115,7 +115,7 @@ class TextEncoder:
                 target is missing.
         """
         name = text.name
-        with at(name):  # a tokenizer may panic
+        with error_context(name):  # a tokenizer may panic
             ids = self._ids(text)
         if self.kind == "seq2seq" and ids.target is None:
             raise CalibrationError(
@@ -211,7 +211,7 @@ class TextEncoder:
             raise CalibrationError(
                 f"{text.name}: messages need a decoder-only model or classifier and a tokenizer "
                 "with a chat template; give rows with prompt and target, or "
-                f"{word('template')}"
+                f"{user_term('template')}"
             )
         chat = rendered_chat(self.tokenizer, text)
         read = chat.answer if self.kind == "classification" else None
@@ -319,11 +319,11 @@ class TextEncoder:
 
     def _refuse_long(self, length: int, limit: int, name: str) -> None:
         if self.max_length is None and length > limit and limit < NO_LIMIT:
-            of_answer = self._limit - limit
+            answer = self._limit - limit
+            answer = f", with {answer} for the answer" if answer else ""
             raise CalibrationError(
                 f"{name}: {length} tokens, but {longest_text(self.tokenizer, self.positions)[1]} "
-                f"is {self._limit}{f', with {of_answer} for the answer' if of_answer else ''}. "
-                f"{option('max_length')} cuts long texts"
+                f"is {self._limit}{answer}. {option('max_length')} cuts long texts"
             )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.errors.place import at, message_of
+from fusion_bench_featcal.errors.place import error_context, message_of
 
 
 def pooled_encoder(folder: Path, label: str) -> Any:
@@ -12,6 +12,6 @@ def pooled_encoder(folder: Path, label: str) -> Any:
     Raises:
         CalibrationError: If the library is missing, or the folder cannot be opened.
     """
-    with at(label, cause=message_of(ImportError)):
+    with error_context(label, cause=message_of(ImportError)):
         from fusion_bench_featcal.encoders.pooling import PooledEncoder
     return PooledEncoder(folder, label)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_bench_featcal.data.draws import spread
+from fusion_bench_featcal.data.draws import evenly_spaced
 from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.library import st
@@ -96,5 +96,5 @@ def _samples(texts: Sequence[tuple[str, ...]]) -> Iterator[list[tuple[str, str]]
         if not negatives:
             start = passages.index(passage)  # each row has others, spread over all
             others = [p for p in passages[start:] + passages[:start] if (query, p) not in pairs]
-            negatives = [others[n] for n in spread(len(others), NEGATIVES)]
+            negatives = [others[n] for n in evenly_spaced(len(others), NEGATIVES)]
         yield [(query, text) for text in (passage, *negatives)]

@@ -34,11 +34,11 @@ def read_texts(
             f"experts are {list(experts)}, texts {list(texts)}: each expert needs texts"
         )
     calls = {task: dict[str, list[Any]]() for task in experts}
-    for task, of_task in calls.items():
+    for task, task_calls in calls.items():
         for number, row in enumerate(text_rows(f"texts[{task!r}]", texts[task])):
             for method, value in calls_of(merged, f"texts[{task!r}][{number}]", row):
-                of_task.setdefault(method, []).append(value)
-        if not of_task:
+                task_calls.setdefault(method, []).append(value)
+        if not task_calls:
             raise ValueError(f"texts[{task!r}] is empty: each expert needs texts")
     return calls
 

@@ -7,7 +7,7 @@ class CalibrationError(RuntimeError):
     """Calibration cannot go on. The message names the place, the cause and the setting to change.
 
     Attributes:
-        places: Where it failed, as `errors.place.at` has added it: the widest place first.
+        places: Where it failed, added by `error_context`: the widest place first.
         remedy: Sentence behind the message, from the nearest place that has one.
     """
 

@@ -29,7 +29,7 @@ _ADDRESS = re.compile(
 _private: set[str] = set()
 
 
-def public(value: object, name: str = "", of_private: Callable[[str], Any] = lambda _: MASK) -> Any:
+def public(value: object, name: str = "", hidden: Callable[[str], Any] = lambda _: MASK) -> Any:
     """Return a config of models or data of which only texts with known names are left.
 
     Numbers stay, as do the defaults of a pool's runs (`featcal`), which are declared settings.
@@ -37,18 +37,18 @@ def public(value: object, name: str = "", of_private: Callable[[str], Any] = lam
     Args:
         value: The config, or a value in it.
         name: The value's name.
-        of_private: Returns what stands in place of another text.
+        hidden: Returns what stands in place of another text.
     """
     if isinstance(value, Mapping) and name != "featcal":
         names: dict[Any, str] = {key: str(key) for key in value}
         if name in _BY_TASK:  # a task may have any name
             names = {k: "" if isinstance(v, Mapping) else name for k, v in value.items()}
-        return {key: public(entry, names[key], of_private) for key, entry in value.items()}
+        return {key: public(entry, names[key], hidden) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [public(entry, name, of_private) for entry in value]
+        return [public(entry, name, hidden) for entry in value]
     if not isinstance(value, str) or name in _WRITTEN:
         return value
-    return of_private(value)
+    return hidden(value)
 
 
 def hide(config: object) -> None:
@@ -57,7 +57,7 @@ def hide(config: object) -> None:
     Short texts, plain words and what the config has elsewhere, such as a task's name, stay.
     """
     private = set[str]()
-    public(config, of_private=private.add)
+    public(config, hidden=private.add)
     written = str(public(config))
     _private.clear()
     _private.update(text for text in private if _LONG.fullmatch(text) and text not in written)

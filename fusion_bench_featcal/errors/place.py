@@ -11,7 +11,7 @@ Cause = Callable[[Exception], str | None]
 
 
 @contextmanager
-def at(
+def error_context(
     *places: object,
     task: str | None = None,
     block: str | None = None,

@@ -1,7 +1,7 @@
 """Numbers as text: with their nouns, and as sizes in bytes."""
 
 
-def counted(number: int | str, noun: str) -> str:
+def pluralize(number: int | str, noun: str) -> str:
     """Return a number and its noun, with an s in the plural, such as `1 task`, `2 tasks`.
 
     Args:

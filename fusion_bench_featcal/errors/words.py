@@ -6,55 +6,55 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 
-class Words(NamedTuple):
+class Vocabulary(NamedTuple):
     """The words of a door.
 
     Attributes:
         prefix: Text before the name of a setting.
-        names: Other names that settings have here, and words of `word`.
+        names: Other names that settings have here, and words of `user_term`.
     """
 
     prefix: str
     names: dict[str, str]
 
 
-PYTHON = Words("", {
+PYTHON = Vocabulary("", {
     "base": "base", "expert": "experts[{!r}]",
     "batches": "batches[{!r}]",
     "image_column": "image_column", "label_column": "classnames and label_column",
     "split": "split", "template": "a tokenizer that has one", "processes": "",
     "float32": "models that are stored or loaded in it, without autocast",
 })  # fmt: skip
-_words: ContextVar[Words] = ContextVar("words")
+_vocabulary: ContextVar[Vocabulary] = ContextVar("words")
 
 
-def speak(words: Words) -> None:
+def set_vocabulary(vocabulary: Vocabulary) -> None:
     """Let messages of this process have the words of a door. Without one they are Python's."""
-    _words.set(words)
+    _vocabulary.set(vocabulary)
 
 
 @contextmanager
-def speaking(words: Words) -> Iterator[None]:
+def using_vocabulary(vocabulary: Vocabulary) -> Iterator[None]:
     """Context in which messages have the words of a door."""
-    token = _words.set(words)
+    token = _vocabulary.set(vocabulary)
     try:
         yield
     finally:
-        _words.reset(token)
+        _vocabulary.reset(token)
 
 
 def option(name: str, value: object = None) -> str:
     """Return a setting, with its value if there is one, as the user's door takes it."""
-    words, text = _words.get(PYTHON), name if value is None else f"{name}={value}"
-    renamed = words.names.get(text) or words.names.get(name)
-    return renamed or f"{words.prefix}{text}"
+    vocabulary, text = _vocabulary.get(PYTHON), name if value is None else f"{name}={value}"
+    renamed = vocabulary.names.get(text) or vocabulary.names.get(name)
+    return renamed or f"{vocabulary.prefix}{text}"
 
 
-def word(key: str, *values: object) -> str:
+def user_term(key: str, *values: object) -> str:
     """Return what a thing of a run is called at the user's door.
 
     Args:
         key: Its name here, such as `expert`.
         *values: What the words have a place for, such as the task.
     """
-    return (PYTHON.names | _words.get(PYTHON).names)[key].format(*values)
+    return (PYTHON.names | _vocabulary.get(PYTHON).names)[key].format(*values)

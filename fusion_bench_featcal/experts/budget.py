@@ -19,7 +19,7 @@ the source, which tied tensors share, and its bytes."""
 
 
 @dataclass(frozen=True)
-class Grant:
+class ReadPlan:
     """Reads that a budget allows.
 
     Attributes:
@@ -40,7 +40,7 @@ class Grant:
         return {"limit": self.limit, "full": self.full, "bytes": self.bytes, "not_read": not_read}
 
 
-class Budgeted(SourceView):
+class PartialSource(SourceView):
     """A source of which some tensors are not read. The merged model's tensors replace them."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Budgeted(SourceView):
         return self._source.rows(name, start, stop)
 
 
-def grant_of(budget: float | str | None, sizes: Sizes) -> Grant:
+def grant_of(budget: float | str | None, sizes: Sizes) -> ReadPlan:
     """Grant modules in forward order, each for all experts, until one exceeds the budget.
 
     The tensors granted by a larger budget include all tensors granted by a smaller one.
@@ -82,27 +82,27 @@ def grant_of(budget: float | str | None, sizes: Sizes) -> Grant:
         budget: The setting `expert_read_budget`.
         sizes: Sizes of the tensors of all experts.
     """
-    full = sum(sum(dict(of_expert.values()).values()) for of_expert in sizes.values())
+    full = sum(sum(dict(expert_sizes.values()).values()) for expert_sizes in sizes.values())
     if budget is None:
-        return Grant(None, full, full, {})
+        return ReadPlan(None, full, full, {})
     limit = budget_in_bytes(budget, full)
-    order = list(dict.fromkeys(name for of_expert in sizes.values() for name in of_expert))
+    order = list(dict.fromkeys(name for expert_sizes in sizes.values() for name in expert_sizes))
     keys: dict[str, set[str]] = {task: set() for task in sizes}
     is_open, total = True, 0
     for _, names in groupby(order, key=_module):
         inside = list(names)
-        for task, of_expert in sizes.items():
-            new = dict(of_expert[n] for n in inside if of_expert[n][0] not in keys[task])
+        for task, expert_sizes in sizes.items():
+            new = dict(expert_sizes[n] for n in inside if expert_sizes[n][0] not in keys[task])
             cost = sum(new.values())
             is_open = is_open and total + cost <= limit
             if is_open:
                 keys[task] |= new.keys()
                 total += cost
     omitted = {
-        task: [name for name, (key, _) in of_expert.items() if key not in keys[task]]
-        for task, of_expert in sizes.items()
+        task: [name for name, (key, _) in expert_sizes.items() if key not in keys[task]]
+        for task, expert_sizes in sizes.items()
     }
-    return Grant(limit, full, total, omitted)
+    return ReadPlan(limit, full, total, omitted)
 
 
 def limit_reads(
@@ -111,8 +111,8 @@ def limit_reads(
     order: Iterable[str],
     merged: LazyModel,
     tasks: Iterable[str],
-    united: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Grant:
+    gather_dict: Callable[[dict[str, Any]], dict[str, Any]],
+) -> ReadPlan:
     """Apply a budget to the experts of all processes.
 
     Args:
@@ -121,7 +121,7 @@ def limit_reads(
         order: The merged model's names of the tensors to read, in forward order.
         merged: The merged model, whose tensors replace those that are not read.
         tasks: All tasks, of all processes.
-        united: Returns the items of all processes, whose experts share the budget.
+        gather_dict: Returns the items of all processes, whose experts share the budget.
 
     Raises:
         CalibrationError: If the budget allows no read.
@@ -131,18 +131,18 @@ def limit_reads(
         task: {name: (key := expert.keys[name], expert.source.nbytes(key)) for name in names}
         for task, expert in experts.items()
     }
-    of_all = united(sizes)
-    grant = grant_of(budget, {task: of_all[task] for task in tasks})
-    if budget is not None and not grant.bytes:
+    all_sizes = gather_dict(sizes)
+    read_plan = grant_of(budget, {task: all_sizes[task] for task in tasks})
+    if budget is not None and not read_plan.bytes:
         raise CalibrationError(
             f"{option('expert_read_budget', budget)} is less than one module of one "
             "expert: give more"
         )
     for task, expert in experts.items():
-        not_read = grant.omitted.get(task, ())
+        not_read = read_plan.omitted.get(task, ())
         if omitted := {expert.keys[name]: merged.keys[name] for name in not_read}:
-            expert.source = Budgeted(expert.source, merged.source, omitted)
-    return grant
+            expert.source = PartialSource(expert.source, merged.source, omitted)
+    return read_plan
 
 
 def _module(name: str) -> str:

@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.errors.place import at, message_of
+from fusion_bench_featcal.errors.place import error_context, message_of
 from fusion_bench_featcal.experts.joined import Joined, find_joined
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 
@@ -43,7 +43,7 @@ class ConvertedSource(SourceView):
         def empty(part: str) -> Tensor:
             return torch.empty(self._source.shape(part), device="meta")
 
-        with at(f"tensor {name!r}", cause=message_of(RuntimeError)):
+        with error_context(f"tensor {name!r}", cause=message_of(RuntimeError)):
             return tuple(self.joined[name].rows(empty).shape)
 
     def nbytes(self, name: str) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import is_sound
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts.conversion import converted
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.pairing import pair_names
@@ -80,7 +80,7 @@ class LazyModel:
     @cached_property
     def module(self) -> nn.Module:
         """The runnable copy. It is made on first use, as many experts are only read."""
-        return hollow_copy(self.structure, self._device) if self._shared is None else self._shared
+        return meta_copy(self.structure, self._device) if self._shared is None else self._shared
 
     def stored(self, name: str) -> Tensor:
         """Return one tensor under the merged model's name, in its stored dtype.
@@ -90,7 +90,7 @@ class LazyModel:
                 integers in place of real numbers.
         """
         key = self.keys[name]
-        with at(self._label, remedy=self.advice):
+        with error_context(self._label, remedy=self.advice):
             stored = self.source.tensor(key)
         if key not in self.sizes or key in self._slots:
             self.sizes[key] = self.source.nbytes(key)
@@ -142,7 +142,7 @@ class LazyModel:
             CalibrationError: As `stored`.
         """
         key = self.keys[name]
-        with at(self._label, remedy=self.advice):
+        with error_context(self._label, remedy=self.advice):
             stored = self.source.rows(key, number, number + 1)
         count, *shape = self._shapes[name]
         if key not in self.sizes or key in self._slots:
@@ -175,11 +175,11 @@ class LazyModel:
             for name in names:
                 if self.keys[name] not in read:
                     read[self.keys[name]] = self.tensor(name)
-                replaced.append((name, put_tensor(self.module, name, read[self.keys[name]])))
+                replaced.append((name, set_module_tensor(self.module, name, read[self.keys[name]])))
             yield self.module
         finally:
             for name, empty in reversed(replaced):
-                put_tensor(self.module, name, empty)
+                set_module_tensor(self.module, name, empty)
 
 
 def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -202,7 +202,7 @@ def names_under(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(prefixes)]
 
 
-def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+def set_module_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Replace a model's parameter or buffer by a tensor, and return the old one."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
@@ -220,7 +220,7 @@ def lacks_values(error: Exception) -> bool:
     return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
 
 
-def hollow_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+def meta_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Return the model's structure with parameters and persistent buffers on the meta device.
 
     Buffers that no checkpoint stores (position ids, rotary frequencies) are copied, as part of the

@@ -104,10 +104,10 @@ def find_joined(names: Iterable[str], model: nn.Module) -> dict[str, Joined]:
     ordered = sorted(names, key=lambda name: (len(name), name)) if converters else ()
     for name, spelled in renamed(ordered, model).items():
         for converter in converters:
-            of_model, pattern = converter.rename_source_key(spelled)
+            model_name, pattern = converter.rename_source_key(spelled)
             if pattern is not None:
                 if _stacks_modules(converter):
-                    whole = joined.setdefault(of_model, Joined(of_model, converter, {}, {}))
+                    whole = joined.setdefault(model_name, Joined(model_name, converter, {}, {}))
                     whole.parts.setdefault(pattern, []).append(name)
                     whole.spelled[spelled] = name
                 break

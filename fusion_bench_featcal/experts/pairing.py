@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts.joined import renamed
 from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.experts.source import ExpertSource
@@ -46,7 +46,7 @@ def pair_names(
         names = map(rename, tied[id(tensor)] + heads.get(name, []))
         found = [n for n in names if n in available]
         key = next(iter(found), None)
-        with at(label, remedy=advice):
+        with error_context(label, remedy=advice):
             shape = None if key is None else tuple(source.shape(key))
             rows = [source.rows(n, 0, _ROWS) for n in found if tensor is head]
         if any(not torch.equal(rows[0], other) for other in rows):

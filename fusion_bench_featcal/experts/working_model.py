@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.core.finite import finiteness, is_sound, read_back
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.expert import LazyModel, hollow_copy, put_tensor
+from fusion_bench_featcal.experts.expert import LazyModel, meta_copy, set_module_tensor
 from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, Tensors
 
 
@@ -54,8 +54,8 @@ class WorkingModel(LazyModel):
         """Return one tensor in its stored dtype. Raises as `LazyModel.stored`."""
         key = self.keys[name]
         if key in self._finished:
-            tensors, of_block = self._finished[key]
-            return tensors[of_block]
+            tensors, finished_tensors = self._finished[key]
+            return tensors[finished_tensors]
         # A model in memory was checked as a whole.
         return self.source.tensor(key) if self.is_in_memory else super().stored(name)
 
@@ -90,7 +90,7 @@ class WorkingModel(LazyModel):
         Args:
             device: Device of the tensors.
         """
-        model, copies = hollow_copy(self.module, device), dict[str, Tensor]()
+        model, copies = meta_copy(self.module, device), dict[str, Tensor]()
         parameters = dict[str, nn.Parameter]()  # keeps tied parameters tied
         for name, key in self.keys.items():
             if key not in copies:
@@ -100,7 +100,7 @@ class WorkingModel(LazyModel):
             tensor = copies[key]
             if name in self._parameters:
                 tensor = parameters.setdefault(key, nn.Parameter(tensor, requires_grad=False))
-            put_tensor(model, name, tensor)
+            set_module_tensor(model, name, tensor)
         return model
 
     @property
@@ -122,7 +122,7 @@ def offloaded(model: LazyModel, device: torch.device) -> nn.Module:
     from accelerate.hooks import attach_align_device_hook, remove_hook_from_module
 
     tensors = Tensors(model.tensor, {name: name for name in model.keys})
-    module = hollow_copy(model.structure, device)
+    module = meta_copy(model.structure, device)
     attach_align_device_hook(
         module,
         device,
@@ -137,7 +137,7 @@ def offloaded(model: LazyModel, device: torch.device) -> nn.Module:
         is_small = isinstance(part, nn.Embedding) and part.weight.nbytes <= _SMALL_TABLE
         if is_small and table in model.keys:
             remove_hook_from_module(part)
-            put_tensor(module, table, model.tensor(table))
+            set_module_tensor(module, table, model.tensor(table))
     # transformers moves inputs to the model's device, which empty tensors do not show.
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"device": device})

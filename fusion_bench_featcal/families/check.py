@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at, message_of
+from fusion_bench_featcal.errors.place import error_context, message_of
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import (
     Family,
@@ -114,7 +114,9 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
     def note(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             remedy = "Write a family for such blocks (docs/models.md)"
-            with at(type(model).__name__, name, cause=message_of(TypeError), remedy=remedy):
+            with error_context(
+                type(model).__name__, name, cause=message_of(TypeError), remedy=remedy
+            ):
                 outputs.append((name, hidden_output(output).clone()))
             if len(outputs) > len(blocks):  # a block runs again
                 raise stop_forward()

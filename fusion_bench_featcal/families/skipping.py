@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.families.base import Call, call_of
 
 
-class Passed(Tensor):
+class SkippedOutput(Tensor):
     """Features returned by a skipped block, in any form that the model expects.
 
     A model takes a block's result whole, by its first or only entry, or unpacks it. Any other use
@@ -33,9 +33,9 @@ class Passed(Tensor):
         return 1
 
 
-def passed(hidden: Tensor, entries: int) -> Passed:
+def as_skipped_output(hidden: Tensor, entries: int) -> SkippedOutput:
     """Return features as a block's output of so many entries, where the model unpacks it."""
-    output = hidden.as_subclass(Passed)
+    output = hidden.as_subclass(SkippedOutput)
     output.entries = entries
     return output
 

@@ -24,7 +24,7 @@ from fusion_bench_featcal.families.base import (
     without_cache,
 )
 from fusion_bench_featcal.families.lists import find_stages
-from fusion_bench_featcal.families.skipping import passed, skipping
+from fusion_bench_featcal.families.skipping import as_skipped_output, skipping
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Stack(Family):
             if name in before:
                 features = outputs.get(name, call.hidden).clone()
                 is_leaf = not list(model.get_submodule(name).children())
-                return features if is_leaf else passed(features, self.entries)
+                return features if is_leaf else as_skipped_output(features, self.entries)
             if name in after:  # the inputs do not run the stage
                 raise stop_forward()
             if hidden is not None and _differ(call.hidden, hidden):
@@ -166,7 +166,7 @@ class Stack(Family):
             calls[name], hidden = call, call.hidden
             if name == blocks[-1]:
                 raise stop_forward()
-            return passed(call.hidden, self.entries)
+            return as_skipped_output(call.hidden, self.entries)
 
         with skipping(model, [*before, *blocks, *after], output), stoppable():
             call_model(model, inputs)

@@ -192,7 +192,7 @@ def link_or_copy(file: str | Path, copy: str | Path) -> None:
 
 
 def unwritten(error: Exception) -> str | None:
-    """Return why a file cannot be written, as a cause for `errors.place.at`."""
+    """Return why a file cannot be written, as a cause for `errors.place.error_context`."""
     is_known = isinstance(error, OSError)
     return f"it cannot be written: {error.strerror or error}" if is_known else None
 

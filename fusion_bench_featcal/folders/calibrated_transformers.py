@@ -10,12 +10,11 @@ from fusion_bench_featcal.experts.conversion import ConvertedSource
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.files.untrusted import read_json
-from fusion_bench_featcal.folders.opened import Calibrated, CardHead
+from fusion_bench_featcal.folders.opened import CalibratedModel, CardHead
 from fusion_bench_featcal.folders.transformers_models import TransformersModels
+from fusion_bench_featcal.models.cards import TRANSFORMERS, card_tags
 from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import (
-    TRANSFORMERS,
-    card_tags,
     correct_configs,
     corrected_config,
     write_config,
@@ -29,12 +28,12 @@ CONFIG = "config.json"
 
 def calibrate_transformers(
     models: TransformersModels, settings: FeatCalSettings, batches: Mapping[str, object]
-) -> Calibrated:
+) -> CalibratedModel:
     """Calibrate the merged model with each task's batches. Weights are files of finished blocks."""
     result = models.calibrate(settings, batches)
     assert result.weights is not None  # as the merged model is in files
     blocks = result.weights
-    return Calibrated(result, partial(models.load, blocks), partial(_write, models, blocks))
+    return CalibratedModel(result, partial(models.load, blocks), partial(_write, models, blocks))
 
 
 def _write(
@@ -54,7 +53,7 @@ def _write(
     correct_configs(models.like.whole, folder, skipped=CONFIG)
     if models.merged is None:
         return CardHead(TRANSFORMERS, [])
-    copy_other_files(models.merged.folder, folder, of_processor=False)
+    copy_other_files(models.merged.folder, folder, for_processor=False)
     return CardHead(TRANSFORMERS, card_tags(models.merged.folder))
 
 
@@ -74,6 +73,6 @@ def _write_weights(models: TransformersModels, blocks: FinishedBlocks, folder: P
     outside_blocks = calibrated.split(outside)
     # A classifier's head comes with its own tail, such as a pooler.
     if models.heads is not None and model.name in models.experts:
-        of_body = pair_names(model.label, stored, models.empty_body)
-        outside_blocks |= {of_body[n]: t for n, t in models.tail(model.name).items()}
+        body_names = pair_names(model.label, stored, models.empty_body)
+        outside_blocks |= {body_names[n]: t for n, t in models.tail(model.name).items()}
     write_shards(folder, blocks, outside_blocks)

@@ -22,7 +22,8 @@ class EncoderModels:
 
     Attributes:
         inputs: Their folders.
-        home: The model whose modules those get that are a transformer alone, as mergekit and
+        module_donor: The model whose other modules are given to models that are only a
+            transformer, as mergekit and
             transformers write it: the first one that names the class, else the first one.
         merged: The merged model, from its folder or merged now.
         base: The base, or None.
@@ -38,17 +39,17 @@ class EncoderModels:
         """
         self.inputs, whole = inputs, inputs.whole
         named = (model for model in whole if model.encoder_class == inputs.class_of_encoders)
-        self.home = next(named, whole[0])
-        for model in (self.home, inputs.merged or self.home):
+        self.module_donor = next(named, whole[0])
+        for model in (self.module_donor, inputs.merged or self.module_donor):
             refuse_links(model.folder, ())
-        folder, device = self.home.folder, inputs.request.device
-        home = open_model(inputs.class_of_encoders, folder, self.home.label, device)
+        folder, device = self.module_donor.folder, inputs.request.device
+        module_donor = open_model(inputs.class_of_encoders, folder, self.module_donor.label, device)
         if inputs.merged is None:
-            self._merge(home)
+            self._merge(module_donor)
         else:
-            self.merged = self._completed(home, inputs.merged)
-            self.base = self._open_base(home)
-            self.experts = self._open_experts(home)
+            self.merged = self._completed(module_donor, inputs.merged)
+            self.base = self._open_base(module_donor)
+            self.experts = self._open_experts(module_donor)
 
     def loaders(self) -> Models:
         """Return what a run does with them."""
@@ -79,29 +80,33 @@ class EncoderModels:
         return experts
 
     def _open(self, model: ModelFolder, reference: Any) -> Any:
-        return reference if model is self.home else open_like(reference, model.label, model.folder)
+        return (
+            reference
+            if model is self.module_donor
+            else open_like(reference, model.label, model.folder)
+        )
 
-    def _completed(self, home: Any, merged: ModelFolder) -> Any:
+    def _completed(self, module_donor: Any, merged: ModelFolder) -> Any:
         """Return the merged model, with the modules of another one if it is a transformer alone."""
-        if merged is self.home:
-            return home
-        inside = {id(tensor) for tensor in transformer_of(merged.label, home).parameters()}
-        if outside := [name for name, t in home.named_parameters() if id(t) not in inside]:
+        if merged is self.module_donor:
+            return module_donor
+        inside = {id(tensor) for tensor in transformer_of(merged.label, module_donor).parameters()}
+        if outside := [name for name, t in module_donor.named_parameters() if id(t) not in inside]:
             raise ValueError(
                 f"{merged.label} has no modules.json, and lacks {outside[0]} of "
-                f"{self.home.folder}, which mergekit does not merge: merge by "
-                f"{type(home).__name__}.merge of sentence-transformers, or give --merge HOW"
+                f"{self.module_donor.folder}, which mergekit does not merge: merge by "
+                f"{type(module_donor).__name__}.merge of sentence-transformers, or give --merge HOW"
             )
-        return with_weights(home, merged)
+        return with_weights(module_donor, merged)
 
-    def _merge(self, home: Any) -> None:
+    def _merge(self, module_donor: Any) -> None:
         """Open and merge the experts. What the base lacks, such as a head, is their average."""
         name, scale = self.inputs.request.merger
         if len(self.inputs.experts) < 2:
             raise ValueError("--merge needs at least two experts")
         has_adapters = any(model.is_adapter for model in self.inputs.experts.values())
-        self.base = self._open_base(home) if has_adapters else None
-        self.experts = self._open_experts(home)
+        self.base = self._open_base(module_donor) if has_adapters else None
+        self.experts = self._open_experts(module_donor)
         self.merged = average = merged_by_library([*self.experts.values()], None)
         self.base = self.base or self._open_base(average)
         if name != "simple_average":

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
@@ -24,7 +24,7 @@ _NOT_EXPERTS = (
     "experts no better than the merged model on their own rows: {}. Check --tokenizer, "
     "--chat-template, the labels, and that --data and --expert are of the same task"
 )
-_HARDLY = (
+_LOW_SCORE_WARNING = (
     "fewer than a tenth of their own rows are right for the experts of {}: check --tokenizer, "
     "labels or targets, and for language models --chat-template and how prompts end"
 )
@@ -68,7 +68,7 @@ class Evaluation:
         """Add each expert on its task, and the merged model."""
         opened, scores = self.opened, {}
         if self._tests:
-            tasks = counted(len(self._tests), "task")
+            tasks = pluralize(len(self._tests), "task")
             print(f"evaluating the experts, the merged and the calibrated model on {tasks}")
         for task in opened.tasks if opened.heads else self._tests:
             expert = opened.models.load_expert(task)
@@ -122,7 +122,7 @@ class Evaluation:
         report, settings = self.report, self.opened.settings
         name = row_of_rule(settings.rule)
         advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
-        of_row = [note for note in report.notes if note.kind == WARNING and note.row == name]
+        row_notes = [note for note in report.notes if note.kind == WARNING and note.row == name]
         verdict = compare(
             self._scores[report.merger],
             self._scores[name],
@@ -130,7 +130,7 @@ class Evaluation:
             held_back=self._tests.keys() - self.request.eval.keys(),
             repeating=[name for name, task in self.opened.tasks.items() if task.has_repeats],
             unscored=[task for task in self.opened.tasks if task not in self._tests],
-            warnings=[*self._warnings, *of_row],
+            warnings=[*self._warnings, *row_notes],
         )
         report.note(
             Note(VERDICT, verdict.sentence),
@@ -145,12 +145,12 @@ def _warnings_on_experts(experts: _Scores, merged: _Scores) -> list[Note]:
     """Return warnings on experts whose scores on their own tasks are low."""
     unended = {t: s for t, s in experts.items() if 2 * s.unended > len(s.losses)}
     texts = [
-        _UNENDED.format(score.unended, counted(len(score.losses), "answer"), task)
+        _UNENDED.format(score.unended, pluralize(len(score.losses), "answer"), task)
         for task, score in unended.items()
     ]
     ended = {task: score for task, score in experts.items() if task not in unended}
     if weak := experts_below_merged(ended, merged):
         texts.append(_NOT_EXPERTS.format(", ".join(weak)))
     if failing := [task for task, score in ended.items() if score.accuracy < RARELY]:
-        texts.append(_HARDLY.format(", ".join(failing)))
+        texts.append(_LOW_SCORE_WARNING.format(", ".join(failing)))
     return notes_of(texts, WARNING)

@@ -19,13 +19,13 @@ class ClassifierHeads:
     """Each expert's own head, which replaces that of the merged model for the expert's task.
 
     Attributes:
-        of_saved: Name of the model whose head the saved model has.
+        saved_name: Name of the model whose head the saved model has.
         empty_body: The body without weights, which stands in a head that is stored.
         tail: Returns a task's tensors of the body that belong to its head, such as those of a
             pooler.
     """
 
-    of_saved: str
+    saved_name: str
     empty_body: nn.Module
     tail: Callable[[str], Mapping[str, Tensor]]
 

@@ -17,7 +17,7 @@ from fusion_bench_featcal.data.scoring import class_tests, own_logits
 from fusion_bench_featcal.data.tables import split_of
 from fusion_bench_featcal.data.text_limits import longest_text, positions_of
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows, head_numbers, not_scored
@@ -119,6 +119,6 @@ def _items(
     location: str, split: str, option: str, *, columns: Mapping[str, str | None]
 ) -> ImageItems:
     """Open images at a path or on the hub, with or without `:SPLIT`."""
-    with at(option, cause=unloadable):
+    with error_context(option, cause=unloadable):
         keys: Any = {f"{name}_column": column for name, column in columns.items()}
         return load_images(location, usual_split=split, **keys)

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from fusion_bench_featcal.errors import NotImproved
-from fusion_bench_featcal.errors.words import speaking
+from fusion_bench_featcal.errors.words import using_vocabulary
 from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders.digests import changed_inputs, digests_of, repeats, write_inputs
@@ -18,8 +18,8 @@ from fusion_bench_featcal.folders.options import WORDS
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_complete, save_folder
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
+from fusion_bench_featcal.models.cards import CardFacts
 from fusion_bench_featcal.models.hub import fetch_all
-from fusion_bench_featcal.models.saving import CardFacts
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
@@ -28,7 +28,7 @@ from fusion_bench_featcal.run.checkpoint import WRITTEN
 from fusion_bench_featcal.run.devices import check_device, usual_torch
 
 
-@speaking(WORDS)
+@using_vocabulary(WORDS)
 @usual_torch()
 def run_request(request: Request) -> Path:
     """Calibrate models in folders, and return the folder of the calibrated model.
@@ -138,11 +138,11 @@ def _calibrate(evaluation: Evaluation) -> None:
     write_inputs(request.checkpoints, evaluation.digests)
     with measure() as cost:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")
-        calibrated = opened.calibrated({name: t.batches for name, t in opened.tasks.items()})
+        calibrated = opened.run_calibration({n: t.batches for n, t in opened.tasks.items()})
     result, row, merger = calibrated.result, row_of_rule(settings.rule), request.merger[0]
     result.reads["budget"] = settings.expert_read_budget
     result.reads["upstream"] = merger and {"merger": merger, "experts": opened.models.read}
-    counts = {record["task"]: record["samples"] for record in result.log.of_kind("task")}
+    counts = {record["task"]: record["samples"] for record in result.log.select("task")}
     samples = {task: {"samples": count, "split": "data"} for task, count in counts.items()}
     facts = calibration_facts(row, settings, result.log.records, samples)
     evaluation.add_references()
@@ -153,8 +153,8 @@ def _calibrate(evaluation: Evaluation) -> None:
         # A pooler that experts do not share belongs to each task's head.
         tail = opened.heads.tail(next(iter(opened.tasks))) if opened.heads else ()
         as_merged = facts.as_merged.without(tail)
-        of_card = CardFacts(row, origin, facts.settings, counts, as_merged)
-        save_folder(calibrated, of_card, evaluation)
+        card_facts = CardFacts(row, origin, facts.settings, counts, as_merged)
+        save_folder(calibrated, card_facts, evaluation)
     _remove_blocks(request.checkpoints)
     show_scores(report, report.notes[first_notes:], evaluation.title)
     if not is_saved:

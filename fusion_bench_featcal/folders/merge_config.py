@@ -27,13 +27,13 @@ class Merge(NamedTuple):
         method: mergekit's name of the merge method.
         base: Folder or hub id of the base, or None if the config has none.
         weights: Folder or hub id of an expert -> its weight, or None if it is not one number.
-        moves_away: Whether a weight or lambda is negative.
+        has_negative_weight: Whether a weight or lambda is negative.
     """
 
     method: str
     base: str | None
     weights: Mapping[str, float | None]
-    moves_away: bool
+    has_negative_weight: bool
 
 
 class _Entry(NamedTuple):

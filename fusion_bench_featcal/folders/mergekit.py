@@ -65,7 +65,7 @@ def _experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
     to choose if a merge moves away from a model, or not at all.
     """
     totals = merge.weights
-    if merge.moves_away:
+    if merge.has_negative_weight:
         raise ValueError(
             f"{option} has a negative weight or lambda: the merge moves away from a model, and a "
             "calibration would move back. Name the experts by --expert NAME=DIR"
@@ -112,7 +112,7 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
     if merge is None or len(weights) < len(experts) or are_equal:
         return {}
     instead = f"--set 'task_weights={{{', '.join(f'{name}: 1' for name in weights)}}}'"
-    if merge.moves_away or not all(weights.values()):
+    if merge.has_negative_weight or not all(weights.values()):
         notes.append(
             f"weights in {FILE} are not one positive number per expert. They are not kept, because "
             "FeatCal+ replaces the merge and moves towards every expert, so all tasks count alike "

@@ -26,7 +26,7 @@ class CardHead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class CalibratedModel:
     """The calibrated model.
 
     Attributes:
@@ -69,7 +69,7 @@ class Opened:
         models: The models.
         heads: The experts' heads, or None if all tasks share the merged model's.
         settings: Settings of the calibration, all of them set.
-        calibrated: Calibrates the merged model with these settings and each task's batches.
+        run_calibration: Calibrates the merged model with these settings and each task's batches.
         tasks: Task -> its rows.
         notes: Notes on models and settings. Warnings are on experts that may not read the data as
             they did when they were tuned.
@@ -78,7 +78,7 @@ class Opened:
     models: Models
     heads: ClassifierHeads | None
     settings: FeatCalSettings
-    calibrated: Callable[[Mapping[str, Any]], Calibrated]
+    run_calibration: Callable[[Mapping[str, Any]], CalibratedModel]
     tasks: Mapping[str, Task]
     notes: Sequence[Note]
 
@@ -97,7 +97,7 @@ def notes_on_inputs(inputs: InputModels) -> list[str]:
 
 def require_base(request: Request) -> None:
     """Refuse a request without a base that its rule or its merger needs."""
-    is_needed = request.merged is None or request.settings.made_rule.needs_base
+    is_needed = request.merged is None or request.settings.rule_object.needs_base
     if request.base is None and is_needed:
         instead = "" if request.merged is None else ", or give --set anchor_rho=1"
         raise ValueError(

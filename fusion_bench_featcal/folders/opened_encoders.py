@@ -16,12 +16,12 @@ from fusion_bench_featcal.encoders.row_scores import EncoderTests
 from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests
 from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
-from fusion_bench_featcal.experts.likeness import notes_on_experts
+from fusion_bench_featcal.experts.similarity import notes_on_experts
 from fusion_bench_featcal.folders.encoder_models import EncoderModels
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.opened import (
-    Calibrated,
+    CalibratedModel,
     CardHead,
     Opened,
     notes_on_inputs,
@@ -32,20 +32,20 @@ from fusion_bench_featcal.folders.sentence_rows import open_sentences
 from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows
 from fusion_bench_featcal.folders.tokenizers import warnings_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
+from fusion_bench_featcal.models.cards import CARD, card_tags
 from fusion_bench_featcal.models.other_files import copy_other_files
-from fusion_bench_featcal.models.saving import CARD, card_tags
 from fusion_bench_featcal.results.notes import Note, notes_of
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings import FeatCalSettings
 
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "text_tower": "--text-tower is for CLIP",
     "tokenizer": "--tokenizer: models of sentence-transformers have their own",
     "chat_template": "--chat-template: models of sentence-transformers have their own prompts",
 }
-_OF_TEXTS = ("max_length", "calibration_targets", "generated_tokens")
+_TEXT_OPTIONS = ("max_length", "calibration_targets", "generated_tokens")
 
-_OF_SINGLE_TEXTS = (
+_SINGLE_TEXT_OPTIONS = (
     "A classifier of single texts with one output has no modules.json, and in its config.json "
     '"problem_type": "regression"'
 )
@@ -60,15 +60,15 @@ def open_encoders(inputs: InputModels) -> Opened:
         CalibrationError: If a model or a row cannot be used.
     """
     request = inputs.request
-    for name, reason in _ELSEWHERE.items():
+    for name, reason in _UNSUPPORTED.items():
         if getattr(request, name) is not None:
             raise ValueError(f"{reason}: leave it out")
-    for name in (name for name in _OF_TEXTS if name in request.set):
+    for name in (name for name in _TEXT_OPTIONS if name in request.set):
         raise ValueError(f"--set {name}: sentence-transformers reads the texts: leave it out")
     require_base(request)
     models = EncoderModels(inputs)
     # The model itself limits the length of texts.
-    settings = request.settings.replace(max_length=None).completed
+    settings = request.settings.replace(max_length=None).with_rule_defaults
     tasks = {task: _open_task(task, request, models) for task in request.expert}
     return Opened(
         models.loaders(),
@@ -82,7 +82,7 @@ def open_encoders(inputs: InputModels) -> Opened:
 
 def calibrate_encoders(
     models: EncoderModels, settings: FeatCalSettings, batches: Mapping[str, Any]
-) -> Calibrated:
+) -> CalibratedModel:
     """Calibrate the merged model with each task's rows. It is whole in memory."""
     # Options count texts, of which a row has several. The rows are drawn already.
     options = replace(settings.options, samples_per_task=None)
@@ -91,12 +91,12 @@ def calibrate_encoders(
         models.base,
         models.experts,
         batches,
-        settings.made_rule,
+        settings.rule_object,
         options,
         settings.batch_size,
     )
     write = partial(_write, result.model, models.inputs.merged)
-    return Calibrated(result, lambda: result.model, write)
+    return CalibratedModel(result, lambda: result.model, write)
 
 
 def _write(model: nn.Module, merged: ModelFolder | None, folder: Path, heads: Any) -> CardHead:
@@ -124,7 +124,7 @@ def _warnings(models: EncoderModels, tasks: Mapping[str, Task]) -> list[Note]:
 
 def _notes(models: EncoderModels) -> list[str]:
     """Return sentences on the models, and on experts that may not belong together."""
-    inputs, home, merged = models.inputs, models.home, models.merged
+    inputs, home, merged = models.inputs, models.module_donor, models.merged
     notes = notes_on_inputs(inputs)
     if not home.encoder_class:
         manner = "as a reranker" if isinstance(merged, st.CrossEncoder) else "by its mean"
@@ -150,9 +150,9 @@ def _open_task(task: str, request: Request, models: EncoderModels) -> Task:
     rows, _ = rows.without_repeats(*([p.rows.texts(n) for n in p.indices] for p in parts))
     sentences, first = rows.samples.rows, rows.samples.indices[0]
     try:
-        calls_of(models.merged, sentences.at(first), sentences[first])
+        calls_of(models.merged, sentences.row_name(first), sentences[first])
     except TypeError as error:
-        raise ValueError(f"{error}. {_OF_SINGLE_TEXTS}") from error
+        raise ValueError(f"{error}. {_SINGLE_TEXT_OPTIONS}") from error
     tests = _tests(task, request, models, rows.tests) if rows.tests.indices else None
     if isinstance(tests, str):
         rows, tests = rows.unscored(tests), None
@@ -175,7 +175,7 @@ def _tests(task: str, request: Request, models: EncoderModels, part: Part) -> En
     rows = [part.rows[number] for number in part.indices]
 
     def label(number: int) -> str:
-        return part.rows.at(part.indices[number])
+        return part.rows.row_name(part.indices[number])
 
     if prompt := request.prompt_of(task, ""):
         embedder = models.merged if models.base is None else models.base

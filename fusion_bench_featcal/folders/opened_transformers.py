@@ -49,16 +49,20 @@ def open_transformers(inputs: InputModels) -> Opened:
         encoder = TextEncoder(processor, kind, length, positions, models.ends, models.start)
         loads = {task: partial(models.load_expert, task) for task in request.expert}
         reads_images = text_tower(models.empty_body) is not None
-        of_images = models.processor.of_images if reads_images else None
+        image_processor = models.processor.image_processor if reads_images else None
         tasks = {
-            task: open_language_task(task, request, encoder, load, of_images)
+            task: open_language_task(task, request, encoder, load, image_processor)
             for task, load in loads.items()
         }
     elif kind == SPEECH:
         encoder = TextEncoder(processor, "seq2seq", length, positions, models.ends, models.start)
         config: Any = models.like.empty.config
-        of_all = encoder, models.processor.of_sounds(), config.decoder_start_token_id
-        tasks = {task: open_speech_task(task, request, *of_all) for task in request.expert}
+        speech_options = (
+            encoder,
+            models.processor.feature_extractor(),
+            config.decoder_start_token_id,
+        )
+        tasks = {task: open_speech_task(task, request, *speech_options) for task in request.expert}
     elif kind in TEXT_MODELS:
         encoder = TextEncoder(processor, "classification", length, positions)
         heads = {} if request.no_eval else _class_names(models)
@@ -101,17 +105,17 @@ def _settings(
         raise ValueError(f"--set {name} has no part in a model of kind {kind}: leave it out")
     settings = request.settings
     if kind not in TEXT_MODELS:
-        return settings.replace(max_length=None).completed, []
+        return settings.replace(max_length=None).with_rule_defaults, []
     if request.text_tower or request.prompt:
         raise ValueError(
             f"--text-tower is for CLIP, --prompt for CLIP and encoders, and these are {kind} models"
         )
     if "max_length" in request.set:
-        return settings.completed, []
+        return settings.with_rule_defaults, []
     most, limit = longest_text(tokenizer, positions)
     is_cut = kind != SPEECH and most <= MAX_LENGTH and most == positions
     note = [f"texts are cut at {most} tokens: {limit}"] if is_cut else []
-    return settings.replace(max_length=min(MAX_LENGTH, most)).completed, note
+    return settings.replace(max_length=min(MAX_LENGTH, most)).with_rule_defaults, note
 
 
 def _warnings_on_texts(
@@ -120,11 +124,11 @@ def _warnings_on_texts(
     """Warn of experts whose tokenizers, or templates of chats, read texts otherwise."""
     rows = {models.experts[name].label: task.batches.texts for name, task in tasks.items()}
     texts = {
-        label: [(row.prompt, row.target, row.pair) for row in of_task]
-        for label, of_task in rows.items()
+        label: [(row.prompt, row.target, row.pair) for row in task_rows]
+        for label, task_rows in rows.items()
     }
     warnings = warnings_on_tokens(models.processor.tokenizers, texts)
-    has_chats = any(text.form == "chat" for of_task in rows.values() for text in of_task)
+    has_chats = any(text.form == "chat" for task_rows in rows.values() for text in task_rows)
     if request.chat_template is None and has_chats:
         warnings += warnings_on_chats(models.processor.tokenizers)
     return warnings

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import yaml
 
 from fusion_bench_featcal.errors.masking import masked
-from fusion_bench_featcal.errors.words import Words
+from fusion_bench_featcal.errors.words import Vocabulary
 from fusion_bench_featcal.files.untrusted import parse_yaml
 from fusion_bench_featcal.settings.fields import setting, settings_of
 
@@ -17,7 +17,7 @@ RECIPE = "recipe.yaml"
 """File next to a result with the options of its run."""
 INPUTS_FILE = "inputs.json"
 """File beside finished blocks, and in a saved model's report: option -> digest of its files."""
-WORDS = Words("--set ", {
+WORDS = Vocabulary("--set ", {
     "resume": "--resume", "checkpoint_dir": "--out",
     "rule=plus": "--preset plus", "rule=paper": "--preset paper",
     "base": "--base", "expert": "--expert {}", "batches": "--data {}",

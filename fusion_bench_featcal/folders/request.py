@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.words import speaking
+from fusion_bench_featcal.errors.words import using_vocabulary
 from fusion_bench_featcal.files import check_target, destination, is_missing
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.files.untrusted import read_yaml
@@ -26,9 +26,11 @@ MAX_LENGTH = 1024
 PROMPT = "a photo of a {}."
 _RESERVED = ("base", "merged", "_pretrained_")
 # Settings that the command sets by --data, --out and --resume
-_ELSEWHERE = ("calibration_data", "calibration_split", "checkpoint_dir", "resume")
-_OF_POOLS = "calibration_corruption"
-SETTABLE = [name for name in FeatCalSettings.names() if name not in (*_ELSEWHERE, _OF_POOLS)]
+_SET_BY_OPTIONS = ("calibration_data", "calibration_split", "checkpoint_dir", "resume")
+_POOL_OPTION = "calibration_corruption"
+SETTABLE = [
+    name for name in FeatCalSettings.names() if name not in (*_SET_BY_OPTIONS, _POOL_OPTION)
+]
 """Settings for `--set`."""
 
 
@@ -111,7 +113,7 @@ class Request:
     by_config: tuple[str, ...] = ()
 
     @classmethod
-    @speaking(options.WORDS)
+    @using_vocabulary(options.WORDS)
     def of(cls, values: Mapping[str, object], source: str = "featcal calibrate") -> "Request":
         """Build a request from options, and from a recipe if `config` names one.
 

@@ -9,15 +9,10 @@ from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.digests import write_inputs
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.heads import HEADS
-from fusion_bench_featcal.folders.opened import Calibrated
+from fusion_bench_featcal.folders.opened import CalibratedModel
 from fusion_bench_featcal.folders.options import RECIPE
-from fusion_bench_featcal.models.saving import (
-    CARD,
-    CardFacts,
-    card_text,
-    writing_model,
-    written_bytes,
-)
+from fusion_bench_featcal.models.cards import CARD, CardFacts, card_text
+from fusion_bench_featcal.models.saving import writing_model, written_bytes
 from fusion_bench_featcal.results import write_run
 
 REPORT = "featcal"
@@ -42,7 +37,7 @@ model.load_state_dict(load_file(f"{{head}}/head.safetensors"), strict=False)
 """End of the card of a classifier with heads."""
 
 
-def save_folder(calibrated: Calibrated, facts: CardFacts, evaluation: Evaluation) -> None:
+def save_folder(calibrated: CalibratedModel, facts: CardFacts, evaluation: Evaluation) -> None:
     """Save the calibrated model with heads, card and report, atomically.
 
     Args:
@@ -52,7 +47,7 @@ def save_folder(calibrated: Calibrated, facts: CardFacts, evaluation: Evaluation
             heads are saved, and the digests of models and data.
     """
     request, report, heads = evaluation.request, evaluation.report, evaluation.heads
-    models, of_classifiers = evaluation.opened.models, evaluation.opened.heads
+    models, opened_heads = evaluation.opened.models, evaluation.opened.heads
     folder, result = request.folder, calibrated.result
     advice = (
         "Make room and repeat the command with --resume: the finished blocks are in "
@@ -63,12 +58,12 @@ def save_folder(calibrated: Calibrated, facts: CardFacts, evaluation: Evaluation
         new.mkdir()
         library, tags = calibrated.write(new, heads)
         card = card_text(facts, request.base, request.expert, report, library, tags)
-        if of_classifiers is not None:
+        if opened_heads is not None:
             print(f"heads: {folder / HEADS}/NAME. {folder} loads with that of "
-                  f"{of_classifiers.of_saved}")  # fmt: skip
+                  f"{opened_heads.saved_name}")  # fmt: skip
             inputs = "Image" if models.title.startswith("image") else "Sequence"
             kind = f"AutoModelFor{inputs}Classification"
-            card += _HEADS.format(heads=HEADS, own=of_classifiers.of_saved, kind=kind)
+            card += _HEADS.format(heads=HEADS, own=opened_heads.saved_name, kind=kind)
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         write_run(new / REPORT, report, "--out")

@@ -9,7 +9,7 @@ from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
 import datasets
 
 from fusion_bench_featcal.errors.masking import masked
-from fusion_bench_featcal.errors.plurals import bytes_text, counted
+from fusion_bench_featcal.errors.plurals import bytes_text, pluralize
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.models.hub import hub_models
@@ -27,7 +27,7 @@ def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
         CalibrationError: If the disk is too small.
     """
     models, settings = opened.models, opened.settings
-    print(f"{models.title}, {counted(len(opened.tasks), 'task')}")
+    print(f"{models.title}, {pluralize(len(opened.tasks), 'task')}")
     for note in notes:
         print(f"  {masked(note.text)}")
     read, size = read_within(models.read, settings.expert_read_budget), models.size
@@ -51,7 +51,7 @@ def show_downloads(request: Request) -> bool:
         models |= hub_models({f"--tokenizer {request.tokenizer}": request.tokenizer}, weights=False)
     sizes = {model.location: model.missing for model in models.values() if model.missing}
     for location, missing in sizes.items():
-        files, size = counted(len(missing), "file"), bytes_text(sum(missing.values()))
+        files, size = pluralize(len(missing), "file"), bytes_text(sum(missing.values()))
         print(f"to fetch: {location}, {files}, {size}")
     if sizes:
         print("nothing was run")
@@ -96,7 +96,7 @@ def quiet() -> Iterator[None]:
         "run.progress": INFO,
         "streams.samples": ERROR,
         "data.text_batches": ERROR,
-        "experts.likeness": ERROR,
+        "experts.similarity": ERROR,
         "run.trust": ERROR,
         "run.log": ERROR,
         "sentence_transformers": ERROR,

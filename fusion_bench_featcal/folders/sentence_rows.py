@@ -13,7 +13,7 @@ from fusion_bench_featcal.encoders.texts import (
     text_names,
 )
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.folders.request import Request
 
 
@@ -51,8 +51,8 @@ class SentenceRows:
         if not self.columns:
             return ", and none of them has a known name of texts"
         texts = ", ".join(self.columns)
-        of_pair = [name for name in self.columns if not name.startswith("negative")]
-        if len(of_pair) != min(2, len(self.columns)):
+        pair_columns = [name for name in self.columns if not name.startswith("negative")]
+        if len(pair_columns) != min(2, len(self.columns)):
             return f", of which {texts} are texts, but a row has one text, or two and negatives"
         name, *more = self.columns
         if self._others and not more and name not in ("text", "sentence"):
@@ -74,7 +74,9 @@ class SentenceRows:
             if not isinstance(text, str) or not text.strip():
                 column = self.columns[name]
                 advice = ": write a row for each of its texts" * isinstance(text, list)
-                raise ValueError(f"{self.at(number)}: {column} is {text!r:.40}, not a text{advice}")
+                raise ValueError(
+                    f"{self.row_name(number)}: {column} is {text!r:.40}, not a text{advice}"
+                )
         return chosen | {name: _number(row.get(column)) for name, column in self._targets.items()}
 
     def texts(self, number: int) -> tuple[str, ...]:
@@ -82,9 +84,9 @@ class SentenceRows:
         row = self[number]
         return tuple(row[name] for name in self.columns)
 
-    def at(self, number: int) -> str:
+    def row_name(self, number: int) -> str:
         """Return the name of a row in messages."""
-        return self._rows.at(number)
+        return self._rows.row_name(number)
 
 
 def _number(value: object) -> Any:
@@ -108,7 +110,7 @@ def open_sentences(
         ValueError: If it has no rows, or not the columns that are named, or no texts.
     """
     columns = request.columns_of(task)
-    with at(option, cause=unloadable):
+    with error_context(option, cause=unloadable):
         table = load_texts(location, split)
         rows = TextRows(table, option)
     available = [*table.column_names]

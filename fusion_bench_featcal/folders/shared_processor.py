@@ -85,7 +85,7 @@ class SharedProcessor:
             loaded.chat_template = Path(file).expanduser().read_text("utf-8")
         return loaded
 
-    def of_images(self) -> Any:
+    def image_processor(self) -> Any:
         """Return the processor of texts with images.
 
         Raises:
@@ -107,7 +107,7 @@ class SharedProcessor:
         check_processors(loaded, self.option, self._experts)
         return loaded
 
-    def of_sounds(self) -> Any:
+    def feature_extractor(self) -> Any:
         """Return the feature extractor of speech models.
 
         Raises:
@@ -129,4 +129,4 @@ class SharedProcessor:
             original = self.folder / file.name
             if original.is_file() and not (is_new_template and file.suffix == ".jinja"):
                 shutil.copyfile(original, file)
-        copy_other_files(self.folder, folder, of_processor=True)
+        copy_other_files(self.folder, folder, for_processor=True)

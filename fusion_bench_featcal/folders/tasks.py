@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from fusion_bench_featcal.data.draws import sample_order, spread
+from fusion_bench_featcal.data.draws import evenly_spaced, sample_order
 from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.folders.request import Request
 
 HELD_BACK = 5
@@ -123,7 +123,7 @@ class TaskRows:
         tests = data.of(order[first_test:])
         if task in request.eval and not request.no_eval:
             tests = opened("eval", request.eval[task], "test")
-            tests = tests.of(spread(len(tests.rows), most))
+            tests = tests.of(evenly_spaced(len(tests.rows), most))
         if request.strict and not request.no_eval and len(tests.indices) < FEW_ROWS:
             raise ValueError(
                 f"--strict compares at least {FEW_ROWS} rows per task, and {tests.option} leaves "
@@ -137,23 +137,23 @@ class TaskRows:
         return replace(self, samples=samples, tests=self.tests.of([]), reason=reason)
 
     def without_repeats(
-        self, of_samples: Iterable[Hashable], of_tests: Iterable[Hashable]
+        self, sample_keys: Iterable[Hashable], test_keys: Iterable[Hashable]
     ) -> tuple["TaskRows", list[int]]:
         """Leave out held-back rows that repeat a sample if enough others remain.
 
         Args:
-            of_samples: What is read of each sample.
-            of_tests: What is read of each test row.
+            sample_keys: What is read of each sample.
+            test_keys: What is read of each test row.
 
         Returns:
             The rows, and the places of those test rows among the former ones that remain.
         """
-        read = {*of_samples} if self.tests.indices else set[Hashable]()
-        repeats = [content in read for content in of_tests]
+        read = {*sample_keys} if self.tests.indices else set[Hashable]()
+        repeats = [content in read for content in test_keys]
         new = [place for place, is_repeat in enumerate(repeats) if not is_repeat]
         if len(new) == len(repeats):
             return self, new
-        note = f"{sum(repeats)} of {counted(len(repeats), 'test row')} repeat samples"
+        note = f"{sum(repeats)} of {pluralize(len(repeats), 'test row')} repeat samples"
         if self.task in self.request.eval or len(new) < FEW_ROWS:
             notes = [f"{self.task}: {note}, and are scored all the same"]
             return replace(self, notes=notes, has_repeats=True), [*range(len(repeats))]
@@ -190,7 +190,7 @@ class TaskRows:
         task, request = self.task, self.request
         named = {column: name for name, column in request.columns_of(task).items()}
         read = ", ".join(f"{named[c]}={c}" if named.get(c, c) != c else c for c in columns)
-        begin = f"{task}: {counted(len(self.samples.indices), 'sample')} of {request.data[task]}"
+        begin = f"{task}: {pluralize(len(self.samples.indices), 'sample')} of {request.data[task]}"
         begin += f" ({read})" if read else ""
         if request.no_eval or self.reason:
             return begin
@@ -198,7 +198,7 @@ class TaskRows:
             return f"{begin}; too few rows to hold any back, so it is not evaluated (--eval)"
         source = "of --eval" if task in request.eval else "of --data, held back"
         few = " (too few to compare, more by --eval)" * (len(self.tests.indices) < FEW_ROWS)
-        rows = counted(len(self.tests.indices), "row")
+        rows = pluralize(len(self.tests.indices), "row")
         return f"{begin}; evaluated on {rows} {source}{few}: {measure}"
 
 

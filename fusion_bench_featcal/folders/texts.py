@@ -16,14 +16,14 @@ from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.media_batches import MediaBatches
 from fusion_bench_featcal.data.pictures import file_in
 from fusion_bench_featcal.data.scoring import Tests, class_tests
-from fusion_bench_featcal.data.tables import home_of, load_texts
+from fusion_bench_featcal.data.tables import load_texts, parent_folder
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import FORMATS, IMAGES, STANDARD, Text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.place import error_context
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.folders.request import Request
@@ -39,9 +39,9 @@ from fusion_bench_featcal.settings import FeatCalSettings
 
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""
-_OF_MODELS = ("prompt", "target", "messages", "text", "context", "choices", "system")
+_PROMPT_COLUMNS = ("prompt", "target", "messages", "text", "context", "choices", "system")
 _TEXT, _PAIR = "text", "text_pair"
-_OF_CLASSIFIERS = _TEXT, _PAIR, LABEL
+_CLASSIFIER_COLUMNS = _TEXT, _PAIR, LABEL
 
 
 def open_texts(
@@ -66,7 +66,7 @@ def open_texts(
         usual: Standard columns, one of which is needed if `columns` is empty.
     """
     refuse_unknown(columns, names, f"{option}: --columns ")
-    with at(option, cause=unloadable):
+    with error_context(option, cause=unloadable):
         table = load_texts(location, split)
     available = {*table.column_names}
     if not len(table):
@@ -84,7 +84,7 @@ def open_texts(
     kept = usual if names == usual else IMAGES if reads_images else ()
     if columns:
         columns = {n: n for n in kept if n in available} | dict(columns)
-    with at(option, cause=unloadable):
+    with error_context(option, cause=unloadable):
         return TextRows(table, option, columns, reads_images=reads_images)
 
 
@@ -93,7 +93,7 @@ def open_language_task(
     request: Request,
     encoder: TextEncoder,
     load_expert: Callable[[], nn.Module],
-    of_images: Callable[[], Any] | None = None,
+    image_processor: Callable[[], Any] | None = None,
 ) -> Task:
     """Open a task's texts, and read the selected rows.
 
@@ -102,17 +102,17 @@ def open_language_task(
         request: The request.
         encoder: Converts texts to token ids.
         load_expert: Loads the task's expert, if it generates the targets.
-        of_images: Returns the processor of texts with images, if the models read images.
+        image_processor: Returns the processor of texts with images, if the models read images.
     """
-    names = _OF_MODELS if of_images is None else (*_OF_MODELS, *IMAGES)
+    names = _PROMPT_COLUMNS if image_processor is None else (*_PROMPT_COLUMNS, *IMAGES)
     open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=FORMATS)
     rows = TaskRows.open(task, request, open_rows)
     parts = [
         TextBatches(part.rows, part.indices, request.settings, encoder, load_expert, request.device)
         for part in (rows.samples, rows.tests)
     ]
-    if of_images is not None and any(text.images for part in parts for text in part.texts):
-        return _open_image_texts(rows, [part.texts for part in parts], encoder, of_images())
+    if image_processor is not None and any(text.images for part in parts for text in part.texts):
+        return _open_image_texts(rows, [part.texts for part in parts], encoder, image_processor())
     calibration, test = map(_with_targets, parts)
     rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
     test = test.some(places)
@@ -132,7 +132,7 @@ def open_language_task(
         names = {STANDARD.get(stored.get(c, c), stored.get(c, c)): c for c in calibration.columns}
         pairs = ",".join(f"{name}={column}" for name, column in names.items())
         way = f"--columns {task}:{pairs},target=COLUMN"
-        if not {*names} <= {*_OF_MODELS} or len(names) < len(calibration.columns):
+        if not {*names} <= {*_PROMPT_COLUMNS} or len(names) < len(calibration.columns):
             way = "name that column target"
         advice = f". If {' or '.join(unread)} has them: {way}" if unread else ""
         notes.append(f"no targets in --data, so its expert writes them{advice}")
@@ -141,7 +141,7 @@ def open_language_task(
 
 def folder_of(part: Part) -> Path:
     """Return the folder of a part's table, where relative paths start."""
-    return home_of(part.option.partition("=")[2])
+    return parent_folder(part.option.partition("=")[2])
 
 
 def _open_image_texts(
@@ -235,7 +235,7 @@ def _notes_of_rows(rows: TaskRows, unread: Sequence[str], *batches: TextBatches)
     """Describe columns that are not read, rows that do not count, and texts that are cut."""
     notes = [f"columns that are not read: {', '.join(unread)}"] if unread else []
     if left_out := rows.samples.rows.left_out:
-        notes.append(f"{counted(left_out, 'row')} with weight 0 or label false left out")
+        notes.append(f"{pluralize(left_out, 'row')} with weight 0 or label false left out")
     for part, texts in zip(("samples", "rows to evaluate on"), batches, strict=False):
         if cut := texts.remark_on_length(texts.inputs):
             notes.append(f"of the {part}, {cut}")
@@ -254,7 +254,7 @@ def open_class_task(
         classes: Class names of the expert's head, by number.
         pads: Whether the models know their padding token. Others are evaluated text by text.
     """
-    names, columns = _OF_CLASSIFIERS, request.columns_of(task)
+    names, columns = _CLASSIFIER_COLUMNS, request.columns_of(task)
     open_rows = partial(open_texts, columns=columns, names=names, usual=names)
     rows = TaskRows.open(task, request, open_rows)
     column = rows.samples.rows.columns.get(LABEL, LABEL)
@@ -304,4 +304,6 @@ def head_labels(
             "name its column by --columns label=COLUMN, or give --no-eval"
         )
     names = rows.classes(LABEL)
-    return head_numbers(values, names, classes, lambda n: rows.at(part.indices[n]), more_labels)
+    return head_numbers(
+        values, names, classes, lambda n: rows.row_name(part.indices[n]), more_labels
+    )

@@ -12,8 +12,8 @@ from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.data.text_limits import declared, end_tokens
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
-from fusion_bench_featcal.experts.likeness import notes_on_experts
 from fusion_bench_featcal.experts.model_config import text_config
+from fusion_bench_featcal.experts.similarity import notes_on_experts
 from fusion_bench_featcal.experts.source import Tensors, total_bytes
 from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.families import Family, head_of, stages_of, text_tower
@@ -64,7 +64,7 @@ class TransformersModels:
         """
         self._inputs, self._request = inputs, inputs.request
         self.merged, self.base, self.experts = inputs.merged, inputs.base, inputs.experts
-        rule = self._request.settings.made_rule
+        rule = self._request.settings.rule_object
         require_base(self._request)
         if self.base is not None:
             refuse_adapter(self.base)

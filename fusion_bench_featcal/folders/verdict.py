@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.folders.tasks import FEW_ROWS
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.statistics import ADDED_DIFFERENCES, student
@@ -131,10 +131,10 @@ def compare(
     for task, change in changes.items():
         by_kind[change.kind][task] = change
     unclear, few, worse = by_kind["unclear"], by_kind["few"], by_kind["worse"]
-    rows = {task: counted(change.rows, "row") for task, change in changes.items()}
+    rows = {task: pluralize(change.rows, "row") for task, change in changes.items()}
     parts = ["none, as nothing was scored"]
     if merged:
-        count = f"{len(by_kind['better'])} of {counted(len(merged), 'task')}"
+        count = f"{len(by_kind['better'])} of {pluralize(len(merged), 'task')}"
         same = [task for task in merged if task in held_back]  # rows of the same source
         names = f" ({', '.join(same)})" if len(same) < len(merged) else ""
         source = f", on held-back rows of the same source{names}" if same else ""

@@ -17,10 +17,10 @@ from fusion_bench_featcal.fusionbench.run_settings import (
     checked_choices,
     read_settings,
 )
-from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings, remedy_of
+from fusion_bench_featcal.settings import RULE_SETTINGS, FeatCalSettings, remedy_of
 
 _BY_TASK = ("calibration_data", "task_weights")
-_OF_TESTS = ("taskpool.tasks", "taskpool.test_datasets")
+_TEST_SETTINGS = ("taskpool.tasks", "taskpool.test_datasets")
 _DATA = ("train_datasets", "val_datasets", "test_datasets")
 ROOT_KEYS = (
     "hydra", "fabric", "path", "modelpool", "method", "taskpool", "seed", "fast_dev_run", "dry_run",
@@ -46,7 +46,7 @@ def check_config(config: DictConfig) -> None:
     try:
         method: Any = OmegaConf.to_container(config.method, resolve=True) or {}
         data = f"modelpool.{method.get('calibration_split', 'train')}_datasets"
-        groups = ("modelpool.models", data, "method.calibration_data", *_OF_TESTS)
+        groups = ("modelpool.models", data, "method.calibration_data", *_TEST_SETTINGS)
         entries = {group: _entries(config, group) for group in groups}
     except (OmegaConfBaseException, AttributeError) as error:
         # of a resolver: a suite or weights that are not there
@@ -105,7 +105,7 @@ def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, ob
     """
     for word in words:
         name = word.removeprefix("method.").partition("=")[0]
-        if name in OF_RULES and name not in method and "rule" in method:
+        if name in RULE_SETTINGS and name not in method and "rule" in method:
             raise ValueError(f"{word} has no part in the rule {method['rule']}: {remedy_of(name)}")
 
 

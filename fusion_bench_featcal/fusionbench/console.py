@@ -26,7 +26,7 @@ from fusion_bench_featcal.errors.block import error_block
 from fusion_bench_featcal.errors.masking import hide, masked
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.signals import Interruption, exit_code, raise_interruptions
-from fusion_bench_featcal.errors.words import Words, speak, speaking
+from fusion_bench_featcal.errors.words import Vocabulary, set_vocabulary, using_vocabulary
 from fusion_bench_featcal.files import write_atomic
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -40,7 +40,7 @@ _INTERRUPTED = (
     "interrupted. The same command goes on after the finished cells of method=compare, and with "
     "method.checkpoint_dir and method.resume=true after the last finished block"
 )
-WORDS = Words("method.", {
+WORDS = Vocabulary("method.", {
     "rule=plus": "method=featcal/plus", "rule=paper": "method=featcal",
     "float32": "models that are stored or loaded in it, and fabric.precision=32-true",
     "processes": " (fabric.devices, fabric.num_nodes)",
@@ -59,7 +59,7 @@ class FeatCalJob(Callback):
     def __init__(self) -> None:
         """Create the callback after the config is composed."""
         stop_explaining()
-        speak(WORDS)
+        set_vocabulary(WORDS)
 
     def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
         """Check the config before FusionBench makes anything of it.
@@ -116,7 +116,7 @@ class FeatCalJob(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
         """Hide private texts, and adapt FusionBench before it makes the pools."""
-        speak(WORDS)  # a job of a sweep may have a process of its own
+        set_vocabulary(WORDS)  # a job of a sweep may have a process of its own
         hide_private_texts(config)
         import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
         from fusion_bench.utils.instantiate_utils import set_print_function_call_permeanent
@@ -242,7 +242,7 @@ def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> Non
         _hook_before(kind, error, trace)
 
 
-@speaking(WORDS)
+@using_vocabulary(WORDS)
 def explained(error: BaseException) -> ValueError:
     """Return a shorter error of composing a config, with the nearest existing name."""
     from fusion_bench_featcal.fusionbench.config_checks import (

@@ -17,14 +17,14 @@ from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.speech import SpeechBatches, read_speech
-from fusion_bench_featcal.data.tables import home_of, load_texts, split_of
+from fusion_bench_featcal.data.tables import load_texts, parent_folder, split_of
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_limits import NO_LIMIT
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import is_of_speech, text_kind
@@ -94,7 +94,7 @@ def calibration_batches(
         tokenizer = processor.tokenizer if is_of_sounds else processor
         encoder = TextEncoder(tokenizer, kind, settings.max_length, positions, ends)  # type: ignore[arg-type]
         if is_of_sounds:
-            home = home_of(_entry(modelpool, task, split))
+            home = parent_folder(_entry(modelpool, task, split))
             sounds = [read_speech(rows, index, home) for index in indices]
             batches[task] = SpeechBatches(sounds, processor.feature_extractor, encoder, start)
         else:
@@ -165,7 +165,7 @@ def _open(
     entry = _entry(modelpool, task, split)
     path = entry.get("path") if isinstance(entry, Mapping) else entry
     place = f"{setting}={path!r}" if isinstance(path, str) else setting
-    with at(place, cause=unloadable):
+    with error_context(place, cause=unloadable):
         if isinstance(entry, str) and is_text:
             rows = load_texts(entry, split)
         elif isinstance(entry, str) and Path(split_of(entry)[0]).expanduser().exists():

@@ -141,9 +141,9 @@ class RowsMethod(DeclaredMethod):
         )
         watch = partial(self.watch, report=report, inputs=inputs)
         merged = self._merged(inputs, report)
-        of_merged = Facts(settings=plain_config(self.base_method) or {})
+        merged_facts = Facts(settings=plain_config(self.base_method) or {})
         if merged is not None:
-            report.offer(name, merged, of_merged)
+            report.offer(name, merged, merged_facts)
         for row, method in self.rows.items():
             with report.surviving(row, alone=len(self.rows) == 1 or processes.size > 1):
                 log.info(method.title(row))
@@ -160,7 +160,7 @@ class RowsMethod(DeclaredMethod):
             return report.model
         if merged is not None and (MERGED in self.references or report.row == name):
             watch(name, merged)
-            report.add(name, merged, of_merged)
+            report.add(name, merged, merged_facts)
         del merged
         report.add_references(self.references, watch)
         return self.finish(report)

@@ -13,7 +13,7 @@ from torch import nn
 from fusion_bench_featcal.core.kernels import choose_kernel, with_kernel
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.results import AVERAGE
 
 
@@ -48,7 +48,7 @@ def open_tests(taskpool: Any) -> None:
     """
     if getattr(taskpool, "opened", None) is not None:
         return
-    with at("taskpool", cause=unloadable):
+    with error_context("taskpool", cause=unloadable):
         for task in task_names(taskpool) or ():
             rows = getattr(taskpool.test_dataloaders[task], "dataset", None)
             if isinstance(rows, Sized):  # a pool of a user's may have anything there

@@ -32,7 +32,7 @@ class FeatCal(FeatCalSettings, Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.made_rule  # raises if it cannot be made
+        _ = self.rule_object  # raises if it cannot be made
 
     @property
     def calibration_settings(self) -> FeatCalSettings:
@@ -42,11 +42,11 @@ class FeatCal(FeatCalSettings, Method):
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, fit for JSON."""
-        return self.completed.as_dict()
+        return self.with_rule_defaults.as_dict()
 
     def title(self, row: str) -> str:
         """Return what happens when row `row` is made, for the screen."""
-        rule = self.rule if isinstance(self.rule, str) else type(self.made_rule).__name__
+        rule = self.rule if isinstance(self.rule, str) else type(self.rule_object).__name__
         return f"calibrating {row} (rule={rule})"
 
     @cached_property
@@ -65,7 +65,7 @@ class FeatCal(FeatCalSettings, Method):
             log.warning(sentence)
         with open_checkpoint(self, inputs.processes):
             pass  # raises if it cannot be used
-        if self.made_rule.needs_base:
+        if self.rule_object.needs_base:
             inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
         # Before models are downloaded: the config alone does not name the data of every pool.
         pool, split = with_own_data(inputs.modelpool, self), self.calibration_split
@@ -86,7 +86,7 @@ class FeatCal(FeatCalSettings, Method):
                 )
         self.open_batches(inputs)
 
-    def follow(self, upstream: Upstream) -> None:
+    def charge_upstream_reads(self, upstream: Upstream) -> None:
         """Count the reads of a merger as those of the next calibration.
 
         Raises:
@@ -112,9 +112,9 @@ class FeatCal(FeatCalSettings, Method):
             autocast=inputs.fabric.autocast,
             processes=processes,
         )
-        self.sample_counts.update((r["task"], r["samples"]) for r in result.log.of_kind("task"))
-        of_merger = upstream.reads() if upstream else None
-        reads = result.reads | {"budget": self.expert_read_budget, "upstream": of_merger}
+        self.sample_counts.update((r["task"], r["samples"]) for r in result.log.select("task"))
+        merger_bytes = upstream.reads() if upstream else None
+        reads = result.reads | {"budget": self.expert_read_budget, "upstream": merger_bytes}
         cost = _cost(reads, result.log.records)
         if processes.size > 1:
             exchanged = processes.exchanged_bytes - exchanged
@@ -142,7 +142,7 @@ def _cost(reads: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dic
     for record in records:
         if record["kind"] == "resumed":
             cost["restored_blocks"] = record["blocks"]
-    of_merger = (reads["upstream"] or {}).get("experts", 0)
-    if of_merger is not None:  # else it is not known
-        cost["expert_bytes"] = of_merger + sum(reads["experts"].values())
+    merger_bytes = (reads["upstream"] or {}).get("experts", 0)
+    if merger_bytes is not None:  # else it is not known
+        cost["expert_bytes"] = merger_bytes + sum(reads["experts"].values())
     return cost

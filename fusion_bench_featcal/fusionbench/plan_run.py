@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fusion_bench_featcal.errors.words import speaking
+from fusion_bench_featcal.errors.words import using_vocabulary
 from fusion_bench_featcal.families import resolve_family, stages_of
 from fusion_bench_featcal.files import is_missing
 from fusion_bench_featcal.fusionbench.config_checks import check_config
@@ -37,7 +37,7 @@ _OLD_LOADERS = {  # of configs without `_target_`
 }
 
 
-@speaking(WORDS)
+@using_vocabulary(WORDS)
 def plan_run(overrides: Sequence[str]) -> Plan:
     """Return the plan of a run, or of a sweep, with these command-line overrides.
 
@@ -72,8 +72,8 @@ def plan_run(overrides: Sequence[str]) -> Plan:
         rows: dict[str, int] = getattr(program.method, "planned_rows", once)
     # As the run counts: an adapter's bytes, without those of its base.
     experts = [[*keys][-1] for name, keys in models.items() if keys and not name.startswith("_")]
-    of_experts = [sizes[key] for key in experts]
-    read = None if None in of_experts else sum(size or 0 for size in of_experts)
+    expert_sizes = [sizes[key] for key in experts]
+    read = None if None in expert_sizes else sum(size or 0 for size in expert_sizes)
     read = read_within(read, method.get("expert_read_budget"))
     rows = {row: jobs * times for row, times in rows.items()}
     strengths = {name: r.strengths for name, r in made.items() if hasattr(r, "strengths")}
@@ -90,7 +90,7 @@ def _left_as_merged(method: Any, inputs: MethodInputs) -> AsMerged:
     base = inputs.models.base
     if settings is None or base is None or len(base.folders) != 1:
         return AsMerged()
-    model, norm = base.folders[0].empty, settings.made_rule.calibrate_norm
+    model, norm = base.folders[0].empty, settings.rule_object.calibrate_norm
     stages = stages_of(resolve_family(settings.family, model), model)
     modules = find_all_modules(model, stages, settings.modules, calibrate_norm=norm)
     return left_by_names(model, stages, modules)

@@ -6,7 +6,7 @@ from lightning import Fabric
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
-from fusion_bench_featcal.experts.likeness import notes_on_experts
+from fusion_bench_featcal.experts.similarity import notes_on_experts
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.fusionbench.pool_models import (

@@ -17,7 +17,7 @@ from torch import nn
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, end_tokens, positions_of
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.source import total_bytes
@@ -27,7 +27,7 @@ from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.model_files import ModelFiles, load_lora_model
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
-from fusion_bench_featcal.run.problem import BASE_MODEL
+from fusion_bench_featcal.run.state import BASE_MODEL
 
 MERGED_MODEL = "_merged_"
 NAME, _CONFIG = "pretrained_model_name_or_path", "config_path"
@@ -250,7 +250,7 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         CalibrationError: If it cannot be found or loaded, naming the model and its entry.
     """
     entry: Any = modelpool._models.get(name)
-    with at(f"modelpool.models.{name}", cause=partial(_cause, entry)):
+    with error_context(f"modelpool.models.{name}", cause=partial(_cause, entry)):
         model = local_pool(modelpool, name).load_model(name)
         opened = PoolModel(modelpool, name)
         # PEFT itself only warns of tensors that belong to no module, and leaves the base in place.

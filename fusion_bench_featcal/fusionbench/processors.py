@@ -14,7 +14,7 @@ from fusion_bench_featcal.data.pictures import check_channels
 from fusion_bench_featcal.data.text_samples import TextKind
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels
 from fusion_bench_featcal.models.hub import fetch, note_data_set
 from fusion_bench_featcal.models.processors import (
@@ -114,7 +114,7 @@ def load_part(setting: str, entry: Any, kind: Any, **options: Any) -> Any:
         folder = fetch(entry, f"{setting}={entry}", weights=is_model)
         if not is_model:
             return read_processor(folder, kind, setting)
-        with at(f"{setting}={entry!r}", cause=unloadable):
+        with error_context(f"{setting}={entry!r}", cause=unloadable):
             loader: Any = kind
             return loader.from_pretrained(folder, trust_remote_code=False, **options)
     location = entry.get(NAME) if isinstance(entry, Mapping) else None
@@ -136,7 +136,7 @@ def build_part(setting: str, entry: object) -> object:
     def cause(error: Exception) -> str:  # a loader may raise anything
         return unloadable(error) or f"it cannot be loaded: {first_line(error)}"
 
-    with at(setting, cause=cause):
+    with error_context(setting, cause=cause):
         part = instantiate(entry)
     note_data_set(part)
     return part

@@ -11,7 +11,7 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
 from fusion_bench_featcal.results.run import FEATCAL_PLUS, MERGED, row_of_rule
-from fusion_bench_featcal.settings import OF_RULES, FeatCalSettings
+from fusion_bench_featcal.settings import RULE_SETTINGS, FeatCalSettings
 from fusion_bench_featcal.settings.fields import (
     Settings,
     check_values,
@@ -28,7 +28,7 @@ POOLS = ("modelpool", "taskpool", "fabric")
 """Parts of a run's config with arguments of any loader."""
 COMPARED_ROWS = (BASE, EXPERTS, MERGED)
 Chosen = TypeVar("Chosen", bound=FeatCalSettings)
-_OF_SUITES = ("presets", "compare_with", "compare")
+_SUITE_DEFAULTS = ("presets", "compare_with", "compare")
 
 
 def is_merger(value: object) -> bool:
@@ -104,10 +104,12 @@ def read_settings(values: Mapping[str, object], kinds: Sequence[type[Settings]])
     plain_values = {
         key: v if key == "base_method" else plain_config(v) for key, v in values.items()
     }
-    of_kinds = [{k: plain_values[k] for k in kind.names() if k in plain_values} for kind in kinds]
-    for kind, of_kind in zip(kinds, of_kinds, strict=True):
-        check_values(kind, of_kind, "method.")
-    return [kind(**of_kind) for kind, of_kind in zip(kinds, of_kinds, strict=True)]
+    values_by_class = [
+        {k: plain_values[k] for k in kind.names() if k in plain_values} for kind in kinds
+    ]
+    for kind, class_values in zip(kinds, values_by_class, strict=True):
+        check_values(kind, class_values, "method.")
+    return [kind(**class_values) for kind, class_values in zip(kinds, values_by_class, strict=True)]
 
 
 def suite_of(program: object) -> dict[str, object]:
@@ -128,7 +130,7 @@ def checked_choices(
     Raises:
         ValueError: If the row to save is unknown, or a preset's setting is unknown or not accepted.
     """
-    refuse_unknown(suite, _OF_SUITES, "modelpool.featcal.")
+    refuse_unknown(suite, _SUITE_DEFAULTS, "modelpool.featcal.")
     references = chosen.compare_with
     if references is None:
         references = suite.get("compare_with", [MERGED])
@@ -172,7 +174,7 @@ def with_preset(values: Mapping[str, Any], preset: Mapping[str, object]) -> dict
     rule = values.get("rule", FeatCalSettings.rule)
     if preset.get("rule", rule) == rule:
         return {**values, **preset}
-    dropped = {*OF_RULES, *FeatCalSettings.names_by_rule()}
+    dropped = {*RULE_SETTINGS, *FeatCalSettings.names_by_rule()}
     return {name: values[name] for name in values if name not in dropped} | dict(preset)
 
 

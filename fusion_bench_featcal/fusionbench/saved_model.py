@@ -17,15 +17,9 @@ from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
+from fusion_bench_featcal.models.cards import CARD, CardFacts, card_tags, card_text
 from fusion_bench_featcal.models.plan import check_room
-from fusion_bench_featcal.models.saving import (
-    CARD,
-    CardFacts,
-    card_tags,
-    card_text,
-    correct_configs,
-    writing_model,
-)
+from fusion_bench_featcal.models.saving import correct_configs, writing_model
 from fusion_bench_featcal.results import Run
 
 log = logging.getLogger(__name__)

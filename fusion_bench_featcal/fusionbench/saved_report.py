@@ -20,7 +20,7 @@ from fusion_bench_featcal.fusionbench.saved_model import (
     save_model,
     write_card,
 )
-from fusion_bench_featcal.models.saving import CardFacts
+from fusion_bench_featcal.models.cards import CardFacts
 from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.results.remarks import closing_lines
 from fusion_bench_featcal.results.run import Facts

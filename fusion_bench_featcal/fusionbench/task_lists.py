@@ -97,18 +97,18 @@ def filled(node: object, tasks: Iterable[str]) -> Any:
     entries: dict[object, object] = {}
     for key, value in node.items():
         if key == EACH:
-            entries |= {task: _of_task(value, task) for task in tasks if task not in node}
+            entries |= {task: _for_task(value, task) for task in tasks if task not in node}
         else:
             entries[key] = filled(value, tasks)
     return entries
 
 
-def _of_task(node: object, task: str) -> object:
+def _for_task(node: object, task: str) -> object:
     """Return a part of a config with the task's name in place of each `*`."""
     if isinstance(node, Mapping):
-        return {key: _of_task(value, task) for key, value in node.items()}
+        return {key: _for_task(value, task) for key, value in node.items()}
     if isinstance(node, list):
-        return [_of_task(item, task) for item in node]
+        return [_for_task(item, task) for item in node]
     return node.replace(EACH, task) if isinstance(node, str) else node
 
 

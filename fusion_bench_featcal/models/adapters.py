@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.experts.joined import renamed
 from fusion_bench_featcal.experts.pairing import pair_names
@@ -307,8 +307,8 @@ def load_paired(wrapped: Any, adapter: Path) -> None:
     weights = load_peft_weights(str(adapter), device="cpu", key_mapping=names)
     result, tensors = set_peft_model_state_dict(wrapped, weights), wrapped.state_dict()
     if result.unexpected_keys:
-        of_model = _as_in_model(weights, base)
-        weights = {of_model[name]: tensor for name, tensor in weights.items()}
+        model_names = _as_in_model(weights, base)
+        weights = {model_names[name]: tensor for name, tensor in weights.items()}
         result = set_peft_model_state_dict(wrapped, weights)
     learned = get_peft_model_state_dict(wrapped, save_embedding_layers=False).values()
     # Tensors that modules share have several names, of which a file has one.
@@ -317,9 +317,9 @@ def load_paired(wrapped: Any, adapter: Path) -> None:
     }
     missing = [name for name in result.missing_keys if tensors[name].data_ptr() in lacking]
     unused = result.unexpected_keys
-    texts = [f"lacks {counted(len(missing), 'tensor')}, such as {missing[0]}"] if missing else []
+    texts = [f"lacks {pluralize(len(missing), 'tensor')}, such as {missing[0]}"] if missing else []
     if unused:
-        texts += [f"has {counted(len(unused), 'tensor')} of no module, such as {unused[0]}"]
+        texts += [f"has {pluralize(len(unused), 'tensor')} of no module, such as {unused[0]}"]
     if texts:  # PEFT inserts the name of the adapter, `default`
         raise CalibrationError(
             f"{adapter / WEIGHTS} {' and '.join(texts).replace('.default', '')}. Check its base, "

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pickle import UnpicklingError
 
 from fusion_bench_featcal.errors.block import causes, first_line
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.experts import ExpertSource
 
 _STUB = (0,)
@@ -35,7 +35,7 @@ def stubs_text(weights: ExpertSource) -> str:
     if not stubs:
         return ""
     return (
-        f"{counted(len(stubs), 'tensor')} of its files have no values, such as {stubs[0]}: "
+        f"{pluralize(len(stubs), 'tensor')} of its files have no values, such as {stubs[0]}: "
         "DeepSpeed ZeRO-3 has saved stubs. Collect the weights by zero_to_fp32.py, which is in the "
         "folder of the checkpoint"
     )
@@ -53,7 +53,7 @@ def wrapper_text(weights: ExpertSource) -> str:
     for added in _INSIDE:
         if inside := sorted(name for name in names if f".{added}" in name):
             return (
-                f"{counted(len(inside), 'name')} of its tensors, such as {inside[0]}, have "
+                f"{pluralize(len(inside), 'name')} of its tensors, such as {inside[0]}, have "
                 f"{added!r}, which {_WRAPPERS[added]} added. Save the model without it by "
                 f"save_pretrained, or {_strip(f'n.replace({added!r}, {str()!r})')}"
             )
@@ -67,7 +67,7 @@ def unpaired_text(missing: Collection[str], unused: Collection[str]) -> str:
         missing: Names of the model's tensors that its files lack. There is one.
         unused: Names in the files that the model lacks.
     """
-    text = f"lacks {counted(len(missing), 'tensor')}, such as {min(missing)}"
+    text = f"lacks {pluralize(len(missing), 'tensor')}, such as {min(missing)}"
     prefixes = Counter(
         name[: -len(end)] for name in unused for end in _ends(name) if end in missing
     )

@@ -22,7 +22,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import causes, first_line
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
-from fusion_bench_featcal.errors.plurals import bytes_text, counted
+from fusion_bench_featcal.errors.plurals import bytes_text, pluralize
 from fusion_bench_featcal.files import free_space
 
 log = logging.getLogger(__name__)
@@ -254,8 +254,8 @@ def patiently(call: Callable[[], T]) -> T:
 def _announce(models: Sequence[HubModel]) -> None:
     """Print the number and bytes of all files to download, and refuse them if the disk is full."""
     sizes = [size for model in models for size in model.missing.values()]
-    names = models[0].location if len(models) == 1 else counted(len(models), "model")
-    text = f"{names}: {counted(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
+    names = models[0].location if len(models) == 1 else pluralize(len(models), "model")
+    text = f"{names}: {pluralize(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
     if sum(sizes) > free_space(Path(constants.HF_HUB_CACHE)):
         raise CalibrationError(f"{text}: {_no_room()}")
     print(f"downloading {text}, to {constants.HF_HUB_CACHE}", file=sys.stderr)

@@ -45,27 +45,27 @@ class MergedOnRead(SourceView):
 
     def tensor(self, name: str) -> Tensor:
         """Return one merged tensor."""
-        of_model = self._names.get(name)
-        if of_model is None or not self._like.dtype(of_model).is_floating_point:
+        model_name = self._names.get(name)
+        if model_name is None or not self._like.dtype(model_name).is_floating_point:
             return super().tensor(name)
-        merged = torch.empty(self.shape(name), dtype=self._like.dtype(of_model))
+        merged = torch.empty(self.shape(name), dtype=self._like.dtype(model_name))
         rows = merged.reshape(-1) if merged.ndim == 0 else merged
         step = max(1, ENTRIES // max(1, math.prod(rows.shape[1:])))
         for start in range(0, len(rows), step):
-            self._merge(of_model, start, rows[start : start + step])
+            self._merge(model_name, start, rows[start : start + step])
         if not all_finite(merged):
             for model in (self._base, *self._experts):
-                model.stored(of_model)  # raises if this model has the NaN or infinity
+                model.stored(model_name)  # raises if this model has the NaN or infinity
         return merged
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of one merged tensor, and read only these."""
-        of_model, shape = self._names.get(name), self.shape(name)
-        if of_model is None or not shape or not self._like.dtype(of_model).is_floating_point:
+        model_name, shape = self._names.get(name), self.shape(name)
+        if model_name is None or not shape or not self._like.dtype(model_name).is_floating_point:
             return super().rows(name, start, stop)
         rows = range(shape[0])[start:stop]
-        merged = torch.empty((len(rows), *shape[1:]), dtype=self._like.dtype(of_model))
-        self._merge(of_model, start, merged)
+        merged = torch.empty((len(rows), *shape[1:]), dtype=self._like.dtype(model_name))
+        self._merge(model_name, start, merged)
         return merged
 
     def _merge(self, name: str, start: int, out: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.errors.place import at, message_of
+from fusion_bench_featcal.errors.place import error_context, message_of
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert
 from fusion_bench_featcal.experts.conversion import converted
 from fusion_bench_featcal.experts.empty import without_weights
@@ -148,7 +148,7 @@ class ModelFiles:
     @property
     def _place(self) -> AbstractContextManager[None]:
         """Context that adds the label to errors of reading the files."""
-        return at(self.label, cause=message_of(NotADirectoryError, PermissionError))
+        return error_context(self.label, cause=message_of(NotADirectoryError, PermissionError))
 
     def _error(self, text: str) -> CalibrationError:
         error = CalibrationError(text)

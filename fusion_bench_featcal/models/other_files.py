@@ -27,7 +27,7 @@ def copy_other_files(
     *,
     skipped_folders: Collection[str] | None = None,
     has_code: bool = False,
-    of_processor: bool | None = None,
+    for_processor: bool | None = None,
 ) -> None:
     """Copy the small files of a model's folder that another folder lacks (see `small_files`).
 
@@ -36,7 +36,7 @@ def copy_other_files(
         target: The folder of the saved model. Files there are never replaced.
         skipped_folders: If there are any, subfolders are copied too, but for these.
         has_code: Whether code is copied.
-        of_processor: Whether only files of tokenizers and image processors are copied, or all but
+        for_processor: Whether only files of tokenizers and image processors are copied, or all but
             these. None: all.
 
     Raises:
@@ -45,7 +45,7 @@ def copy_other_files(
     for file in small_files(source, skipped_folders):
         name = file.relative_to(source)
         is_unused = file.suffix in _CODE and not has_code
-        is_unused |= of_processor not in (None, any(map(file.match, _PROCESSORS)))
+        is_unused |= for_processor not in (None, any(map(file.match, _PROCESSORS)))
         if not is_unused and not (target / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target / name)

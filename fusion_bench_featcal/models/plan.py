@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.masking import masked
-from fusion_bench_featcal.errors.plurals import bytes_text, counted
+from fusion_bench_featcal.errors.plurals import bytes_text, pluralize
 from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.models.hub import hub_error, hub_models, patiently
@@ -164,7 +164,7 @@ def show_plan(plan: Plan) -> None:
         table.add_row(label, "unknown" if size is None else bytes_text(size))
     for row, times in plan.rows.items():
         strengths = (f"{name}={value:g}" for name, value in plan.strengths.get(row, {}).items())
-        amount = "once" if times == 1 else counted(times, "time")
+        amount = "once" if times == 1 else pluralize(times, "time")
         table.add_row(", ".join([f"row {row}", *strengths]), amount)
     if plan.jobs > 1:
         table.add_row("jobs of the sweep (sizes and settings: the first job's)", str(plan.jobs))

@@ -24,7 +24,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"
 _IMAGE_CONFIGS = ("preprocessor_config.json", "processor_config.json")
 _CONFIGS = ("tokenizer_config.json", *_IMAGE_CONFIGS)
 _NAMES = {"Tokenizer": "tokenizer", "FeatureExtractor": "feature extractor"}
-_OF_TRANSFORMERS = ProcessorMixin | BaseImageProcessor | SequenceFeatureExtractor
+_TRANSFORMERS_TYPES = ProcessorMixin | BaseImageProcessor | SequenceFeatureExtractor
 _BY_FLAG = {
     "do_resize": ("size", "resample", "size_divisor", "crop_pct"),
     "do_center_crop": ("crop_size",),
@@ -118,7 +118,7 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
     Raises:
         CalibrationError: If a setting differs, naming expert, setting and values.
     """
-    if not isinstance(processor, _OF_TRANSFORMERS):  # a function of the user's
+    if not isinstance(processor, _TRANSFORMERS_TYPES):  # a function of the user's
         return
     is_of_sounds = isinstance(processor, SequenceFeatureExtractor)
     kind = AutoFeatureExtractor if is_of_sounds else AutoImageProcessor

@@ -149,11 +149,13 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
     if mixtures:  # the default one needs bfloat16 here, and its products are not counted
         model.set_experts_implementation("batched_mm")
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
-    of_blocks = (model.get_submodule(block).parameters() for block in modules)
+    block_parameters = (model.get_submodule(block).parameters() for block in modules)
     sizes = {  # before the tensors are replaced, which unties them
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": sum(t.nbytes for t in tensors),
-        "block_bytes": max(sum(p.nbytes for p in of_block) for of_block in of_blocks),
+        "block_bytes": max(
+            sum(p.nbytes for p in block_modules) for block_modules in block_parameters
+        ),
     }
     counter = FlopCounterMode(display=False)
     try:
@@ -169,12 +171,12 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
     counts, groups = counter.get_flop_counts(), dict[str, list[GroupShape]]()
     passes = {n: sum(counts[f"{type(model).__name__}.{n}"].values()) for n in modules}
     features, routed = 0, dict[str, list[GroupShape]]()
-    for block, of_block in modules.items():
-        all_groups = find_groups(model, block, of_block.sites, recorded, lambda _: None)
+    for block, block_modules in modules.items():
+        all_groups = find_groups(model, block, block_modules.sites, recorded, lambda _: None)
         linear = [group for group in all_groups if group.kind == "linear"]
         groups[block] = [_shape(group, recorded.inputs[group.name]) for group in linear]
         features = max([features, *(recorded.inputs[group.name].nbytes for group in linear[:1])])
-        for mixture in of_block.mixtures:
+        for mixture in block_modules.mixtures:
             rows = recorded.arguments[mixture.name][1].numel()
             routed.setdefault(block, []).extend(_routed(model, mixture, rows))
     return Shapes(

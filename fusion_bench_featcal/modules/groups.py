@@ -12,7 +12,7 @@ from torch.nn.functional import group_norm, layer_norm
 
 from fusion_bench_featcal.core.linear import Linear, at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.families.base import stop_forward, stoppable
 from fusion_bench_featcal.modules.sites import Site, exclusion
 
@@ -123,7 +123,7 @@ class Group:
     def place(self, block: str, task: str) -> AbstractContextManager[None]:
         """Return a context that adds the first module to errors, and how to exclude it."""
         remedy = f"Exclude it: {exclusion([self.name], block)}"
-        return at(task=task, block=block, module=self.label, remedy=remedy)
+        return error_context(task=task, block=block, module=self.label, remedy=remedy)
 
     @property
     def convolves(self) -> bool:
@@ -220,7 +220,7 @@ def find_groups(
         first = inputs.setdefault((id(x), alone), name)
         key = first, rows_of(name), site.has_bias, site.patches
         members.setdefault(key, []).append(site)
-    return [_group_of(model, tuple(of_key), key[0]) for key, of_key in members.items()]
+    return [_group_of(model, tuple(call_sites), key[0]) for key, call_sites in members.items()]
 
 
 def _group_of(model: nn.Module, sites: tuple[Site, ...], first: str) -> Group:

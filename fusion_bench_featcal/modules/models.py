@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import all_finite, finiteness, read_back
 from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts import names_under, put_tensor
+from fusion_bench_featcal.experts import names_under, set_module_tensor
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families.lists import head_of, text_tower
 from fusion_bench_featcal.modules.block_modules import BlockModules
@@ -138,7 +138,7 @@ def load_updates(model: nn.Module, block: str, updates: Mapping[str, Tensor], ad
     new = {name: value.to(tensors[name]) for name, value in updates.items()}
     refuse_overflow(block, new, advice)
     for name, value in new.items():
-        put_tensor(model, name, value)
+        set_module_tensor(model, name, value)
 
 
 def refuse_overflow(block: str, new: Mapping[str, Tensor], advice: str) -> None:
@@ -174,8 +174,8 @@ def in_float32(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
     tensors = {name: t for named in every for name, t in named(remove_duplicate=False)}
     with ExitStack() as stack:
         for name, tensor in tensors.items():
-            put_tensor(module, name, widened(tensor))
-            stack.callback(put_tensor, module, name, tensor)
+            set_module_tensor(module, name, widened(tensor))
+            stack.callback(set_module_tensor, module, name, tensor)
         yield widened
 
 

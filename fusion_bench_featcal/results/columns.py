@@ -14,20 +14,20 @@ COST = "cost."
 DIMENSIONS = ("suite", "merger", "row", "task", "block", "seed", "metric")
 """Columns of the long table in addition to `VALUE`. One that does not apply is empty."""
 VALUE = "value"
-OF_ROWS = (
+ROW_COLUMNS = (
     "suite", "merger", "row", "gain", "half", "share", "worst_task", "worst_share", "worst_value",
     "seeds", "samples",
 )  # fmt: skip
 """Columns of the table of rows, in addition to settings that differ, values and costs."""
-_TAKEN = {*DIMENSIONS, VALUE, *OF_ROWS}
+_TAKEN = {*DIMENSIONS, VALUE, *ROW_COLUMNS}
 
 
-def of_value(metric: str, task: str) -> str:
+def value_column(metric: str, task: str) -> str:
     """Return the column of a metric of a task."""
     return f"{metric}.{task}"
 
 
-def of_setting(key: str, metrics: Iterable[str] = ()) -> str:
+def setting_column(key: str, metrics: Iterable[str] = ()) -> str:
     """Return the column of a setting that differs between rows."""
-    starts = ("setting.", COST, *(of_value(metric, "") for metric in metrics))
+    starts = ("setting.", COST, *(value_column(metric, "") for metric in metrics))
     return f"setting.{key}" if key in _TAKEN or key.startswith(starts) else key

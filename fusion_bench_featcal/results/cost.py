@@ -40,8 +40,8 @@ class Cost:
 
     def as_dict(self) -> dict[str, float]:
         """Return what was measured, for `Row.cost`."""
-        of_all = {key: value for key, value in vars(self).items() if key != "more"} | self.more
-        return {key: value for key, value in of_all.items() if value is not None}
+        measured = {key: value for key, value in vars(self).items() if key != "more"} | self.more
+        return {key: value for key, value in measured.items() if value is not None}
 
 
 @contextmanager

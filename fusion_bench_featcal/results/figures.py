@@ -136,8 +136,8 @@ def _along(frame: Frame, key: str) -> Panels:
         for line in (line for line in lines if line.first.merger in ("", merger)):
             # A row without the setting has the same value everywhere.
             xs = [line.first.labels[key]] if key in line.first.labels else sorted(labels)
-            of_row = panels.setdefault(merger, {}).setdefault(name_of(line), {})
-            of_row |= dict.fromkeys(xs, estimate_of(line))
+            row_panel = panels.setdefault(merger, {}).setdefault(name_of(line), {})
+            row_panel |= dict.fromkeys(xs, estimate_of(line))
     return {m: {n: dict(sorted(v.items())) for n, v in rows.items()} for m, rows in panels.items()}
 
 

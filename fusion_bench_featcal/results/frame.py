@@ -10,9 +10,9 @@ import numpy as np
 
 from fusion_bench_featcal.errors import ReportError
 
-from .columns import AVERAGE, COST, OF_ROWS, of_setting, of_value
+from .columns import AVERAGE, COST, ROW_COLUMNS, setting_column, value_column
 from .joining import SAMPLES, Results, as_key, label
-from .run import ACCURACY, BASE, EXPERTS, OF_TESTS, TASK_ID, Row, grouped, with_average
+from .run import ACCURACY, BASE, EXPERTS, TASK_ID, TEST_CONDITIONS, Row, grouped, with_average
 from .statistics import BySeed, Difference, common_seeds, difference, halves
 
 LEAST_GAP = 0.01
@@ -105,7 +105,7 @@ class FrameLine:
             for row in self.rows
         }
 
-    def of_seeds(self, seeds: Sequence[object]) -> "FrameLine":
+    def with_seeds(self, seeds: Sequence[object]) -> "FrameLine":
         """Return the line with the rows of some seeds. A row without randomness has all."""
         return replace(self, rows=[row for row in self.rows if row.seed in (None, *seeds)])
 
@@ -116,28 +116,28 @@ class FrameLine:
         where the merger's name stands before a setting that both methods have.
         """
         row, merger = other.first, self.first.merger
-        of_other: dict[str, Any] = {
+        other_columns: dict[str, Any] = {
             key: label(value)
             for key, value in row.point.items()
             if key.partition(".")[0] not in row.settings
         } | row.labels
-        of_self = {key: label(v) for key, v in self.first.point.items()} | self.first.labels
+        own_columns = {key: label(v) for key, v in self.first.point.items()} | self.first.labels
         return all(
-            of_other.get(f"{merger}.{key}", of_other.get(key, value)) == value
-            for key, value in of_self.items()
+            other_columns.get(f"{merger}.{key}", other_columns.get(key, value)) == value
+            for key, value in own_columns.items()
             if key != SAMPLES
         )
 
     def record(self) -> dict[str, Any]:
         """Return the line by the names of its columns."""
         row, gain, worst = self.first, self.gain, self.worst
-        values = {of_value(self.metric, task): value for task, value in self.values.items()}
-        of_gain = {"gain": gain.value, "half": gain.half} if gain else {}
-        of_worst = dict(zip(OF_ROWS[6:9], worst, strict=True)) if worst else {}
+        values = {value_column(self.metric, task): value for task, value in self.values.items()}
+        gain_columns = {"gain": gain.value, "half": gain.half} if gain else {}
+        worst_columns = dict(zip(ROW_COLUMNS[6:9], worst, strict=True)) if worst else {}
         return {
             "suite": row.suite, "merger": row.merger, "row": row.name,
-            **{of_setting(key, [self.metric]): value for key, value in row.labels.items()},
-            **of_gain, "share": self.share, **of_worst,
+            **{setting_column(key, [self.metric]): value for key, value in row.labels.items()},
+            **gain_columns, "share": self.share, **worst_columns,
             "seeds": len(self.rows), "samples": self.samples,
             **{f"{COST}{what}": value for what, value in self.cost.items()}, **values,
         }  # fmt: skip
@@ -185,11 +185,11 @@ class Frame:
     @property
     def columns(self) -> list[str]:
         """Names of the columns of `records`: what is compared stands before tasks."""
-        labels = [of_setting(key, [self.metric]) for key in self.labels]
-        position, of_rows = OF_ROWS[:3], OF_ROWS[3:]
+        labels = [setting_column(key, [self.metric]) for key in self.labels]
+        position, row_columns = ROW_COLUMNS[:3], ROW_COLUMNS[3:]
         costs = dict.fromkeys(f"{COST}{what}" for line in self.lines for what in line.cost)
-        average, *tasks = (of_value(self.metric, task) for task in (AVERAGE, *self.tasks))
-        return [*position, *labels, average, *of_rows, *costs, *tasks]
+        average, *tasks = (value_column(self.metric, task) for task in (AVERAGE, *self.tasks))
+        return [*position, *labels, average, *row_columns, *costs, *tasks]
 
     def records(self) -> list[dict[str, Any]]:
         """Return every line by the names of its columns."""
@@ -231,7 +231,7 @@ def summary(results: Results, metric: str | None = None) -> Any:
 
     frame = frame_of(results, metric)
     table = DataFrame(frame.records(), columns=frame.columns, dtype=object)
-    labels = [of_setting(key, [frame.metric]) for key in frame.labels]
+    labels = [setting_column(key, [frame.metric]) for key in frame.labels]
     numbers = [head for head in frame.columns if head not in labels]  # 8 samples stay an integer
     table[numbers] = table[numbers].infer_objects()
     return table
@@ -277,7 +277,7 @@ def partner(line: FrameLine, lines: Iterable[FrameLine], name: str) -> FrameLine
 def share_tests(line: FrameLine, other: FrameLine) -> bool:
     """Return whether two lines are of the same tests, as far as their conditions say."""
     one, two = line.first.point, other.first.point
-    return all(one[key] == two[key] for key in OF_TESTS if key in one and key in two)
+    return all(one[key] == two[key] for key in TEST_CONDITIONS if key in one and key in two)
 
 
 def paired(line: FrameLine, other: FrameLine) -> tuple[BySeed, BySeed]:
@@ -297,10 +297,12 @@ def _compared(line: FrameLine, lines: Sequence[FrameLine], sign: int) -> FrameLi
         return line
     seeds = common_seeds(*pair)
     experts = partner(line, lines, EXPERTS)
-    after, before = line.of_seeds(seeds).values, merged.of_seeds(seeds).values
-    of_experts = experts.values if experts else {}
+    after, before = line.with_seeds(seeds).values, merged.with_seeds(seeds).values
+    expert_values = experts.values if experts else {}
     gains = {task: sign * (after[task] - before[task]) for task in after if task in before}
-    gaps = {task: sign * (of_experts[task] - before[task]) for task in gains if task in of_experts}
+    gaps = {
+        task: sign * (expert_values[task] - before[task]) for task in gains if task in expert_values
+    }
     share, worst = _shares(gains, gaps, LEAST_GAP if sign > 0 else 0.0)
     least = Worst(*worst, after[worst[0]])
     del gains[AVERAGE]
@@ -317,7 +319,7 @@ def _shares(
     """
     least = least_gap * (1 - 1e-9)
     shares = {task: gains[task] / gap for task, gap in gaps.items() if gap > least}
-    of_average = shares.pop(AVERAGE, None)
-    of_tasks = shares or {task: gain for task, gain in gains.items() if task != AVERAGE}
-    worst = min(of_tasks, key=of_tasks.__getitem__)
-    return of_average, (worst, shares.get(worst))
+    average = shares.pop(AVERAGE, None)
+    task_values = shares or {task: gain for task, gain in gains.items() if task != AVERAGE}
+    worst = min(task_values, key=task_values.__getitem__)
+    return average, (worst, shares.get(worst))

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN
 from fusion_bench_featcal.settings.rules import STRENGTHS
 
-from .columns import DIMENSIONS, VALUE, of_setting
+from .columns import DIMENSIONS, VALUE, setting_column
 from .cost import PACKAGES
 from .notes import NOTE, Note
-from .run import INPUTS, OF_TESTS, Line, Row, Run, grouped, label_texts
+from .run import INPUTS, TEST_CONDITIONS, Line, Row, Run, grouped, label_texts
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Results:
         """Return all numbers as lines, with a column for each label."""
         lines = [line for row in self.rows for line in row.lines()]
         lines += [line for run in self.runs.values() for line in run.more_lines()]
-        empty = dict.fromkeys([*map(of_setting, self.labels), *DIMENSIONS, VALUE], "")
+        empty = dict.fromkeys([*map(setting_column, self.labels), *DIMENSIONS, VALUE], "")
         return [{key: line.get(key, "") for key in empty} for line in lines]
 
     def frame(self) -> Any:
@@ -79,8 +79,8 @@ def join(runs: Mapping[Path, Run]) -> Results:
     # hub models and data of which the runs used several commits
     commits = [name for name in _several(runs.values()) if name not in ("python", *PACKAGES)]
     for folder, run in runs.items():
-        of_run = {f"commit of {name}": run.versions.get(name) for name in commits}
-        for row in (replace(row, point=_point(row, of_run)) for row in run.rows):
+        run_versions = {f"commit of {name}": run.versions.get(name) for name in commits}
+        for row in (replace(row, point=_point(row, run_versions)) for row in run.rows):
             key = as_key([row.suite, row.merger, row.name, row.seed, row.point])
             keys.setdefault(folder, []).append(key)
             before = rows.pop(key, None)
@@ -92,7 +92,7 @@ def join(runs: Mapping[Path, Run]) -> Results:
         log.warning(
             "%s left out: newer rows with the same settings and seeds differ in versions or code: "
             "%s. Report such folders one by one",
-            counted(len(older), "row"), ", ".join(dict.fromkeys(older)),
+            pluralize(len(older), "row"), ", ".join(dict.fromkeys(older)),
         )  # fmt: skip
     joined = list(rows.values())
     _label(joined)
@@ -114,14 +114,14 @@ def _several(runs: Iterable[Run]) -> dict[str, list[str]]:
     return {name: sorted(several) for name, several in numbers.items() if len(several) > 1}
 
 
-def _point(row: Row, of_run: dict[str, Any]) -> dict[str, object]:
+def _point(row: Row, run_versions: dict[str, Any]) -> dict[str, object]:
     """Return the values that make a row another one: settings, conditions, samples, commits."""
     conditions = {f"run.{k}" if k in row.settings else k: v for k, v in row.conditions.items()}
     # Rows of FeatCal+ have all settings, also those of the paper's rule, which say nothing there.
     unused = {*SETTINGS_OF_THE_RUN, *(STRENGTHS if row.settings.get("rule") == "plus" else ())}
     settings = {k: v for k, v in row.settings.items() if k not in unused}
     used = sorted([task, *entry.values()] for task, entry in row.samples.items())
-    return dict(_flat(conditions | settings | of_run | ({SAMPLES: used} if used else {})))
+    return dict(_flat(conditions | settings | run_versions | ({SAMPLES: used} if used else {})))
 
 
 def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -147,14 +147,14 @@ def _label(rows: Sequence[Row]) -> None:
     a column of its own.
     """
     by_name = grouped(rows, lambda row: (row.suite, row.merger, row.name)).values()
-    for of_name in by_name:
-        for key in _seed_keys(of_name):
-            for row in of_name:
+    for named_rows in by_name:
+        for key in _seed_keys(named_rows):
+            for row in named_rows:
                 row.point.pop(key, None)
-    differing = dict.fromkeys(key for of_name in by_name for key in _differing(of_name))
-    for of_name in by_name:
-        shared = [key for key in differing if any(key in row.point for row in of_name)]
-        for row in of_name:
+    differing = dict.fromkeys(key for named_rows in by_name for key in _differing(named_rows))
+    for named_rows in by_name:
+        shared = [key for key in differing if any(key in row.point for row in named_rows)]
+        for row in named_rows:
             row.labels = {k: label(row.point[k]) if k in row.point else UNSET for k in shared}
 
 
@@ -170,13 +170,13 @@ def _differing(rows: Sequence[Row]) -> Iterator[str]:
     Digests of inputs, and used samples, only if they divide rows that the others do not: other
     tasks and numbers of samples bring them along.
     """
-    of_keys = {
+    key_values = {
         key: [as_key(row.point[key]) if key in row.point else "" for row in rows]
         for key in dict.fromkeys(key for row in rows for key in row.point)
     }
-    derived = {key: of_keys.pop(key) for key in (INPUTS, SAMPLES) if key in of_keys}
-    yield from (key for key, column in of_keys.items() if len({*column}) > 1)
-    dividing: list[Sequence[str]] = [[""] * len(rows), *of_keys.values()]
+    derived = {key: key_values.pop(key) for key in (INPUTS, SAMPLES) if key in key_values}
+    yield from (key for key, column in key_values.items() if len({*column}) > 1)
+    dividing: list[Sequence[str]] = [[""] * len(rows), *key_values.values()]
     for key, column in derived.items():
         if len({*zip(*dividing, column, strict=True)}) > len({*zip(*dividing, strict=True)}):
             yield key
@@ -217,7 +217,7 @@ def _without_copies(rows: Sequence[Row]) -> list[Row]:
 def _check_tests(rows: Iterable[Row]) -> None:
     first: dict[str, Row] = {}
     for row in (row for row in rows if row.tasks):
-        tests = {key: row.point.get(key) for key in OF_TESTS if key != "precision"}
+        tests = {key: row.point.get(key) for key in TEST_CONDITIONS if key != "precision"}
         other = first.setdefault(as_key([row.suite, tests]), row)
         one, two = ({task: len((r.correct or {}).get(task, ())) for task in r.tasks}
                     for r in (other, row))  # fmt: skip

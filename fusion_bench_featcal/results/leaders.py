@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 
 from .columns import AVERAGE
 from .frame import Frame, FrameLine, paired, share_tests
@@ -97,7 +97,7 @@ class _Lead(NamedTuple):
         else:
             text = f"{name}, {points} {'over' if gain.value > 0 else 'from'} {other}"
             needed = ", which needs a third" * (gain.seeds == 2)
-            lacks = f" ({counted(gain.seeds, 'seed')}, no interval{needed})"
+            lacks = f" ({pluralize(gain.seeds, 'seed')}, no interval{needed})"
             text += lacks * (gain.half is None) + ","
         return f"{text} {self._worse(self.line, self.other)}"
 

@@ -31,8 +31,8 @@ LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
 )  # fmt: skip
 SCHEMA = 3
 """Number of this layout of files. Earlier ones are refused."""
-_OF_ROWS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
-_OF_RUNS = ("suite", "merger", "versions", "device")
+_ROW_COLUMNS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
+_RUN_COLUMNS = ("suite", "merger", "versions", "device")
 _LISTS: dict[str, type] = {"rows": Row, "notes": Note}
 _NAMES = {*DIMENSIONS} - {"seed"}
 """Columns of texts, which are no numbers even if they look so."""
@@ -51,8 +51,10 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
     Raises:
         ReportError: If a value has no JSON form, or a file cannot be written.
     """
-    content = {key: getattr(run, key) for key in _OF_RUNS}
-    content["rows"] = [{key: getattr(row, key) for key in (*_OF_ROWS, "facts")} for row in run.rows]
+    content = {key: getattr(run, key) for key in _RUN_COLUMNS}
+    content["rows"] = [
+        {key: getattr(row, key) for key in (*_ROW_COLUMNS, "facts")} for row in run.rows
+    ]
     content["notes"] = [asdict(note) for note in run.notes]
     texts = {
         LINES_FILE: csv_text(run.all_lines()),
@@ -90,7 +92,7 @@ def read_run(folder: str | Path) -> Run:
             text = f"has schema {schema!r}, and this version reads {SCHEMA}: run again"
             raise ReportError(f"{file} {text}")
         rows, notes = ([kind(**values) for values in content[key]] for key, kind in _LISTS.items())
-        run = Run(rows=rows, notes=notes, **{key: content[key] for key in _OF_RUNS})
+        run = Run(rows=rows, notes=notes, **{key: content[key] for key in _RUN_COLUMNS})
         file = folder / LINES_FILE
         _fill(run, read_lines_csv(file))
         file = folder / ITEMS_FILE

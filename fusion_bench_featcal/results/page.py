@@ -49,7 +49,7 @@ def page_text(frame: Frame, results: Results, folder: Path) -> str:
     environment.filters["svg"] = svg
     template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
     facts = ((run.device | run.versions).items() for run in results.runs.values())
-    machines = (", ".join(f"{key} {value}" for key, value in of_run) for of_run in facts)
+    machines = (", ".join(f"{key} {value}" for key, value in run_facts) for run_facts in facts)
     text = environment.from_string(template).render(
         title=", ".join(dict.fromkeys(run.suite for run in results.runs.values())),
         tables=[_with_mergers(table) for table in tables_of(frame)],

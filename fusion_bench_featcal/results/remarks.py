@@ -59,10 +59,10 @@ def calibration_facts(
         records: Its log.
         samples: Task -> {"samples", "split"}.
     """
-    values, numbers = settings.completed.as_dict(), facts_of_log(records)
-    notes = [*doubted_samples(row, records), *largest_update(row, records)]
+    values, numbers = settings.with_rule_defaults.as_dict(), facts_of_log(records)
+    notes = [*notes_on_exchanged_samples(row, records), *largest_update(row, records)]
     if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
-        notes.insert(0, Note(NOTE, f"solved by the rule {settings.made_rule!r}", row))
+        notes.insert(0, Note(NOTE, f"solved by the rule {settings.rule_object!r}", row))
     as_merged = AsMerged.in_records(records)
     if as_merged.modules:
         notes.append(Note(NOTE, as_merged.text, row))
@@ -123,9 +123,14 @@ def share_lines(name: str, records: Sequence[Mapping[str, object]]) -> list[Line
     """
     modules = _with_rows(records)
     return [
-        {"row": name, "block": block, "metric": metric, "value": median(r[key] for r in of_block)}
+        {
+            "row": name,
+            "block": block,
+            "metric": metric,
+            "value": median(r[key] for r in block_records),
+        }
         for block, group in groupby(modules, lambda record: record["block"])
-        for of_block in [list(group)]
+        for block_records in [list(group)]
         for metric, key in ((ROWS_SHARE, "f"), (ROWS_ERROR, "e"))
     ]
 
@@ -162,7 +167,7 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
     return [Note(WARNING, text, name)]
 
 
-def doubted_samples(name: str, records: Sequence[Mapping[str, object]]) -> list[Note]:
+def notes_on_exchanged_samples(name: str, records: Sequence[Mapping[str, object]]) -> list[Note]:
     """Return notes on tasks whose samples were exchanged, from the calibration log of a row."""
     doubts = exchanged_samples(records).items()
     return [Note(WARNING, f"{task}: {doubt}", name, task) for task, doubt in doubts]

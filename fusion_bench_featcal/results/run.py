@@ -13,7 +13,7 @@ from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.files.json_files import plain
 from fusion_bench_featcal.run.log import AsMerged
 
-from .columns import AVERAGE, COST, DIMENSIONS, VALUE, of_setting
+from .columns import AVERAGE, COST, DIMENSIONS, VALUE, setting_column
 from .notes import WARNING, Note
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ TASK_ID = "task_id_at_inference"
 """Cost of methods that need the task of each input."""
 INPUTS = "inputs"
 """Condition of rows: digest of the models and data of their run."""
-OF_TESTS = ("precision", "tasks", INPUTS)
+TEST_CONDITIONS = ("precision", "tasks", INPUTS)
 """Conditions of evaluation. Rows that differ in them are never compared."""
 Line = dict[str, Any]
 """Dimension -> name, and `value` -> number."""
@@ -116,13 +116,13 @@ class Row:
         seed = "" if self.seed is None else self.seed
         position = dict.fromkeys(DIMENSIONS, "")
         position |= {"suite": self.suite, "merger": self.merger, "row": self.name, "seed": seed}
-        of_all = {m: v if set(v) < set(self.tasks) else with_average(v)
+        averaged = {m: v if set(v) < set(self.tasks) else with_average(v)
                   for m, v in self.scores.items()}  # fmt: skip
-        of_all |= {f"{COST}{what}": {"": value} for what, value in self.cost.items()}
-        labels = {of_setting(key): value for key, value in self.labels.items()}
+        averaged |= {f"{COST}{what}": {"": value} for what, value in self.cost.items()}
+        labels = {setting_column(key): value for key, value in self.labels.items()}
         return [
             {**labels, **position, "task": task, "metric": metric, VALUE: value}
-            for metric, values in of_all.items()
+            for metric, values in averaged.items()
             for task, value in values.items()
         ]
 
@@ -262,8 +262,8 @@ class Run:
 
     def more_lines(self) -> list[Line]:
         """Return `lines` with all dimensions."""
-        of_run = dict.fromkeys(DIMENSIONS, "") | {"suite": self.suite, "merger": self.merger}
-        return [of_run | line for line in self.lines]
+        run_columns = dict.fromkeys(DIMENSIONS, "") | {"suite": self.suite, "merger": self.merger}
+        return [run_columns | line for line in self.lines]
 
     def title(self, row: Row) -> str:
         """Return a row's name, as `merger/row` in a run with several mergers."""
@@ -304,13 +304,16 @@ def calibration_log(row: str) -> str:
 
 
 def conditions_of(
-    merger: str, of_merger: Mapping[str, object], settings: Mapping[str, object]
+    merger: str, merger_settings: Mapping[str, object], settings: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the upstream merger's settings as conditions of a row made from its model.
 
     Keys that the row's settings have too get the merger's name.
     """
-    return {f"{merger}.{key}" if key in settings else key: of_merger[key] for key in of_merger}
+    return {
+        f"{merger}.{key}" if key in settings else key: merger_settings[key]
+        for key in merger_settings
+    }
 
 
 def training_lines(row: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> list[Line]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 
 from .frame import LEAST_GAP, Frame, FrameLine
 from .leaders import leaders
@@ -30,10 +30,10 @@ def verdicts(frame: Frame, notes: Iterable[Note]) -> list[str]:
 
     Without verdicts of runs, a single repair of a suite is compared with its merged model.
     """
-    of_runs = [note for note in notes if note.is_conclusion]
+    run_notes = [note for note in notes if note.is_conclusion]
     best = leaders(frame)
-    if of_runs:
-        return [*sentences_of(of_runs), *chain(*best.values())]
+    if run_notes:
+        return [*sentences_of(run_notes), *chain(*best.values())]
     texts = list[str]()
     for suite, part in frame.by_suite().items():
         compared = [line for line in part.lines if line.gain]
@@ -57,7 +57,7 @@ def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
         return f"{row.name} differs from {row.merger} by {' to '.join(texts)} {points}"
     value, _, gain, line = ordered[0]
     if gain.half is None:
-        kind = f"differs, without an interval ({counted(gain.seeds, 'seed')}), from"
+        kind = f"differs, without an interval ({pluralize(gain.seeds, 'seed')}), from"
     elif abs(value) <= gain.half:
         kind = "is within the interval of"
     else:
@@ -73,22 +73,24 @@ def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
 
 def legend(frame: Frame) -> list[str]:
     """Return a few lines on the meaning of the table."""
-    of_lines = frame.lines
-    samples = _rows_of_texts((line, line.samples) for line in of_lines)
-    steps = _rows_of_texts((line, str(line.first.settings.get("steps") or "")) for line in of_lines)
-    has_shares = any(line.share is not None for line in of_lines)
-    has_worst = any(line.worst for line in of_lines) and not has_shares
+    line_notes = frame.lines
+    samples = _rows_of_texts((line, line.samples) for line in line_notes)
+    steps = _rows_of_texts(
+        (line, str(line.first.settings.get("steps") or "")) for line in line_notes
+    )
+    has_shares = any(line.share is not None for line in line_notes)
+    has_worst = any(line.worst for line in line_notes) and not has_shares
     meanings = {
         "n: samples per task": "samples_per_task" in frame.labels,
         "inputs: digest of models and data": INPUTS in frame.labels,
         f"{DRIFT}: distance behind the last block from the expert's features, relative to them":
             frame.metric == DRIFT,
         "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)":
-            any(line.gain for line in of_lines),
+            any(line.gain for line in line_notes),
         "share: of the gap from merged to experts; worst task: least share, its value": has_shares,
         "worst task: least gain, its value": has_worst,
         "task id: inference needs the task of each input":
-            any(line.needs_task_id for line in of_lines),
+            any(line.needs_task_id for line in line_notes),
         f"samples per task: {samples}": samples and "samples_per_task" not in frame.labels,
         f"steps: {steps}": steps and "steps" not in frame.labels,
     }  # fmt: skip
@@ -106,8 +108,8 @@ def _rows_of_texts(texts: Iterable[tuple[FrameLine, str]]) -> str:
 def sentences(frame: Frame, notes: Iterable[Note]) -> list[str]:
     """Return the legend of a frame, the notes but for verdicts, and tasks that are made worse."""
     chosen = [note for note in notes if not note.is_conclusion]
-    of_frame = [*weak_experts(frame), *tasks_below_merged(frame)]
-    texts = [f"note: {text}" for text in sentences_of([*chosen, *of_frame])]
+    frame_notes = [*weak_experts(frame), *tasks_below_merged(frame)]
+    texts = [f"note: {text}" for text in sentences_of([*chosen, *frame_notes])]
     return [*means_text(frame), *legend(frame), *texts]
 
 

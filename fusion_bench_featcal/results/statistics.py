@@ -98,8 +98,8 @@ def _interval(
     half = NORMAL * math.sqrt(sum(variance for variance, _ in moments)) / len(values)
     p_seeds = 0.0
     if seeds >= LEAST_SEEDS:
-        of_seeds, p_seeds = student(np.mean([value.mean(axis=1) for value in values], axis=0))
-        half = math.hypot(half, of_seeds)
+        seed_interval, p_seeds = student(np.mean([value.mean(axis=1) for value in values], axis=0))
+        half = math.hypot(half, seed_interval)
     return half + abs(sum(shift for _, shift in moments)) / len(values), p_seeds
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import SINGLE_RIDGE, solve_dtype, solve_ridge
-from fusion_bench_featcal.errors.words import option, word
+from fusion_bench_featcal.errors.words import option, user_term
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.norms import NormSums
 from fusion_bench_featcal.rules.rule import EPS, GroupSums, Linear, Rule, Solved, check_number
@@ -65,7 +65,7 @@ class Paper(Rule):
         return (
             f"{option('ridge_lambda', f'{self.ridge_lambda:g}')} with bfloat16 features, whose "
             "rounding moves updates by 1 to 7 % at 1e-5, and by more with few samples. Raise it to "
-            f"{SINGLE_RIDGE:g} or more, or use float32: {word('float32')}"
+            f"{SINGLE_RIDGE:g} or more, or use float32: {user_term('float32')}"
         )
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:

@@ -62,7 +62,7 @@ class Plus(Rule):
     mix_alpha = 1.0
     augment = "auto"
     decoder_rows = "auto"
-    reads_closing_rows = True
+    counts_read_positions_only = True
     weighs_trust = True
 
     def __post_init__(self) -> None:
@@ -131,8 +131,8 @@ class PlusSums:
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
-        of_rows = [] if self._rows is None else self._rows.tensors()
-        return [*self._targets.tensors(), *self._held_out.tensors(), *of_rows]
+        row_tensors = [] if self._rows is None else self._rows.tensors()
+        return [*self._targets.tensors(), *self._held_out.tensors(), *row_tensors]
 
     def add(
         self, task: str, expert: Linear, rows: Moments, held_out: Moments | None = None

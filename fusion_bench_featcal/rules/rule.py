@@ -77,8 +77,8 @@ class Rule(ABC):
         mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10). With 0, the
             default, experts do not run and `rows` have no drift.
         holds_out: Whether the sums of one sample in four are separate.
-        reads_closing_rows: Whether the last block counts only positions that the model reads
-            afterwards.
+        counts_read_positions_only: Whether the last block counts only the positions that the
+            head reads.
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
         weighs_trust: Whether its `gammas` depend on trust in the samples, if there is a base.
@@ -92,7 +92,7 @@ class Rule(ABC):
 
     mix_alpha: float = 0.0
     holds_out: bool = False
-    reads_closing_rows: bool = False
+    counts_read_positions_only: bool = False
     calibrate_bias: bool = False
     calibrate_norm: bool = False
     weighs_trust: bool = False

@@ -61,11 +61,11 @@ class Targets:
         # By strips, because matrices of all outputs would be the largest of a run.
         outputs = max(_STRIP, _ENTRIES // len(gram))
         parts = in_parts(outputs, expert.weight, self.anchor.weight, sums.y, sums.cross)
-        for of_expert, of_anchor, sum_y, sum_cross in parts:
-            step = of_expert - of_anchor
+        for expert_weight, anchor_weight, sum_y, sum_cross in parts:
+            step = expert_weight - anchor_weight
             y = step @ rows.x
             if alpha:
-                y = y + alpha * (of_expert @ rows.y)
+                y = y + alpha * (expert_weight @ rows.y)
             sum_y.addcmul_(y, weight)
             sum_cross.addcmul_(multiply(step, gram, symmetric=not alpha), weight)
 

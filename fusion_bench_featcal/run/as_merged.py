@@ -103,8 +103,8 @@ def _ends(model: nn.Module, stages: Stages) -> Callable[[str, str], bool]:
     Modules of lists of blocks are not, nor those between towers, such as projectors. A tower is
     the largest module around a stage's blocks that has no other list.
     """
-    of_model = {module: name for name, module in model.named_modules()}
-    lists, towers = [of_model[module] for module in outermost_lists(model)], list[str]()
+    module_names = {module: name for name, module in model.named_modules()}
+    lists, towers = [module_names[module] for module in outermost_lists(model)], list[str]()
     for stage in stages:
         others = [name for name in lists if not any(_meet(name, block) for block in stage)]
         around = ["", *_prefixes(stage[0])]

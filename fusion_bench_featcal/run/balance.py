@@ -7,41 +7,43 @@ from statistics import fmean
 from typing import Any
 
 from fusion_bench_featcal.run.blocks import calibrate_blocks
-from fusion_bench_featcal.run.checkpoint import Trial
+from fusion_bench_featcal.run.checkpoint import NoCheckpoint
 from fusion_bench_featcal.run.log import CalibrationLog, distances
-from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.run.state import CalibrationState
 
 MOST = 16.0
 """Largest factor of a task's weight. The smallest is its inverse."""
 
 
-def balanced(problem: Problem) -> Problem:
-    """Return the problem with larger weights of tasks that end far from their experts.
+def with_balanced_tasks(state: CalibrationState) -> CalibrationState:
+    """Return the calibration with larger weights of tasks that end far from their experts.
 
-    All blocks are calibrated once, of which nothing is kept but the factors. A resumed run has
-    those that its finished blocks were calibrated with.
+    A first calibration of all blocks measures the distances, and only the factors of the weights
+    are kept. A resumed run reads the factors that its finished blocks were calibrated with.
 
     Args:
-        problem: The problem before its first block, whose rule is `Plus`.
+        state: The calibration before its first block, whose rule is `Plus`.
     """
-    rule: Any = problem.rule
+    rule: Any = state.rule
     if not rule.balance:
-        return problem
-    if earlier := problem.output.finished_records("balance"):
+        return state
+    if earlier := state.checkpoint.finished_records("balance"):
         factors = earlier[0]["factors"]
     else:
         once, log = replace(rule, balance=0.0), CalibrationLog()
-        streams = problem.streams.again()
-        calibrate_blocks(replace(problem, rule=once, streams=streams, output=Trial(), log=log))
+        streams = state.streams.restarted()
+        calibrate_blocks(
+            replace(state, rule=once, streams=streams, checkpoint=NoCheckpoint(), log=log)
+        )
         measured = distances(log.records)
-        factors = factors_of(measured, rule.balance)
-        problem.log.add("balance", {"distances": measured, "factors": factors})
+        factors = balance_factors(measured, rule.balance)
+        state.log.add("balance", {"distances": measured, "factors": factors})
     weights = dict(rule.task_weights)
     weights |= {task: weights.get(task, 1.0) * factor for task, factor in factors.items()}
-    return replace(problem, rule=replace(rule, task_weights=weights, balance=0.0))
+    return replace(state, rule=replace(rule, task_weights=weights, balance=0.0))
 
 
-def factors_of(measured: Mapping[str, float], power: float) -> dict[str, float]:
+def balance_factors(measured: Mapping[str, float], power: float) -> dict[str, float]:
     """Return factors of the tasks' weights, `(d_i / geometric mean of d)^power`.
 
     Args:

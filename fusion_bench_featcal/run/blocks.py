@@ -14,10 +14,10 @@ from fusion_bench_featcal.modules.models import (
     tensors_under,
 )
 from fusion_bench_featcal.rules.rule import GroupSums
-from fusion_bench_featcal.run.problem import Problem
-from fusion_bench_featcal.run.slots import calibrate_mixture
+from fusion_bench_featcal.run.routed_experts import calibrate_mixture
+from fusion_bench_featcal.run.state import CalibrationState
 from fusion_bench_featcal.run.trust import measured_trust, with_gammas
-from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensors_of, turns_of
+from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensor_getter, turns_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
 
@@ -25,83 +25,83 @@ NO_SAMPLE = (math.inf, "", 0)
 """Priority of a process without samples that run a stage."""
 
 
-def calibrate_blocks(problem: Problem) -> None:
+def calibrate_blocks(state: CalibrationState) -> None:
     """Calibrate every block (Algorithm 1).
 
     Trust in the samples is measured in the first stage that all of them run, and is full before it.
     """
-    given, measures = problem, problem.rule.weighs_trust and problem.base is not None
+    given, measures = state, state.rule.weighs_trust and state.base is not None
     if measures:
-        problem = with_gammas(given, {})
-    for index, stage in enumerate(problem.streams.stages):
-        problem.progress.at(stage[0])
-        problem.streams.begin(index)
-        batches = (batch for batches in problem.streams.tasks.values() for batch in batches)
-        if measures and all(problem.processes.gather(not any(b.is_idle for b in batches))):
-            with problem.streams.loaded(stage[0]):
-                trust = measured_trust(problem, stage[0], groups_of(problem, stage[0]))
-            problem, measures = with_gammas(given, trust), False
+        state = with_gammas(given, {})
+    for index, stage in enumerate(state.streams.stages):
+        state.progress.set_description(stage[0])
+        state.streams.enter_stage(index)
+        batches = (batch for batches in state.streams.tasks.values() for batch in batches)
+        if measures and all(state.processes.gather(not any(b.skips_stage for b in batches))):
+            with state.streams.loaded(stage[0]):
+                trust = measured_trust(state, stage[0], groups_of(state, stage[0]))
+            state, measures = with_gammas(given, trust), False
         for block in stage:
-            problem.progress.at(block)
-            with problem.streams.loaded(block):
-                calibrate_block(problem, block)
+            state.progress.set_description(block)
+            with state.streams.loaded(block):
+                calibrate_block(state, block)
 
 
-def calibrate_block(problem: Problem, block: str) -> None:
+def calibrate_block(state: CalibrationState, block: str) -> None:
     """Calibrate a block whose merged tensors are in memory, unless an earlier run has.
 
     Its new parameters are stored, and all samples are advanced past it.
     """
-    start, finished = time.perf_counter(), problem.output.read(block, problem.working)
-    merged, figures = tensors_under(problem.model, block), dict[str, Mapping[str, float]]()
-    streams, modules = problem.streams, problem.modules[block]
+    start, finished = time.perf_counter(), state.checkpoint.read(block, state.working)
+    merged, figures = tensors_under(state.model, block), dict[str, Mapping[str, float]]()
+    streams, modules = state.streams, state.modules[block]
     # Some positions may count less in the block. This is equal in all processes.
     if streams.decoder_rows == "auto" or (streams.reads_first and block == streams.last_block):
-        feeding = problem.processes.gather(streams.feeding(block, modules.sites))
-        streams.narrow(block, chain.from_iterable(feeding))
-    groups = [] if finished else groups_of(problem, block)
-    for number, turn in enumerate(turns_of(problem.rule, groups)):
-        sums = collect(problem, block, turn, None if number else groups)
-        problem.processes.add_up(t for of_group in sums.values() for t in of_group.tensors())
+        mixing = state.processes.gather(streams.modules_mixing_positions(block, modules.sites))
+        streams.restrict_positions(block, chain.from_iterable(mixing))
+    groups = [] if finished else groups_of(state, block)
+    for number, turn in enumerate(turns_of(state.rule, groups)):
+        sums = collect(state, block, turn, None if number else groups)
+        state.processes.add_up(t for group_sums in sums.values() for t in group_sums.tensors())
         # Every process solves the same systems: while one solved, the others would only wait.
-        problem.progress.at(f"{block} · solve")
-        new, of_turn = solve(problem, block, sums, tensors_of(problem, block))
-        figures |= of_turn
-        load_updates(problem.model, block, {**finished, **new}, problem.rule.remedy)
+        state.progress.set_description(f"{block} · solve")
+        new, turn_metrics = solve(state, block, sums, tensor_getter(state, block))
+        figures |= turn_metrics
+        load_updates(state.model, block, {**finished, **new}, state.rule.remedy)
     for mixture in () if finished else modules.mixtures:
-        calibrate_mixture(problem, block, mixture)
-    problem.progress.at(f"{block} · update")
+        calibrate_mixture(state, block, mixture)
+    state.progress.set_description(f"{block} · update")
     streams.advance(block)
-    note(problem, block, figures, time.perf_counter() - start)
-    current = tensors_under(problem.model, block)
+    note(state, block, figures, time.perf_counter() - start)
+    current = tensors_under(state.model, block)
     changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
-    problem.working.finish(problem.output.write(block, problem.working, changed, problem.log))
+    state.working.finish(state.checkpoint.write(block, state.working, changed, state.log))
     if not finished:
-        problem.progress.finished(block, time.perf_counter() - start)
+        state.progress.finished(block, time.perf_counter() - start)
 
 
-def groups_of(problem: Problem, block: str) -> list[Group]:
+def groups_of(state: CalibrationState, block: str) -> list[Group]:
     """Return the groups of a block's modules, in the order of their calls.
 
     They are equal in all processes, which add up sums over them.
     """
-    sites = problem.modules[block].sites
+    sites = state.modules[block].sites
     if not sites:
         return []
-    decide, names = problem.processes.decided, [site.name for site in sites]
-    if not problem.streams.running:
+    decide, names = state.processes.value_of_min, [site.name for site in sites]
+    if not state.streams.active_tasks:
         return decide(NO_SAMPLE, [])
-    recorded, rows, priority = problem.streams.record_largest(block, names)
-    return decide(priority, find_groups(problem.model, block, sites, recorded, rows.kind_of))
+    recorded, rows, priority = state.streams.record_largest(block, names)
+    return decide(priority, find_groups(state.model, block, sites, recorded, rows.positions_key))
 
 
 def collect(
-    problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
+    state: CalibrationState, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
 ) -> dict[Group, GroupSums]:
     """Sum the inputs of a turn's modules over the tasks of this process.
 
     Args:
-        problem: The problem.
+        state: The calibration.
         block: The block.
         turn: The groups that are solved.
         entering: All groups of the block in its first turn, in which experts run, else None.
@@ -109,44 +109,44 @@ def collect(
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
     """
-    sums = empty_sums_of(problem, block, turn)
+    sums = empty_sums_of(state, block, turn)
     checks = Checks(block)
-    for task, of_task in sums_by_task(problem, block, turn, entering):
-        for group in of_task:
-            moments = add_task(sums[group], group, block, task, of_task[group])
+    for task, task_sums in sums_by_task(state, block, turn, entering):
+        for group in task_sums:
+            moments = add_task(sums[group], group, block, task, task_sums[group])
             checks.add(task, group.name, moments, sums[group].tensors())
         # The generator holds this dict, too. Emptied, a task's Gram matrices and the copies of its
         # expert's parameters are freed before those of the next task are made.
-        of_task.clear()
+        task_sums.clear()
     # Once per turn, as each check waits for the device.
-    checks.run(problem.processes.gather)
+    checks.run(state.processes.gather)
     return sums
 
 
 def sums_by_task(
-    problem: Problem, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
+    state: CalibrationState, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
 ) -> Iterator[tuple[str, dict[Group, TaskSums]]]:
     """Yield each task of this process with sums over its samples. Arguments as for `collect`."""
-    model, rule, streams = problem.model, problem.rule, problem.streams
+    model, rule, streams = state.model, state.rule, state.streams
     follows = entering is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
     names = streams.tensors_of(block) if follows else needed
     kinds = ("linear",) if rule.features == "calibrated" else ("linear", "norm")
     followed = [group.name for group in entering or () if group.kind in kinds]
-    followed += [mixture.name for mixture in problem.modules[block].mixtures]
-    for task in streams.running:
-        problem.progress.at(f"{block} · {task}")
+    followed += [mixture.name for mixture in state.modules[block].mixtures]
+    for task in streams.active_tasks:
+        state.progress.set_description(f"{block} · {task}")
         with ExitStack() as stack:
-            expert = stack.enter_context(problem.experts[task].loaded(names))
-            options = model, expert, rule, problem.dtype
+            expert = stack.enter_context(state.experts[task].loaded(names))
+            options = model, expert, rule, state.dtype
             sums = {group: empty_task_sums(group, *options) for group in turn}
             if not follows:
                 stack.close()  # the sums have copies of the expert's parameters
-            for batch in streams.visits(task):
+            for batch in streams.iter_batches(task):
                 # The expert first: it notes the inputs that are paired with the model's below, for
                 # all turns of the block, and its weights are in memory in the first turn only.
                 if follows:
-                    streams.follow(batch, block, expert, followed)
+                    streams.run_expert_block(batch, block, expert, followed)
                 if turn:
                     inputs = streams.inputs_of(task, batch, block, turn)
                     for group in sums:
@@ -154,19 +154,19 @@ def sums_by_task(
                             sums[group].add(batch, inputs[group.name])
                     del inputs  # frees memory before the next batch runs
         if entering is not None:
-            problem.progress.step()
+            state.progress.step()
         yield task, sums
 
 
-def note(problem: Problem, block: str, figures: Mapping[str, Any], seconds: float) -> None:
+def note(state: CalibrationState, block: str, figures: Mapping[str, Any], seconds: float) -> None:
     """Log a finished block. The log is equal in every process."""
-    log, modules, streams = problem.log, problem.modules[block], problem.streams
-    united, drift = problem.processes.united, streams.drift
+    log, modules, streams = state.log, state.modules[block], state.streams
+    gather_dict, drift = state.processes.gather_dict, streams.drift
     for module in (site.name for site in modules.sites if site.name in figures):
         log.add("module", {"block": block, "module": module, **figures[module]})
-    drifts = {} if drift is None else drift.records(united)
-    samples = united({task: streams.counts(task) for task in streams.running})
-    for task in (task for task in problem.tasks if task in samples):
-        of_task = {"block": block, "task": task, "samples": samples[task]}
-        log.add("task", of_task | drifts.get(task, {}))
+    drifts = {} if drift is None else drift.records(gather_dict)
+    samples = gather_dict({task: streams.num_samples(task) for task in streams.active_tasks})
+    for task in (task for task in state.tasks if task in samples):
+        task_sums = {"block": block, "task": task, "samples": samples[task]}
+        log.add("task", task_sums | drifts.get(task, {}))
     log.add("block", {"block": block, "seconds": seconds, "left": list(modules.unchanged)})

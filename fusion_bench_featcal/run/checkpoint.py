@@ -81,7 +81,7 @@ class Checkpoint:
         """Do nothing."""
 
 
-class Trial(Checkpoint):
+class NoCheckpoint(Checkpoint):
     """Blocks of a calibration that is only measured: nothing of them is kept."""
 
     def write(self, *_: object, **__: object) -> Mapping[str, Tensor]:
@@ -206,10 +206,10 @@ class CheckpointFolder(Checkpoint):
             files = self._write_rest(tensors)
             weights, kept = self._blocks, set(self._converted.stored_names(tensors))
             names = ((name, file) for file in weights.files for name in weights.names_in(file))
-            of_files = {name: file.name for name, file in names if name in kept}
-            size = sum(map(weights.nbytes, of_files))
+            file_names = {name: file.name for name, file in names if name in kept}
+            size = sum(map(weights.nbytes, file_names))
             with writing(self.folder / INDEX, size):
-                write_index(self.folder, of_files, size)
+                write_index(self.folder, file_names, size)
         files = self._processes.gather(files)[0]
         for file in files if self._processes.rank > 0 else ():
             self._blocks.open(file)

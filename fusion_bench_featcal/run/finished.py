@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import ExpertSource
@@ -98,17 +98,19 @@ class FinishedBlocks(SafetensorsExpert):
     # Part of a tensor has no digest.
     rows = ExpertSource.rows
 
-    def mapped(self) -> dict[str, Tensor]:
+    def memory_mapped(self) -> dict[str, Tensor]:
         """Return all tensors memory-mapped, for a model that may be as large as the memory.
 
         Raises:
             CalibrationError: As `tensor`.
         """
-        mapped = {}
+        memory_mapped = {}
         for file in self.files:
             with self._reading(file.name):
-                mapped |= {name: self._checked(name, t) for name, t in load_file(file).items()}
-        return mapped
+                memory_mapped |= {
+                    name: self._checked(name, t) for name, t in load_file(file).items()
+                }
+        return memory_mapped
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if digest_tensor(tensor) != self._digests[name]:
@@ -119,7 +121,7 @@ class FinishedBlocks(SafetensorsExpert):
         """Return a context that adds a file to errors of reading it, and the remedy."""
         resuming = option("resume", "true")
         remedy = f"Remove it to calibrate its block and later ones again ({resuming})"
-        return at(self._folder / file, cause=_damage, remedy=remedy)
+        return error_context(self._folder / file, cause=_damage, remedy=remedy)
 
 
 def _damage(error: Exception) -> str | None:
@@ -144,4 +146,4 @@ def writing(path: Path, size: int) -> AbstractContextManager[None]:
         f"room or change {option('checkpoint_dir')}; with {option('resume', 'true')} a run goes on "
         "after its last whole block"
     )
-    return at(path, cause=unwritten, remedy=remedy)
+    return error_context(path, cause=unwritten, remedy=remedy)

@@ -108,14 +108,14 @@ class CalibrationLog:
             self.add("as_merged", asdict(as_merged))
             logger.log(logging.WARNING if as_merged.modules else logging.INFO, "%s", as_merged.text)
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def select(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of one kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     @property
     def seconds(self) -> float:
         """Wall-clock seconds of all blocks together."""
-        return sum(record["seconds"] for record in self.of_kind("block"))
+        return sum(record["seconds"] for record in self.select("block"))
 
     @property
     def final_drift(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError, LostProcessError
-from fusion_bench_featcal.errors.words import option, word
+from fusion_bench_featcal.errors.words import option, user_term
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -49,7 +49,7 @@ class Processes:
         if self.size > len(tasks):
             raise CalibrationError(
                 f"{self.size} processes cannot share {len(tasks)} tasks, as each works on whole "
-                f"tasks. Start at most {len(tasks)}{word('processes')}"
+                f"tasks. Start at most {len(tasks)}{user_term('processes')}"
             )
         return tasks[self.rank :: self.size]
 
@@ -61,11 +61,11 @@ class Processes:
         """
         return [value]
 
-    def united(self, items: Mapping[Key, Value]) -> dict[Key, Value]:
+    def gather_dict(self, items: Mapping[Key, Value]) -> dict[Key, Value]:
         """Return the items of every process's mapping. A barrier for all processes."""
         return {key: value for part in self.gather(items) for key, value in part.items()}
 
-    def decided(self, priority: Any, value: Value) -> Value:
+    def value_of_min(self, priority: Any, value: Value) -> Value:
         """Return the value of the process with the least priority. A barrier for all processes."""
         return min(self.gather((priority, value)), key=lambda pair: pair[0])[1]
 

@@ -72,7 +72,7 @@ class Progress:
         if self._first:
             logger.info("resumed: %d of %d blocks from %s", finished, len(self._blocks), folder)
 
-    def at(self, work: str) -> None:
+    def set_description(self, work: str) -> None:
         """Set the name of the current work."""
         self._processes.doing = work
         self.bar.set_description(f"FeatCal {work}")

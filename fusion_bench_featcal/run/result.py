@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.run.log import CalibrationLog
 
@@ -30,10 +30,10 @@ class CalibrationResult:
 
     def __str__(self) -> str:
         """Return blocks, seconds, and each task's drift from its expert before the head."""
-        blocks = counted(len(self.log.of_kind("block")), "block")
+        blocks = pluralize(len(self.log.select("block")), "block")
         text = f"calibrated {blocks} in {self.log.seconds:.1f} s"
         drifts = ", ".join(f"{t} {drift:.3g}" for t, drift in self.log.final_drift.items())
-        of_features = "drift before the head, relative to the experts' features"
-        return f"{text}; {of_features}: {drifts}" if drifts else text
+        drift_text = "drift before the head, relative to the experts' features"
+        return f"{text}; {drift_text}: {drifts}" if drifts else text
 
     __repr__ = __str__  # a notebook shows it, and would print the whole model

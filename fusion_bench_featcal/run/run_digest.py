@@ -11,25 +11,25 @@ from fusion_bench_featcal.run.digests import (
     versions_of_software,
     without_addresses,
 )
-from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.run.state import CalibrationState
 from fusion_bench_featcal.settings.options import Options
 
 
-def digests_of_run(problem: Problem, options: Options) -> dict[str, str]:
+def digests_of_run(state: CalibrationState, options: Options) -> dict[str, str]:
     """Return digests of all that a finished block depends on, equal in every process.
 
     Args:
-        problem: The `Problem` before its first solve.
+        state: The `CalibrationState` before its first solve.
         options: Its options.
 
     Returns:
         What it is, for messages -> its digest.
     """
-    streams, working, processes = problem.streams, problem.working, problem.processes
+    streams, working, processes = state.streams, state.working, state.processes
     device, family = working.device.type, streams.family
     tasks = streams.tasks.items()
     samples = {task: digest_inputs(batch.inputs for batch in batches) for task, batches in tasks}
-    models = {name: model.source.digest for name, model in problem.models.items()}
+    models = {name: model.source.digest for name, model in state.models.items()}
     merged = working.structure
     whole = dict(merged.named_buffers()) | merged.state_dict()
     with streams.autocast():
@@ -37,26 +37,26 @@ def digests_of_run(problem: Problem, options: Options) -> dict[str, str]:
         autocast = str(torch.get_autocast_dtype(device)) if on else None
     facts = {
         "settings": [
-            options.of_the_model(),
-            [without_addresses(repr(value)) for value in (problem.rule, family)],
+            options.model_options(),
+            [without_addresses(repr(value)) for value in (state.rule, family)],
             [list(stage) for stage in streams.stages],
-            [own_code(type(value)) for value in (problem.rule, family)],
+            [own_code(type(value)) for value in (state.rule, family)],
         ],
-        "samples": _of_all(samples, problem),
+        "samples": _digest_pairs(samples, state),
         "models": [
             without_addresses(repr(merged)),
             {name: digest_tensor(tensor) for name, tensor in whole.items()}
             if working.is_in_memory
             else working.source.digest,
-            _of_all(models, problem),
+            _digest_pairs(models, state),
         ],
         "versions": versions_of_software(),
         "number of processes": processes.size,
-        "device or precision": [device, autocast, products_in_force(), problem.kernel],
+        "device or precision": [device, autocast, products_in_force(), state.kernel],
     }
     return {name: digest_json(fact) for name, fact in facts.items()}
 
 
-def _of_all(digests: dict[str, str], problem: Problem) -> list[tuple[str, str]]:
+def _digest_pairs(digests: dict[str, str], state: CalibrationState) -> list[tuple[str, str]]:
     """Return the digests of all processes, sorted by name, equal ones (of the base) once."""
-    return sorted({item for part in problem.processes.gather(digests) for item in part.items()})
+    return sorted({item for part in state.processes.gather(digests) for item in part.items()})

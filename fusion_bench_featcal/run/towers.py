@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.families.base import Call, call_model, evaluating, stop_forward, stoppable
 from fusion_bench_featcal.families.lists import find_stages, head_of, other_towers
-from fusion_bench_featcal.families.skipping import passed, skipping
+from fusion_bench_featcal.families.skipping import as_skipped_output, skipping
 from fusion_bench_featcal.families.stack import STACK, Stack
 from fusion_bench_featcal.families.towers import Towers
 from fusion_bench_featcal.modules.models import device_of
@@ -37,9 +37,9 @@ def towers_of(model: nn.Module, samples: Mapping[str, Sequence[Batch]], runtime:
     lists, orders = _lists(model), dict[Any, list[list[str]]]()
     for (task, *names), batch in kinds.items():
         inputs = to_device(part_of(batch.inputs, batch.samples, slice(1)), device_of(model))
-        with at(task=task), runtime.autocast():
+        with error_context(task=task), runtime.autocast():
             orders[task, *names] = stages_in_order(model, lists, inputs)
-    everywhere = runtime.processes.united(orders)
+    everywhere = runtime.processes.gather_dict(orders)
     stages = list[list[str]]()
     for kind in sorted(everywhere):
         stages += [stage for stage in everywhere[kind] if stage not in stages]
@@ -121,7 +121,7 @@ def _received_by(
         received.append(call.hidden)
         if name == blocks[-1]:
             raise stop_forward()
-        return passed(call.hidden, STACK.entries)
+        return as_skipped_output(call.hidden, STACK.entries)
 
     handles = (model.get_submodule(n).register_forward_hook(hook) for n, hook in hooks.items())
     with evaluating(model), skipping(model, blocks, skipped), stoppable(*handles):

@@ -13,7 +13,7 @@ from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import gram_of
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.run.log import exchanged_samples
-from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.run.state import CalibrationState
 from fusion_bench_featcal.streams.task_sums import paired_features
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ MARGIN = 1.15
 """Ratio of likenesses from which samples count as exchanged. Right ones are below 1.08."""
 
 
-def with_gammas(problem: Problem, trust: Mapping[str, float]) -> Problem:
+def with_gammas(state: CalibrationState, trust: Mapping[str, float]) -> CalibrationState:
     """Return the problem with a rule that weighs rows from weights for each task.
 
     With all `k_i` samples of a task, including copies and those that do not run a tower, and trust
@@ -37,43 +37,45 @@ def with_gammas(problem: Problem, trust: Mapping[str, float]) -> Problem:
         gamma_i = gamma max(64 / k_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
 
     Args:
-        problem: The problem, whose rule is `Plus`. The gammas that it has stay.
+        state: The calibration, whose rule is `Plus`. The gammas that it has stay.
         trust: Task -> trust in its samples. The samples of missing tasks count in full.
     """
-    rule: Any = problem.rule
+    rule: Any = state.rule
     gammas = dict[str, float]()
-    for task in problem.streams.tasks:
+    for task in state.streams.tasks:
         familiar = min(max(trust.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
-        lack = max(ENOUGH_SAMPLES / problem.streams.used(task), 1)
+        lack = max(ENOUGH_SAMPLES / state.streams.num_augmented_samples(task), 1)
         gammas[task] = rule.gamma * lack / familiar**2
-    return replace(problem, rule=replace(rule, gammas=gammas | rule.gammas))
+    return replace(state, rule=replace(rule, gammas=gammas | rule.gammas))
 
 
-def measured_trust(problem: Problem, block: str, groups: Sequence[Group]) -> dict[str, float]:
+def measured_trust(
+    state: CalibrationState, block: str, groups: Sequence[Group]
+) -> dict[str, float]:
     """Return trust in the samples of each task, none if it cannot be measured, and log it.
 
     Warnings name tasks whose samples were exchanged.
 
     Args:
-        problem: The problem.
+        state: The calibration.
         block: The first block of a stage, which all samples have reached.
         groups: Its groups.
     """
-    tasks, trust, exchanged = problem.tasks, dict[str, float](), dict[str, str]()
-    if len(tasks) > 1 and (measured := likenesses(problem, block, groups)) is not None:
+    tasks, trust, exchanged = state.tasks, dict[str, float](), dict[str, str]()
+    if len(tasks) > 1 and (measured := likenesses(state, block, groups)) is not None:
         likeness, alike = measured
         trust = dict(zip(tasks, trust_of(likeness, alike).tolist(), strict=True))
         exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(likeness).items()}
     for task, value in trust.items():
-        problem.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
-    for task, doubt in exchanged_samples(problem.log.records).items():
+        state.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
+    for task, doubt in exchanged_samples(state.log.records).items():
         logger.warning("task %s: %s Check the data of both", task, doubt)
     return trust
 
 
 @exact_products()
 def likenesses(
-    problem: Problem, block: str, groups: Sequence[Group]
+    state: CalibrationState, block: str, groups: Sequence[Group]
 ) -> tuple[Tensor, Tensor] | None:
     """Return `c` and the mean of `cos_F(P_i, P_j)` over j, as for `trust_of`, or None.
 
@@ -86,57 +88,61 @@ def likenesses(
     as the inputs have dimensions.
     """
     linear = (group for group in groups if group.kind == "linear" and not group.convolves)
-    group, streams, processes = next(linear, None), problem.streams, problem.processes
-    if group is None or problem.base is None:
+    group, streams, processes = next(linear, None), state.streams, state.processes
+    if group is None or state.base is None:
         return None
-    base = group.linear(problem.base.tensor, torch.float32).weight
+    base = group.linear(state.base.tensor, torch.float32).weight
     squares, total = dict[str, Tensor](), base.new_zeros(group.inputs, group.inputs)
     for task in streams.tasks:
-        square = gram_of(step_of(problem, group, task, base))
+        square = gram_of(step_of(state, group, task, base))
         square.div_(square.norm().clamp_min(torch.finfo(square.dtype).tiny))
         total.add_(square)
         squares[task] = square
     processes.add_up([total])
     rows = {task: list[Tensor]() for task in streams.tasks}
-    for number in range(-1, len(problem.tasks)):
-        moment = total if number < 0 else moment_of(problem, block, group, number, total)
+    for number in range(-1, len(state.tasks)):
+        moment = total if number < 0 else moment_of(state, block, group, number, total)
         for task, row in rows.items():
             row.append((squares[task] * moment).sum())
-    of_all = processes.united({task: torch.stack(row).tolist() for task, row in rows.items()})
-    table = torch.tensor([of_all[task] for task in problem.tasks], dtype=torch.float64)
+    all_moments = processes.gather_dict(
+        {task: torch.stack(row).tolist() for task, row in rows.items()}
+    )
+    table = torch.tensor([all_moments[task] for task in state.tasks], dtype=torch.float64)
     return table[:, 1:], table[:, 0] / len(table)
 
 
-def step_of(problem: Problem, group: Group, task: str, base: Tensor) -> Tensor:
+def step_of(state: CalibrationState, group: Group, task: str, base: Tensor) -> Tensor:
     """Return a task's `tau`, scaled to a largest entry of 1, which prevents overflow."""
-    with problem.experts[task].loaded(group.parameters) as expert:
+    with state.experts[task].loaded(group.parameters) as expert:
         tau = group.linear(expert.get_parameter, torch.float32).weight.sub_(base)
     return tau.div_(tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny))
 
 
-def moment_of(problem: Problem, block: str, group: Group, number: int, moment: Tensor) -> Tensor:
+def moment_of(
+    state: CalibrationState, block: str, group: Group, number: int, moment: Tensor
+) -> Tensor:
     """Return the second moment of a task's inputs, scaled to norm 1, in each process.
 
     Args:
-        problem: The problem.
+        state: The calibration.
         block: The block.
         group: The modules that receive the inputs.
         number: The task's number.
         moment: Overwritten by the result.
     """
-    streams, task = problem.streams, problem.tasks[number]
+    streams, task = state.streams, state.tasks[number]
     if task in streams.tasks:
         shapes = (0, group.inputs), (group.inputs,), (0,), ()
         sums = Moments(moment.zero_(), *map(moment.new_zeros, shapes))
-        for batch in streams.visits(task):
+        for batch in streams.iter_batches(task):
             x = streams.inputs_of(task, batch, block, [group])[group.name]
             with group.place(block, task):
                 for _, rows, _ in paired_features(batch, group, x):
                     sums.add(rows)
         sums.mirrored()
         moment.div_(moment.norm().clamp_min(torch.finfo(moment.dtype).tiny))
-    problem.processes.gather(None)  # a process that has ended is noticed here
-    problem.processes.broadcast(moment, number % problem.processes.size)
+    state.processes.gather(None)  # a process that has ended is noticed here
+    state.processes.broadcast(moment, number % state.processes.size)
     return moment
 
 
@@ -155,8 +161,8 @@ def trust_of(likeness: Tensor, alike: Tensor) -> Tensor:
         likeness: `c`, `[tasks, tasks]`.
         alike: The means over j of `cos_F(P_i, P_j)`, `[tasks]`.
     """
-    of_own = likeness.diagonal()
-    return (of_own - likeness.mean(-1)) / (of_own * (1 - alike)).clamp_min(1e-12)
+    own_similarity = likeness.diagonal()
+    return (own_similarity - likeness.mean(-1)) / (own_similarity * (1 - alike)).clamp_min(1e-12)
 
 
 def exchanged_tasks(likeness: Tensor) -> dict[int, int]:

@@ -8,15 +8,15 @@ from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at, message_of
+from fusion_bench_featcal.errors.place import error_context, message_of
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.models import relative_change, tensors_under
 from fusion_bench_featcal.rules.norms import NormMoments, StatisticsSums
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
-from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.run.state import CalibrationState
 from fusion_bench_featcal.streams.task_sums import TaskSums
 
-Get = Callable[[str], Tensor]
+TensorGetter = Callable[[str], Tensor]
 """Returns a tensor by name: a parameter or buffer, or what one routed expert has of it."""
 
 
@@ -62,61 +62,65 @@ def with_statistics(
     yield from ([norm] for norm in norms if norm in stale)
 
 
-def empty_sums(problem: Problem, group: Group, merged: Get, base: Get | None) -> GroupSums:
+def empty_sums(
+    state: CalibrationState, group: Group, merged: TensorGetter, base: TensorGetter | None
+) -> GroupSums:
     """Return sums over no task for a group.
 
     Args:
-        problem: The problem.
+        state: The calibration.
         group: The modules.
         merged: Returns their current tensors.
         base: Returns those of the base, or None without one.
     """
     if group.kind == "statistics":
         return StatisticsSums(group.inputs, merged(f"{group.name}.running_mean"))
-    origin = None if base is None else group.linear(base, problem.dtype)
-    return problem.rule.sums(group, group.linear(merged, problem.dtype), origin)
+    origin = None if base is None else group.linear(base, state.dtype)
+    return state.rule.sums(group, group.linear(merged, state.dtype), origin)
 
 
-def empty_sums_of(problem: Problem, block: str, groups: Iterable[Group]) -> dict[Group, GroupSums]:
+def empty_sums_of(
+    state: CalibrationState, block: str, groups: Iterable[Group]
+) -> dict[Group, GroupSums]:
     """Return sums over no task for groups of a block. There is no base of its tail."""
-    merged, base, tail = tensors_of(problem, block), problem.base, problem.streams.family.tail
+    merged, base, tail = tensor_getter(state, block), state.base, state.streams.family.tail
     return {
         group: empty_sums(
-            problem, group, merged, None if base is None or group.name in tail else base.tensor
+            state, group, merged, None if base is None or group.name in tail else base.tensor
         )
         for group in groups
     }
 
 
-def tensors_of(problem: Problem, block: str) -> Get:
+def tensor_getter(state: CalibrationState, block: str) -> TensorGetter:
     """Return what gives the current tensors of a block."""
-    return tensors_under(problem.model, block).__getitem__
+    return tensors_under(state.model, block).__getitem__
 
 
 @exact_products()
 def add_task(
-    sums: GroupSums, group: Group, block: str, task: str, of_task: TaskSums
+    sums: GroupSums, group: Group, block: str, task: str, task_sums: TaskSums
 ) -> list[Moments] | list[NormMoments]:
     """Add the sums over a task's samples to those over tasks, and return them, completed.
 
     Errors of their last products name task, block and module.
     """
     with group.place(block, task):
-        moments = of_task.finished()
-    sums.add(task, of_task.expert, *moments)
+        moments = task_sums.finished()
+    sums.add(task, task_sums.expert, *moments)
     return moments
 
 
 @exact_products()
 def solve(
-    problem: Problem, block: str, sums: dict[Group, GroupSums], merged: Get
+    state: CalibrationState, block: str, sums: dict[Group, GroupSums], merged: TensorGetter
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
     """Return new parameters of a turn's groups, and figures of each linear module.
 
     Each group's sums are freed as soon as it is solved.
 
     Args:
-        problem: The problem.
+        state: The calibration.
         block: The block.
         sums: The groups' sums.
         merged: Returns their current tensors.
@@ -125,14 +129,14 @@ def solve(
         CalibrationError: If the solution cannot be trusted, naming block and module.
     """
     updates, figures = dict[str, Tensor](), dict[str, dict[str, float]]()
-    remedy, unsolved = problem.rule.remedy, message_of(UnsolvedError)
+    remedy, unsolved = state.rule.remedy, message_of(UnsolvedError)
     for group in list(sums):
-        with at(block=block, module=group.label, cause=unsolved, remedy=remedy):
+        with error_context(block=block, module=group.label, cause=unsolved, remedy=remedy):
             solved = sums.pop(group).solve()
-        new = group.updates(solved.linear, biases=problem.rule.calibrate_bias)
+        new = group.updates(solved.linear, biases=state.rule.calibrate_bias)
         updates |= {name: value.to(merged(name).dtype) for name, value in new.items()}
-        of_group = {"residual": solved.residual, **solved.facts}
+        group_metrics = {"residual": solved.residual, **solved.facts}
         for site in group.sites if group.kind == "linear" else ():
             change = relative_change(merged(site.weight_name), new[site.weight_name])
-            figures[site.name] = of_group | change
+            figures[site.name] = group_metrics | change
     return updates, figures

@@ -8,12 +8,12 @@ from typing import Any, Self
 from fusion_bench_featcal.errors import CalibrationError as CalibrationError
 from fusion_bench_featcal.settings.fields import Settings, is_integer, is_mapping_to, setting
 from fusion_bench_featcal.settings.options import SETTINGS_OF_THE_RUN, Blocks, Options
-from fusion_bench_featcal.settings.rules import OF_RULES, RuleSettings, remedy_of
+from fusion_bench_featcal.settings.rules import RULE_SETTINGS, RuleSettings, remedy_of
 from fusion_bench_featcal.settings.samples import CORRUPTIONS, SEVERITIES, PoolDraw, Texts
 
 __all__ = [
-    "CORRUPTIONS", "OF_RULES", "SETTINGS_OF_THE_RUN", "SEVERITIES", "Blocks", "CalibrationError",
-    "FeatCalSettings", "Options", "PoolDraw", "Settings", "Texts", "remedy_of",
+    "CORRUPTIONS", "RULE_SETTINGS", "SETTINGS_OF_THE_RUN", "SEVERITIES", "Blocks",
+    "CalibrationError", "FeatCalSettings", "Options", "PoolDraw", "Settings", "Texts", "remedy_of",
 ]  # fmt: skip
 
 
@@ -53,13 +53,13 @@ class FeatCalSettings(PoolDraw, Texts, Options, RuleSettings):
         return Options(**{name: getattr(self, name) for name in Options.names()})
 
     @cached_property
-    def completed(self) -> Self:
+    def with_rule_defaults(self) -> Self:
         """The settings with the values of their rule in place of null, equal for equal methods.
 
-        Raises as `made_rule`.
+        Raises as `rule_object`.
         """
-        completed = self.of_rule(self.made_rule)
-        vars(completed)["made_rule"] = self.made_rule  # its own values make the same rule
+        completed = self.with_rule(self.rule_object)
+        vars(completed)["rule_object"] = self.rule_object  # its own values make the same rule
         return completed
 
     @classmethod

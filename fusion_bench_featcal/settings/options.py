@@ -100,7 +100,7 @@ class Options(Draw, Blocks):
             folder = option("checkpoint_dir")
             yield f"{option('resume')} needs {folder}, the folder that keeps the blocks"
 
-    def of_rule(self, rule: object) -> Self:
+    def with_rule(self, rule: object) -> Self:
         """Return the options with the rule's values in place of null."""
         unset = [name for name in self.names_by_rule() if getattr(self, name) is None]
         return replace(self, **{name: getattr(rule, name) for name in unset}) if unset else self
@@ -110,7 +110,7 @@ class Options(Draw, Blocks):
         """Return the names of the settings whose null stands for the rule's value."""
         return tuple(field.name for field in settings_of(cls) if field.metadata.get("by_rule"))
 
-    def of_the_model(self) -> dict[str, object]:
+    def model_options(self) -> dict[str, object]:
         """Return the options that change the calibrated model, but for the family, by name."""
         others = (*SETTINGS_OF_THE_RUN, "family")
         return {name: value for name, value in self.by_name.items() if name not in others}

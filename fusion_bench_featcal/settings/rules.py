@@ -91,7 +91,7 @@ class RuleSettings(Settings):
     )
 
     @cached_property
-    def made_rule(self) -> "Rule":
+    def rule_object(self) -> "Rule":
         """The rule object for the settings, made once.
 
         A class named by `_target_` receives the settings that are its fields, and the other keys of
@@ -125,7 +125,7 @@ class RuleSettings(Settings):
         self, rule: object, rule_name: str, remedy: str, shared: Collection[str] = ()
     ) -> None:
         """Refuse changed settings that the rule neither takes nor has with that value."""
-        for name in (name for name in OF_RULES if name not in shared):
+        for name in (name for name in RULE_SETTINGS if name not in shared):
             value = getattr(self, name)
             if value not in (getattr(RuleSettings, name), getattr(rule, name, None)):
                 text = remedy or remedy_of(name)
@@ -157,11 +157,11 @@ class RuleSettings(Settings):
 
 STRENGTHS = ("ridge_lambda", "mix_alpha", "anchor_rho")
 """The numbers of the paper's rule. FeatCal+ has none of them."""
-OF_RULES = tuple(name for name in RuleSettings.names() if name != "rule")
+RULE_SETTINGS = tuple(name for name in RuleSettings.names() if name != "rule")
 """Settings that a rule has as fields, or does not have."""
 
 
 def remedy_of(setting: str) -> str:
-    """Return the remedy, for messages, where the rule does not have a setting of `OF_RULES`."""
+    """Return the advice where the rule does not have a setting of `RULE_SETTINGS`."""
     rule = option("rule", "plus" if setting in ("task_weights", "balance") else "paper")
     return f"leave it at its default, or choose {rule}"

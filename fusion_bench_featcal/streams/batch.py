@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.plurals import counted as counted_as
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import Masks
 from fusion_bench_featcal.modules.sites import matches
@@ -30,7 +30,7 @@ class Positions:
     index: Tensor | None = None
 
     @classmethod
-    def of_mask(cls, mask: Tensor) -> "Positions":
+    def from_mask(cls, mask: Tensor) -> "Positions":
         """Return the positions above 0 of a mask `[batch, positions]`.
 
         Raises:
@@ -39,7 +39,7 @@ class Positions:
         empty = (mask.flatten(1) > 0).any(1).logical_not().nonzero().flatten().tolist()
         if empty:  # it would feed noise to others, through attention
             raise CalibrationError(
-                f"no position of {len(empty)} of {counted_as(len(mask), 'sample')} of a batch "
+                f"no position of {len(empty)} of {pluralize(len(mask), 'sample')} of a batch "
                 f"counts (rows {empty[:5]}): they are all padding, or have no target (labels all "
                 f"-100). Check the data and {option('max_length')}, or use "
                 f"{option('decoder_rows', 'all')} where targets are missing"
@@ -58,14 +58,14 @@ class Positions:
         """Return the first position of each sample of features `[batch, positions, d]`."""
         mask = features.new_zeros(features.shape[:-1])
         mask[:, 0] = 1
-        return cls.of_mask(mask)
+        return cls.from_mask(mask)
 
     def last_of_each(self) -> "Positions":
         """Return the last position of each sample that counts."""
         empty = torch.empty(0, dtype=torch.float32, device=getattr(self.index, "device", None))
         mask = self.marked(1.0, 0.0, empty).view(-1, self.shape[1:].numel())
         last = mask.shape[1] - 1 - mask.flip(1).argmax(1, keepdim=True)
-        return self.of_mask(torch.zeros_like(mask).scatter_(1, last, 1).view(self.shape))
+        return self.from_mask(torch.zeros_like(mask).scatter_(1, last, 1).view(self.shape))
 
     def marked(self, counted: float, other: float, example: Tensor) -> Tensor:
         """Return one value for each position that counts and another for others, flat."""
@@ -101,27 +101,29 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class StagePositions:
+class CountedPositions:
     """Counted positions of a stage.
 
     Attributes:
         by_end: By the end of a module's name, as in `families.base.Masks`.
         read: Those that are read behind the last block, or None if all of them are.
-        feeding: Modules whose rows at one position reach others. They count all positions equally.
+        mixing: Modules whose rows at one position reach others. They count all positions equally.
         target_weight: Weight of those in `read` in other linear modules. All others have 1.
-        closes: Whether the block is the last one, where only `read` counts in other modules.
+        is_last_block: Whether the block is the last one, where only `read` counts in other modules.
     """
 
     by_end: Mapping[str, Positions | None] = field(default_factory=dict)
     read: Positions | None = None
-    feeding: frozenset[str] = frozenset()
+    mixing: frozenset[str] = frozenset()
     target_weight: float = 1.0
-    closes: bool = False
+    is_last_block: bool = False
 
     @classmethod
-    def of_masks(cls, masks: Masks) -> "StagePositions":
+    def from_masks(cls, masks: Masks) -> "CountedPositions":
         """Return the counted positions of masks. Modules with one mask share them."""
-        counted = {id(mask): Positions.of_mask(mask) for mask in masks.values() if mask is not None}
+        counted = {
+            id(mask): Positions.from_mask(mask) for mask in masks.values() if mask is not None
+        }
         return cls({end: counted.get(id(mask)) for end, mask in masks.items()})
 
     @property
@@ -131,22 +133,22 @@ class StagePositions:
 
     def of(self, module: str) -> Positions | None:
         """Return the counted positions of a module's input, or None for all."""
-        counted, is_feeding = self.kind_of(module)
-        return counted if self.read is None or is_feeding or not self.closes else self.read
+        counted, mixes = self.positions_key(module)
+        return counted if self.read is None or mixes or not self.is_last_block else self.read
 
     def weights_of(self, module: str, rows: Tensor) -> Tensor | None:
         """Return the weights of a module's rows of counted positions, `[n]`, or None if equal."""
-        if self.target_weight == 1 or self.closes or self.kind_of(module)[1]:
+        if self.target_weight == 1 or self.is_last_block or self.positions_key(module)[1]:
             return None
         empty = at_least_float32(rows.new_empty(0))
         if self.read is None:
             return empty.new_ones(len(rows))
         return rows_of(self.read.marked(self.target_weight, 1.0, empty)[:, None], self.valid)[:, 0]
 
-    def kind_of(self, module: str) -> tuple[Positions | None, bool]:
+    def positions_key(self, module: str) -> tuple[Positions | None, bool]:
         """Return what modules that count the same positions in every batch have in common."""
-        is_feeding = module in self.feeding or self.has_own(module)
-        return self.by_end.get(self._end_of(module)), is_feeding
+        mixes = module in self.mixing or self.has_own(module)
+        return self.by_end.get(self._end_of(module)), mixes
 
     def has_own(self, module: str) -> bool:
         """Return whether a module counts other positions than the stage's features."""
@@ -173,9 +175,9 @@ class Batch:
         held_out: Samples held out to choose ridges, bool `[samples]`, or None.
         calibrated: Input of the calibrated model's next block.
         expert: Input of the expert's next block, or None if experts do not run.
-        is_idle: Whether the samples do not run the stage, such as texts that of images.
+        skips_stage: Whether the samples do not run the stage, such as texts that of images.
         positions: Those that count in the stage.
-        later: Number of them without the first one of each sample.
+        later_positions: Number of them without the first one of each sample.
         expert_inputs: The expert's inputs of modules that are not solved yet.
     """
 
@@ -186,13 +188,13 @@ class Batch:
     held_out: Tensor | None = None
     calibrated: Any = None
     expert: Any = None
-    is_idle: bool = False
-    positions: StagePositions = field(default_factory=StagePositions)
-    later: int = 0
+    skips_stage: bool = False
+    positions: CountedPositions = field(default_factory=CountedPositions)
+    later_positions: int = 0
     expert_inputs: dict[str, Tensor] = field(default_factory=dict)
     _split: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def again(self) -> "Batch":
+    def restarted(self) -> "Batch":
         """Return the same samples in front of the first block."""
         return Batch(self.inputs, self.samples, self.start, self.copy, self.held_out)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from fusion_bench_featcal.core.finite import finiteness, read_back
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.errors.words import word
+from fusion_bench_featcal.errors.place import error_context
+from fusion_bench_featcal.errors.words import user_term
 from fusion_bench_featcal.modules.sites import exclusion
 
 DEAD_TASK_RATIO = 1e-6
@@ -55,7 +55,7 @@ class Checks:
         """
         norms: dict[str, dict[str, float]] = defaultdict(dict)
         for task, module, broken, count, norm in chain(*gather(self._read())):
-            with at(task=task, block=self._block, module=module):
+            with error_context(task=task, block=self._block, module=module):
                 if count == 0:
                     raise CalibrationError(
                         "no position counts: all is padding. Check the masks of its data, or "
@@ -65,14 +65,15 @@ class Checks:
                     raise CalibrationError(
                         "inputs are NaN or infinite, or their sums overflow, while weights and "
                         "samples are finite: a forward pass overflows. Use float32: "
-                        f"{word('float32')}. Or check the task's expert and data for extreme values"
+                        f"{user_term('float32')}. Or check the task's expert and data for extreme "
+                        "values"
                     )
             norms[module][task] = norm
         for module, by_task in norms.items():
             median = statistics.median(by_task.values())
             for task, norm in by_task.items():
                 if norm < DEAD_TASK_RATIO * median:
-                    with at(task=task, block=self._block, module=module):
+                    with error_context(task=task, block=self._block, module=module):
                         raise CalibrationError(
                             f"its inputs are almost zero (gram norm {norm:.1e}, median task "
                             f"{median:.1e}), so its weight would swamp the bias. Check its expert "

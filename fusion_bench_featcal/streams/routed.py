@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.streams.batch import Batch, rows_of
-from fusion_bench_featcal.streams.storage import mapped
+from fusion_bench_featcal.streams.storage import tree_map
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RoutedRows:
     weights: Tensor | None
 
     @classmethod
-    def of_batch(
+    def from_batch(
         cls, batch: Batch, mixture: str, x: Tensor, slots: Tensor, expert_x: Tensor | None
     ) -> "RoutedRows":
         """Return the rows of a batch, of whose positions some count. All are `[positions, ...]`."""
@@ -40,9 +40,9 @@ class RoutedRows:
             _, numbers = batch.fitted_and_held_out(range(batch.samples), counted, rows)
             held_out = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
             held_out[numbers] = True
-        of_expert = None if expert_x is None else rows_of(expert_x, counted)
+        expert_rows = None if expert_x is None else rows_of(expert_x, counted)
         weights = batch.positions.weights_of(mixture, rows)
-        return cls(rows, rows_of(slots, counted), of_expert, held_out, weights)
+        return cls(rows, rows_of(slots, counted), expert_rows, held_out, weights)
 
     @classmethod
     def joined(cls, batches: Sequence["RoutedRows"]) -> "RoutedRows":
@@ -64,7 +64,7 @@ class RoutedRows:
 
     def selected(self, numbers: Tensor, device: torch.device) -> "RoutedRows":
         """Return some rows, on a device."""
-        return mapped(self, Tensor, lambda tensor: tensor[numbers].to(device))
+        return tree_map(self, Tensor, lambda tensor: tensor[numbers].to(device))
 
     @property
     def fitted_and_held_out(self) -> tuple[Tensor, Tensor] | None:

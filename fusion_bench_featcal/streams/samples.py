@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, grid_sample
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.errors.words import option, word
+from fusion_bench_featcal.errors.place import error_context
+from fusion_bench_featcal.errors.plurals import pluralize
+from fusion_bench_featcal.errors.words import option, user_term
 from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.rules import Rule
 from fusion_bench_featcal.settings.options import Options
@@ -70,8 +70,8 @@ def check_inputs(
         if isinstance(values, Tensor | Mapping | str):
             shape = f" {list(values.shape)}" if isinstance(values, Tensor) else ""
             raise CalibrationError(
-                f"{word('batches', task)} is one {type(values).__name__}{shape}, but must be an "
-                "iterable of batches: put a single batch into a list, [batch]"
+                f"{user_term('batches', task)} is one {type(values).__name__}{shape}, but must be "
+                "an iterable of batches: put a single batch into a list, [batch]"
             )
     weights = getattr(rule, "task_weights", None)  # RegMean's is a text
     if unknown := sorted(set(weights if isinstance(weights, Mapping) else ()) - set(experts)):
@@ -103,7 +103,7 @@ def take(
     """
     taken = list(take_samples(task, batches, options.samples_per_task, model))
     samples = sum(batch.samples for batch in taken)
-    with at(task=task):
+    with error_context(task=task):
         copies = number_of_copies(samples, options.augment or "none", taken[0].inputs)
     if holds_out:
         held_out = drawn_quarter(samples, batch_generator("held out", options.seed, task))
@@ -131,7 +131,7 @@ def take_samples(
     taken, rank = 0, None
     for number, batch in enumerate(batches):
         inputs = tuple(batch) if isinstance(batch, list) else batch  # as DataLoader collates rows
-        size, dimensions = size_and_rank(label := f"{word('batches', task)}[{number}]", inputs)
+        size, dimensions = size_and_rank(label := f"{user_term('batches', task)}[{number}]", inputs)
         if dimensions != (rank := dimensions if rank is None else rank):
             raise CalibrationError(
                 f"{label} has {dimensions} dimensions, and the first batch {rank}: a single sample "
@@ -145,7 +145,7 @@ def take_samples(
         if taken == limit:
             return
     if taken == 0:
-        raise CalibrationError(f"{word('batches', task)} have no sample. Give the task data")
+        raise CalibrationError(f"{user_term('batches', task)} have no sample. Give the task data")
     if limit is not None and getattr(batches, "samples", None) is None:
         warn_of_few_samples(task, taken, limit)
 
@@ -155,14 +155,14 @@ def warn_of_few_samples(task: str, available: int, limit: int) -> None:
     log.warning(
         "task %s has %s, fewer than %s: all of them are used",
         task,
-        counted(available, "sample"),
+        pluralize(available, "sample"),
         option("samples_per_task", limit),
     )
 
 
 def _location_of_row(label: str, batches: Any, taken: int, row: int) -> str:
     """Return a sample's name for messages: its name in the dataset, if batches have it."""
-    name_of = getattr(batches, "at", None)
+    name_of = getattr(batches, "row_name", None)
     return f"{label}, row {row}" if name_of is None else name_of(taken + row)
 
 
@@ -175,7 +175,7 @@ def with_copies(task: str, batch: Batch, copies: int, seed: int) -> Iterator[Bat
     for copy in range(copies):
         numbers = range(batch.start, batch.start + batch.samples)
         random = [batch_generator("augment", seed, task, n, copy) for n in numbers]
-        with at(task=task):
+        with error_context(task=task):
             inputs = jittered(batch.inputs, random)
         yield replace(batch, inputs=inputs, copy=copy + 1)
 
@@ -208,7 +208,7 @@ def longest_sample(
     samples = list[tuple[int, str, int, int]]()
     for task, batches in tasks.items():
         for number, batch in enumerate(batches):
-            with at(task=task):
+            with error_context(task=task):
                 mask = family.masks(model, batch.inputs, 0, "all").get("")
             if mask is None:
                 counts = torch.full((batch.samples,), largest_tensor(batch.inputs) // batch.samples)

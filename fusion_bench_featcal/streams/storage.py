@@ -20,7 +20,7 @@ STATE = ("calibrated", "expert", "expert_inputs")
 class DeviceStorage:
     """Features stay on the device."""
 
-    def visits(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def iter_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches, each with its features on the device until the next one."""
         return iter(batches)
 
@@ -31,7 +31,7 @@ class DeviceStorage:
     @contextmanager
     def loaded(self, batch: Batch) -> Iterator[None]:
         """Context in which one batch has its features on the device."""
-        for _ in self.visits([batch]):
+        for _ in self.iter_batches([batch]):
             yield
 
 
@@ -58,7 +58,7 @@ class HostStorage(DeviceStorage):
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def visits(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def iter_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches while the next one's features are copied to the device."""
         remaining = iter(batches)
         batch = next(remaining, None)
@@ -92,7 +92,7 @@ class HostStorage(DeviceStorage):
         if self._stream is not None:  # copies to the host may still be under way
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            return {n: mapped(getattr(batch, n), StoredTensor, get) for n in STATE}, stored
+            return {n: tree_map(getattr(batch, n), StoredTensor, get) for n in STATE}, stored
 
     def _wait_for(self, stored: dict[int, Any]) -> None:
         """Let the computation wait for features that are being copied to a GPU."""
@@ -114,7 +114,7 @@ class HostStorage(DeviceStorage):
             stored[id(tensor)] = tensor, tensor._version, copy
             return copy
 
-        return mapped(value, Tensor, put)
+        return tree_map(value, Tensor, put)
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Return a copy of a contiguous tensor in this storage."""
@@ -143,7 +143,7 @@ def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return once.permute(order).contiguous(), order
 
 
-def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def tree_map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Return a nested value with all objects of a type changed.
 
     Only dicts, lists, tuples and dataclasses are searched. Other objects stay unchanged.
@@ -151,10 +151,10 @@ def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, kind):
         return change(value)
     if type(value) is dict:
-        return {key: mapped(part, kind, change) for key, part in value.items()}
+        return {key: tree_map(part, kind, change) for key, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(mapped(part, kind, change) for part in value)
+        return type(value)(tree_map(part, kind, change) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
         values = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        return replace(value, **{name: mapped(v, kind, change) for name, v in values.items()})
+        return replace(value, **{name: tree_map(v, kind, change) for name, v in values.items()})
     return value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import LazyModel
 from fusion_bench_featcal.experts.expert import lacks_values
@@ -21,11 +21,11 @@ from fusion_bench_featcal.modules.groups import Group, Recorded, record
 from fusion_bench_featcal.modules.models import in_float32, tensors_before_stage, tensors_under
 from fusion_bench_featcal.modules.sites import Site, exclusion
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.streams.batch import Batch, Positions, StagePositions
+from fusion_bench_featcal.streams.batch import Batch, CountedPositions, Positions
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.routed import RoutedRows
 from fusion_bench_featcal.streams.samples import resolved_decoder_rows
-from fusion_bench_featcal.streams.storage import DeviceStorage, mapped
+from fusion_bench_featcal.streams.storage import DeviceStorage, tree_map
 from fusion_bench_featcal.streams.task_sums import DriftLog
 
 
@@ -59,7 +59,7 @@ class Streams:
     reads_first: bool = False
     drift: DriftLog | None = None
     storage: DeviceStorage = field(default_factory=DeviceStorage)
-    _feeding: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
+    _mixing: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -71,9 +71,12 @@ class Streams:
         """Return the last block before the tail."""
         return self.stages[-1 - len(self.family.tail)][-1]
 
-    def again(self) -> "Streams":
+    def restarted(self) -> "Streams":
         """Return the same samples in front of the first block. Their inputs must be there."""
-        tasks = {task: [batch.again() for batch in of_task] for task, of_task in self.tasks.items()}
+        tasks = {
+            task: [batch.restarted() for batch in task_batches]
+            for task, task_batches in self.tasks.items()
+        }
         return replace(self, tasks=tasks)
 
     def loaded(self, block: str) -> AbstractContextManager[nn.Module]:
@@ -85,33 +88,33 @@ class Streams:
         """Return whether experts run, for the rule or for a comparison."""
         return self.rule.runs_experts or self.drift is not None
 
-    def begin(self, index: int) -> None:
+    def enter_stage(self, index: int) -> None:
         """Advance all batches to the first block of a stage. Earlier stages must be calibrated."""
         names = tensors_before_stage(self.model, self.stages, index)
         with self.working.loaded(names):
             for task, batches in self.tasks.items():
-                with at(task=task):
-                    for batch in self.storage.visits(batches):
+                with error_context(task=task):
+                    for batch in self.storage.iter_batches(batches):
                         inputs = to_device(batch.inputs, self.working.device)
                         counted = "all" if self.decoder_rows == "auto" else self.decoder_rows
                         masks = self.family.masks(self.model, inputs, index, counted)
-                        positions = StagePositions.of_masks(masks)
+                        positions = CountedPositions.from_masks(masks)
                         if index == 0 and positions.valid is None:  # padding may be arbitrary
                             check_finite_inputs(inputs, batch.start)
                         call = self._begun(self.model, inputs, index, batch.calibrated)
-                        batch.is_idle = call is None
-                        if batch.is_idle:
+                        batch.skips_stage = call is None
+                        if batch.skips_stage:
                             continue
                         batch.calibrated = call
                         read = self._read(inputs, index, batch.calibrated.hidden)
                         batch.positions = replace(positions, read=read)
                         valid = positions.valid
                         count = valid.count if valid else batch.calibrated.hidden.shape[:-1].numel()
-                        batch.later = count - batch.samples
+                        batch.later_positions = count - batch.samples
                     self._weigh_targets(batches)
-        for task in self.running if self.runs_experts else ():
-            with self.experts[task].loaded(names) as expert, at(task=task):
-                for batch in self.visits(task):
+        for task in self.active_tasks if self.runs_experts else ():
+            with self.experts[task].loaded(names) as expert, error_context(task=task):
+                for batch in self.iter_batches(task):
                     inputs = to_device(batch.inputs, self.working.device)
                     batch.expert = self._begun(expert, inputs, index, batch.expert)
         if index == len(self.stages) - 1:
@@ -126,14 +129,14 @@ class Streams:
             return Positions.first_of(hidden)
         if self.decoder_rows == "auto" and resolved_decoder_rows("auto", inputs) == "targets":
             targets = self.family.masks(self.model, inputs, index, "targets")
-            return StagePositions.of_masks(targets).valid
+            return CountedPositions.from_masks(targets).valid
         return None
 
     def _weigh_targets(self, batches: Sequence[Batch]) -> None:
         """Let a task's targets weigh as much as all its other positions, if they are fewer."""
         read = [] if self.reads_first else [batch for batch in batches if batch.positions.read]
         targets = sum(batch.positions.read.count for batch in read if batch.positions.read)
-        others = sum(batch.later + batch.samples for batch in read) - targets
+        others = sum(batch.later_positions + batch.samples for batch in read) - targets
         for batch in batches if others > targets else ():
             batch.positions = replace(batch.positions, target_weight=others / targets)
 
@@ -178,39 +181,41 @@ class Streams:
         """Return the names of an expert's tensors for running a block."""
         return list(tensors_under(self.model, block))
 
-    def visits(self, task: str) -> Iterator[Batch]:
+    def iter_batches(self, task: str) -> Iterator[Batch]:
         """Yield a task's batches that run the stage, each with its features on the device."""
-        return self.storage.visits(batch for batch in self.tasks[task] if not batch.is_idle)
+        return self.storage.iter_batches(
+            batch for batch in self.tasks[task] if not batch.skips_stage
+        )
 
     @property
-    def running(self) -> list[str]:
+    def active_tasks(self) -> list[str]:
         """Return the tasks of this process with samples that run the stage."""
-        return [task for task in self.tasks if not all(b.is_idle for b in self.tasks[task])]
+        return [task for task in self.tasks if not all(b.skips_stage for b in self.tasks[task])]
 
-    def counts(self, task: str) -> int:
+    def num_samples(self, task: str) -> int:
         """Return the number of a task's samples, without copies, for the log."""
         return sum(batch.samples for batch in self.tasks[task] if not batch.copy)
 
-    def used(self, task: str) -> int:
+    def num_augmented_samples(self, task: str) -> int:
         """Return the number of a task's samples, including copies."""
         return sum(batch.samples for batch in self.tasks[task])
 
     def record_largest(
         self, block: str, names: Sequence[str]
-    ) -> tuple[Recorded, StagePositions, tuple[int, str, int]]:
+    ) -> tuple[Recorded, CountedPositions, tuple[int, str, int]]:
         """Run the batch with most counted positions through a block, and record inputs of modules.
 
         First positions do not count here, because samples of one position show neither which
         modules feed the first one nor much else.
 
         Returns:
-            The inputs, the batch's positions, and its priority in `Processes.decided`.
+            The inputs, the batch's positions, and its priority in `Processes.value_of_min`.
         """
         batches = {
-            (-batch.later, task, number): batch
+            (-batch.later_positions, task, number): batch
             for task, batches in self.tasks.items()
             for number, batch in enumerate(batches)
-            if not batch.is_idle
+            if not batch.skips_stage
         }
         priority, batch = min(batches.items())
         with self.storage.loaded(batch):
@@ -219,29 +224,36 @@ class Streams:
             _refuse_unknown_readers(block, recorded, batch)
             return recorded, batch.positions, priority
 
-    def feeding(self, block: str, sites: Sequence[Site]) -> list[str]:
+    def modules_mixing_positions(self, block: str, sites: Sequence[Site]) -> list[str]:
         """Return modules whose rows at one position reach others, such as keys and values.
 
         The model decides it, not the labels of a batch: whether other positions reach the first or,
         in a decoder, the last one of each sample. Each task with positions that are read is asked,
         by its batch with most positions, in the first of all blocks with modules of equal names.
         """
-        batches = [batch for of_task in self.tasks.values() for batch in of_task]
+        batches = [batch for task_batches in self.tasks.values() for batch in task_batches]
         if block != self.last_block and all(b.positions.target_weight == 1 for b in batches):
             return []
         ends = tuple(site.name.removeprefix(block) for site in sites)
-        if ends not in self._feeding:
-            read = ([b for b in of_task if b.positions.read] for of_task in self.tasks.values())
-            largest = [max(of_task, key=lambda batch: batch.later) for of_task in read if of_task]
+        if ends not in self._mixing:
+            read = (
+                [b for b in task_batches if b.positions.read]
+                for task_batches in self.tasks.values()
+            )
+            largest = [
+                max(task_batches, key=lambda batch: batch.later_positions)
+                for task_batches in read
+                if task_batches
+            ]
             names = [site.name for site in sites]
-            found = [name for batch in largest for name in self._feeding_in(batch, block, names)]
-            self._feeding[ends] = [name.removeprefix(block) for name in found]
-        return [f"{block}{end}" for end in self._feeding[ends]]
+            found = [name for batch in largest for name in self._mixing_in(batch, block, names)]
+            self._mixing[ends] = [name.removeprefix(block) for name in found]
+        return [f"{block}{end}" for end in self._mixing[ends]]
 
-    def _feeding_in(self, batch: Batch, block: str, names: Iterable[str]) -> list[str]:
+    def _mixing_in(self, batch: Batch, block: str, names: Iterable[str]) -> list[str]:
         # In bfloat16 a residual stream that is much larger than what the block adds would hide it.
         with self.storage.loaded(batch), in_float32(self.model.get_submodule(block)) as widened:
-            call = mapped(batch.calibrated, Tensor, widened)
+            call = tree_map(batch.calibrated, Tensor, widened)
             counted = batch.positions.valid or Positions(call.hidden.shape[:-1])
             read = Positions.first_of(call.hidden) if self.reads_first else counted.last_of_each()
             result = read.of(self.step(self.model, block, call).hidden)
@@ -251,15 +263,15 @@ class Streams:
             changed = partial(self._read_with_changes, block, call, read=read)
             return [n for n in names if not (result - changed(n)).abs().max() <= bound]
 
-    def narrow(self, block: str, feeding: Iterable[str]) -> None:
+    def restrict_positions(self, block: str, mixing: Iterable[str]) -> None:
         """Count positions that are read more, and in the last block no others.
 
         Inputs of modules that feed other positions are the exception.
         """
-        modules = frozenset(feeding)
+        modules = frozenset(mixing)
         for batch in (batch for batches in self.tasks.values() for batch in batches):
-            closes = block == self.last_block
-            batch.positions = replace(batch.positions, feeding=modules, closes=closes)
+            is_last_block = block == self.last_block
+            batch.positions = replace(batch.positions, mixing=modules, is_last_block=is_last_block)
 
     def _read_with_changes(self, block: str, call: Any, name: str, read: Positions) -> Tensor:
         """Return a block's read outputs if a module's other outputs change their signs."""
@@ -276,7 +288,9 @@ class Streams:
         with stoppable(self.model.get_submodule(name).register_forward_hook(change)):
             return read.of(self.step(self.model, block, call).hidden)
 
-    def follow(self, batch: Batch, block: str, expert: nn.Module, modules: Collection[str]) -> None:
+    def run_expert_block(
+        self, batch: Batch, block: str, expert: nn.Module, modules: Collection[str]
+    ) -> None:
         """Run a batch through the expert's block and note the inputs of modules, if they count."""
         names = modules if self.rule.runs_experts else ()
         call = batch.calibrated if self.rule.features == "merged" else batch.expert
@@ -286,10 +300,10 @@ class Streams:
     def routed(self, task: str, block: str, mixture: str) -> RoutedRows:
         """Return the rows of a task that enter a mixture of the calibrated block.
 
-        They wait where features do. The expert's inputs, which `follow` noted, are freed.
+        They wait where features do. The expert's inputs, which `run_expert_block` noted, are freed.
         """
-        of_batches = list[RoutedRows]()
-        for batch in self.visits(task):
+        batch_rows = list[RoutedRows]()
+        for batch in self.iter_batches(task):
             run = partial(self.step, self.model, block, batch.calibrated)
             recorded = record(self.model, [mixture], run, to_end=False)
             if mixture not in recorded.arguments:
@@ -299,16 +313,17 @@ class Streams:
                 )
             x, slots = recorded.arguments[mixture][:2]
             expert_x = batch.expert_inputs.pop(mixture) if self.rule.runs_experts else None
-            rows = RoutedRows.of_batch(batch, mixture, x, slots, expert_x)
-            of_batches.append(mapped(rows, Tensor, self.storage.kept))
-        return RoutedRows.joined(of_batches)
+            rows = RoutedRows.from_batch(batch, mixture, x, slots, expert_x)
+            batch_rows.append(tree_map(rows, Tensor, self.storage.kept))
+        return RoutedRows.joined(batch_rows)
 
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group]
     ) -> Mapping[str, Tensor]:
         """Run a batch through the calibrated block up to the last of some groups.
 
-        A rule that sums the expert's rows gets those that `follow` noted, which are then freed.
+        A rule that sums the expert's rows gets those that `run_expert_block` recorded. They are
+        then freed.
 
         Args:
             task: The task.
@@ -341,8 +356,8 @@ class Streams:
         """Run all batches through a calibrated block."""
         if block == self.stages[-1][-1] and self.drift is None:
             return
-        for task in self.running:
-            for batch in self.visits(task):
+        for task in self.active_tasks:
+            for batch in self.iter_batches(task):
                 batch.calibrated = self.step(self.model, block, batch.calibrated)
                 if self.drift is not None:
                     features = batch.calibrated.hidden, batch.expert.hidden
@@ -357,7 +372,7 @@ def _refuse_unknown_readers(block: str, recorded: Recorded, batch: Batch) -> Non
     if len(batch.positions.by_end) == 1:
         return
     tensors = list[Tensor]()
-    mapped(replace(batch.calibrated, hidden=None), Tensor, tensors.append)
+    tree_map(replace(batch.calibrated, hidden=None), Tensor, tensors.append)
     encoded = {(x.data_ptr(), x.shape) for x in tensors}
     for name, x in recorded.inputs.items():
         if (x.data_ptr(), x.shape) in encoded and not batch.positions.has_own(name):

@@ -14,7 +14,7 @@ from fusion_bench_featcal.core.linear import Linear, at_least_float32
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.modules.groups import Group, normalised
 from fusion_bench_featcal.rules.norms import NormMoments
 from fusion_bench_featcal.rules.rule import Rule
@@ -222,7 +222,7 @@ class DriftLog:
             expert: The expert's features.
             is_last: Whether it is the last block before the tail.
         """
-        with at("a block's output", task=task):
+        with error_context("a block's output", task=task):
             rows = [self._rows(features, batch.positions.valid) for features in (hidden, expert)]
         new, wide = sums_of(*rows), solve_dtype(hidden.device)
         self.sums[task] = self.sums[task].add_(new) if task in self.sums else new.to(wide)
@@ -238,25 +238,26 @@ class DriftLog:
             return rows_of(hidden.movedim(1, -1), counted)
         return hidden if counted is None else counted.of(hidden)
 
-    def records(self, united: United) -> dict[str, dict[str, Any]]:
+    def records(self, gather_dict: United) -> dict[str, dict[str, Any]]:
         """Return each task's figures behind the block, and reset the sums.
 
         Args:
-            united: Returns the items of all processes.
+            gather_dict: Returns the items of all processes.
 
         Returns:
             Task -> mean L2 drift over rows, root mean square drift relative to the expert's
             features, and number of rows. Behind the last block also the distance, in the variance
-            that one direction of the expert's features has, `spread_of`, or None if they are equal.
+            that one direction of the expert's features has, `variance_per_direction`, or None if
+            they are equal.
         """
-        spreads = {task: spread_of(moments) for task, moments in self.experts.items()}
+        spreads = {task: variance_per_direction(moments) for task, moments in self.experts.items()}
         numbers = iter(read_back([*self.sums.values(), *spreads.values()]))
         read = {task: [*islice(numbers, 3), self.rows[task]] for task in self.sums}
         for task in spreads:
             read[task].append(next(numbers))
         self.sums, self.rows, self.experts = {}, {}, {}
         records: dict[str, dict[str, Any]] = {}
-        for task, (norms, squares, expert, rows, *spread) in united(read).items():
+        for task, (norms, squares, expert, rows, *spread) in gather_dict(read).items():
             relative = (squares / expert) ** 0.5 if expert > 0 else None
             records[task] = {"drift": norms / rows, "relative_drift": relative, "rows": rows}
             for variance in spread:
@@ -264,7 +265,7 @@ class DriftLog:
         return records
 
 
-def spread_of(features: Moments) -> Tensor:
+def variance_per_direction(features: Moments) -> Tensor:
     """Return the variance of features in one of the directions in which they vary, a scalar.
 
     With their covariance C it is `tr C^2 / tr C`: `(tr C)^2 / tr C^2` is the number of such

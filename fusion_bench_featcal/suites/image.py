@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from fusion_bench_featcal.data.computed_rows import ComputedRows
-from fusion_bench_featcal.data.draws import spread
+from fusion_bench_featcal.data.draws import evenly_spaced
 from fusion_bench_featcal.files.suite_paths import pick, suite_path
 
 SUITE = "clip-vit-mini"
@@ -112,7 +112,7 @@ def load_split(task: str, split: str, most: int | None = None) -> ComputedRows:
     arrays = load_arrays(task)
     register_class_names()
     grey, labels = arrays.rows(split)
-    chosen = spread(len(labels), most)
+    chosen = evenly_spaced(len(labels), most)
     paint = find_task(task).paint
 
     def item(index: int) -> dict[str, Any]:

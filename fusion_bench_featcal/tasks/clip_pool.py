@@ -214,11 +214,11 @@ class PixelItems(Dataset[tuple[Tensor, int]]):
         stored, label = self.items.read(index)
         if label is None:
             raise CalibrationError(
-                f"{self.items.at(index)} has no label, so accuracy cannot be measured. Check "
+                f"{self.items.row_name(index)} has no label, so accuracy cannot be measured. Check "
                 "label_column"
             )
         picture = self.items.picture(stored, index)
-        return to_pixels(picture, self.processor, self.items.at(index)), label
+        return to_pixels(picture, self.processor, self.items.row_name(index)), label
 
 
 def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> LabelledImages:

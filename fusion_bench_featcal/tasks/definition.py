@@ -9,7 +9,7 @@ from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.settings.fields import check_values, setting
 
@@ -112,7 +112,7 @@ def open_task(name: str, task: TaskDefinition, rows: object, setting: str) -> Op
             f"use them, or rename the task, its expert and its data, say to 'my_{name}'"
         )
     classnames = entry[0] if entry else task.classnames and [*map(str, task.classnames)]
-    with at(setting, cause=unloadable):
+    with error_context(setting, cause=unloadable):
         items = _items(task, classnames, rows, setting)
     if not items.has_labels:
         raise CalibrationError(

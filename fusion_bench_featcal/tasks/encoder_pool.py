@@ -34,7 +34,7 @@ from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.optional import pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.models.hub import fetch
@@ -185,14 +185,14 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
         opened, reader = (
             (_open_texts, self._tokenized) if self._is_text else (_open_images, self.processor)
         )
-        with at(setting, cause=unloadable):
+        with error_context(setting, cause=unloadable):
             items = opened(rows, f"task {task!r}", head, reader, size)
         if head.file is None and not self._is_text:
             raise CalibrationError(
                 f"images have no class names to embed: set taskpool.heads.{task}.file"
             )
         if head.file is not None:
-            with at(f"taskpool.heads.{task}.file={head.file!r}", cause=unloadable):
+            with error_context(f"taskpool.heads.{task}.file={head.file!r}", cause=unloadable):
                 vectors = load_file(head.file)["head"].float()
             if len(vectors) <= max(items.labels):
                 raise CalibrationError(
@@ -252,7 +252,9 @@ def _open_texts(source: object, name: str, head: Head, tokenized: Any, size: int
     def checked(model: nn.Module) -> list[dict[str, Tensor]]:
         for number, batch in enumerate(batches()):
             first = number * size
-            check_token_ids(batch, model, lambda row, first=first: rows.at(order[first + row]))
+            check_token_ids(
+                batch, model, lambda row, first=first: rows.row_name(order[first + row])
+            )
         return batches()
 
     return EncoderTask(name, classes or [], labels, checked, order)
@@ -262,7 +264,9 @@ def _text_of(rows: TextRows, number: int) -> str:
     """Return a row's text. Raises a CalibrationError that names the row if it has none."""
     text = rows.read(number).prompt
     if not isinstance(text, str) or not text.strip():
-        raise CalibrationError(f"{rows.at(number)}: the text is empty, or no text. Remove the row")
+        raise CalibrationError(
+            f"{rows.row_name(number)}: the text is empty, or no text. Remove the row"
+        )
     return text
 
 

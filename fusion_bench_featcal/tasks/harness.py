@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.processors import load_part
 
 _CHOICES = ("limit", "apply_chat_template", "confirm_run_unsafe_code")
@@ -124,7 +124,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
                     "folder with your own tasks"
                 )
             # A task's object reads its first row.
-            with at(f"taskpool.tasks.{task}", cause=unloadable):
+            with error_context(f"taskpool.tasks.{task}", cause=unloadable):
                 (getattr(index, "load", None) or index.load_task_or_group)([task])
         return tokenizer, index
 

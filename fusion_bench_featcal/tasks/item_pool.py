@@ -16,7 +16,7 @@ from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.config_checks import refuse_missing_paths
 from fusion_bench_featcal.fusionbench.processors import build_part
 from fusion_bench_featcal.run.progress import progress_bar
@@ -34,7 +34,7 @@ def opened_rows(task: str, rows: object, setting: str) -> TextRows:
         CalibrationError: If they cannot be loaded, or there are none.
     """
     if isinstance(rows, str):
-        with at(setting, cause=unloadable):
+        with error_context(setting, cause=unloadable):
             rows = load_texts(rows, "test")
     opened = TextRows(rows, f"task {task!r}, {setting}")
     if not len(opened):

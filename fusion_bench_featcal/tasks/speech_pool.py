@@ -13,7 +13,7 @@ from fusion_bench import BaseTaskPool
 
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.data.speech import Speech, SpeechBatches, read_speech
-from fusion_bench_featcal.data.tables import home_of
+from fusion_bench_featcal.data.tables import parent_folder
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.data.transcripts import Transcripts
@@ -72,7 +72,7 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
         return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> list[Speech]:
-        home, opened = home_of(rows), opened_rows(task, rows, setting)
+        home, opened = parent_folder(rows), opened_rows(task, rows, setting)
         return [read_speech(opened, index, home) for index in range(len(opened))]
 
     def _score(self, model: Any, task: str) -> Score:

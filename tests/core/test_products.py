@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fusion_bench_featcal.core import kernels, moments, products
 from fusion_bench_featcal.core.float32_products import exact_products, products_in_force
-from fusion_bench_featcal.run import problem
+from fusion_bench_featcal.run import state
 
 needs_onednn = pytest.mark.skipif(not kernels.onednn_works(), reason="torch lacks the operator")
 backends: Any = torch.backends  # typed without its newer attributes
@@ -59,9 +59,9 @@ def test_quadratic_forms_agree_with_sums_over_rows(monkeypatch: pytest.MonkeyPat
 def test_both_libraries_give_one_model(monkeypatch: pytest.MonkeyPatch):
     suite, results = clip_suite(tasks=2).to(torch.float32), {}
     for kernel in (kernels.TORCH, kernels.ONEDNN):
-        monkeypatch.setattr(problem, "choose_kernel", lambda _, kernel=kernel: kernel)
+        monkeypatch.setattr(state, "choose_kernel", lambda _, kernel=kernel: kernel)
         results[kernel] = run_fast(suite)
-        assert results[kernel].log.of_kind("engine")[0]["linear_kernel"] == kernel
+        assert results[kernel].log.select("engine")[0]["linear_kernel"] == kernel
     assert_same(results[kernels.ONEDNN].model, results[kernels.TORCH].model, bound=1e-5)
     # processes use one that all of them have
     assert kernels.agreed_kernel([kernels.ONEDNN, kernels.TORCH]) == kernels.TORCH

@@ -41,7 +41,7 @@ def test_values_are_the_texts_that_were_written_with_their_places(name: str, tmp
     rows = rows_of(path)
     assert [rows[n] for n in range(len(rows))] == ROWS
     assert [rows.read(n).target for n in range(4)] == [row["target"] for row in ROWS]
-    assert [rows.at(n) for n in range(4)] == [f"data, {place} {n}" for n in numbers]
+    assert [rows.row_name(n) for n in range(4)] == [f"data, {place} {n}" for n in numbers]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
@@ -87,4 +87,4 @@ def test_bad_answers_are_left_out(name: str, tmp_path: Path):
     (table.to_json if name == "a.jsonl" else table.to_parquet)(tmp_path / name)
     rows, first = rows_of(tmp_path / name), int(name == "a.jsonl")
     assert (len(rows), rows.left_out) == (4, 2)
-    assert [int(rows.at(n).split()[-1]) - first for n in range(4)] == [1, 2, 4, 5]
+    assert [int(rows.row_name(n).split()[-1]) - first for n in range(4)] == [1, 2, 4, 5]

@@ -64,7 +64,7 @@ def test_an_evaluator_that_fails_costs_no_repair(encoders, monkeypatch, form) ->
         def __call__(self, model: Any) -> float:
             raise KeyError("no such column\nand more")
 
-    monkeypatch.setattr(Streams, "begin", lambda *_: pytest.fail("the repair has begun"))
+    monkeypatch.setattr(Streams, "enter_stage", lambda *_: pytest.fail("the repair has begun"))
     evaluator = {"one": Broken(), "of a task": {"code": Broken()}, "a list": [Broken()]}[form]
     message = r"^evaluator(\['code'\])? fails: (KeyError: .no such|TypeError: 'list' object is not)"
     with pytest.raises(CalibrationError, match=message):

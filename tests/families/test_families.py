@@ -24,7 +24,7 @@ from fusion_bench_featcal.families import (
     resolve_family,
 )
 from fusion_bench_featcal.families.base import captured
-from fusion_bench_featcal.streams.batch import Positions, StagePositions
+from fusion_bench_featcal.streams.batch import CountedPositions, Positions
 from fusion_bench_featcal.streams.streams import Streams
 
 
@@ -61,7 +61,7 @@ def test_layers_of_several_classes_are_blocks_of_one_list():
     with pytest.raises(CalibrationError, match=r"Exclude them: modules=\['!mamba.dt_proj'\]"):
         run_fast(suite)
     result = run_fast(suite, modules=["!mamba.dt_proj"])
-    assert list(dict.fromkeys(r["block"] for r in result.log.of_kind("module"))) == layers
+    assert list(dict.fromkeys(r["block"] for r in result.log.select("module"))) == layers
 
 
 def changing_between() -> None:
@@ -89,7 +89,7 @@ def test_models_and_inputs_that_do_not_fit_are_refused(call: Any, message: str):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # transformers' own modules
 def test_plus_uses_the_first_position_alone_where_the_head_does(name: str, is_first: bool):
     suite = suite_named(name)
-    tasks = run_fast(suite, **PLUS).log.of_kind("task")
+    tasks = run_fast(suite, **PLUS).log.select("task")
     rows = {(r["block"] == suite.blocks[-1], r["rows"] == r["samples"]) for r in tasks}
     assert rows == {(False, False), (True, is_first)}
 
@@ -108,13 +108,13 @@ def test_plus_uses_the_first_position_alone_where_the_head_does(name: str, is_fi
 def test_only_keys_and_values_of_the_last_block_count_other_positions(name, ends, monkeypatch):
     suite, counted = suite_named(name), list[set[str]]()
 
-    def narrow(self: Streams, block: str, names: Any) -> None:
+    def restrict_positions(self: Streams, block: str, names: Any) -> None:
         original(self, block, names)
-        batches = [b for task in self.tasks for b in self.visits(task)]
-        counted.extend({*b.positions.feeding} for b in batches if b.positions.closes)
+        batches = [b for task in self.tasks for b in self.iter_batches(task)]
+        counted.extend({*b.positions.mixing} for b in batches if b.positions.is_last_block)
 
-    original = Streams.narrow
-    monkeypatch.setattr(Streams, "narrow", narrow)
+    original = Streams.restrict_positions
+    monkeypatch.setattr(Streams, "restrict_positions", restrict_positions)
     run_fast(suite, **PLUS)
     assert counted and all(len(names) == min(len(ends), 2) for names in counted)
     assert all(n.endswith(ends) for names in counted for n in names)
@@ -123,7 +123,7 @@ def test_only_keys_and_values_of_the_last_block_count_other_positions(name, ends
 def test_all_blocks_of_a_decoder_have_the_keys_and_values_of_the_first(monkeypatch):
     suite, fed, asked = decoder_suite(), dict[str, set[str]](), list[str]()
 
-    def narrow(self: Streams, block: str, names: Any) -> None:
+    def restrict_positions(self: Streams, block: str, names: Any) -> None:
         fed[block] = {*names}
         narrowed(self, block, fed[block])
 
@@ -131,9 +131,9 @@ def test_all_blocks_of_a_decoder_have_the_keys_and_values_of_the_first(monkeypat
         asked.append(block)
         return found(self, batch, block, names)
 
-    narrowed, found = Streams.narrow, Streams._feeding_in
-    monkeypatch.setattr(Streams, "narrow", narrow)
-    monkeypatch.setattr(Streams, "_feeding_in", feeding_in)
+    narrowed, found = Streams.restrict_positions, Streams._mixing_in
+    monkeypatch.setattr(Streams, "restrict_positions", restrict_positions)
+    monkeypatch.setattr(Streams, "_mixing_in", feeding_in)
     auto: dict[str, Any] = PLUS | {"decoder_rows": "auto"}
     run_fast(suite, **auto)
     ends = ("self_attn.k_proj", "self_attn.v_proj")
@@ -146,10 +146,10 @@ def test_keys_and_values_are_found_in_bfloat16_beside_a_large_residual_stream(mo
     for model in models_of(suite):  # bfloat16 rounds what a block adds away
         model.get_parameter("model.embed_tokens.weight").data.mul_(1000)
 
-    def narrow(self: Streams, block: str, names: Any) -> None:
+    def restrict_positions(self: Streams, block: str, names: Any) -> None:
         found.update(names)
 
-    monkeypatch.setattr(Streams, "narrow", narrow)
+    monkeypatch.setattr(Streams, "restrict_positions", restrict_positions)
     auto: dict[str, Any] = PLUS | {"decoder_rows": "auto"}
     run_fast(suite.to(torch.bfloat16), **auto)
     ends = ("self_attn.k_proj", "self_attn.v_proj")
@@ -181,7 +181,7 @@ def test_sounds_get_the_dtype_of_the_model():
 def test_keys_of_an_encoder_keep_its_positions_if_they_seem_to_feed_nothing():
     sounds, targets = Positions(torch.Size((1, 50))), Positions(torch.Size((1, 6)))
     by_end = {"": targets, "encoder_attn.k_proj": sounds}
-    positions = StagePositions(by_end, read=targets, closes=True)
+    positions = CountedPositions(by_end, read=targets, is_last_block=True)
     assert positions.of("layers.1.encoder_attn.k_proj") is sounds
     assert positions.of("layers.1.fc1") is targets
 

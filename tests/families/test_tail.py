@@ -49,7 +49,7 @@ def test_the_tail_is_solved_as_the_oracle_solves_it():
     result, expected = run_fast(suite, **MERGED_ANCHOR), run_slow(suite, **MERGED_ANCHOR)
     assert_same(result.model, expected.model)
     for (block, task), drift in expected.drift.items():
-        records = result.log.of_kind("task")
+        records = result.log.select("task")
         (record,) = (r for r in records if (r["block"], r["task"]) == (block, task))
         assert [record["drift"], record["relative_drift"]] == pytest.approx(drift, rel=1e-9)
 

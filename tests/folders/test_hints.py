@@ -19,10 +19,16 @@ from fusion_bench_featcal.tasks import load_images
 PACKAGE = fusion_bench_featcal.__name__
 ROOT = Path(fusion_bench_featcal.__file__).parent
 FLAGS = {*re.findall(r"--[a-z][a-z-]*", featcal("calibrate", "--help").out)}
-OTHERS = {*request._ELSEWHERE, *request._OF_POOLS}
+OTHERS = {*request._SET_BY_OPTIONS, *request._POOL_OPTION}
 SETTINGS = {*FeatCalSettings.names()} - OTHERS
 # Encoders take any name, `score` as a target.
-COLUMNS = {*texts._OF_MODELS, *texts._OF_CLASSIFIERS, *images._COLUMNS, *speech.COLUMNS, "score"}
+COLUMNS = {
+    *texts._PROMPT_COLUMNS,
+    *texts._CLASSIFIER_COLUMNS,
+    *images._COLUMNS,
+    *speech.COLUMNS,
+    "score",
+}
 # Keywords of functions and keys of YAML, which are no words of the command.
 OF_OTHER_DOORS = ("remarks.py", "words.py")  # remarks: of several rows, which FusionBench has
 FOREIGN = {*OTHERS, *inspect.signature(load_images).parameters} - {"path", "resume"}
@@ -56,7 +62,7 @@ def text_of(node: ast.AST) -> str | None:
         return node.value
     if isinstance(node, ast.FormattedValue) and isinstance(call := node.value, ast.Call):
         name, values = ast.unparse(call.func), [text_of(value) or "..." for value in call.args]
-        with words.speaking(options.WORDS):
+        with words.using_vocabulary(options.WORDS):
             return getattr(words, name)(*values) if name in ("option", "word") else None
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) or "..." for part in node.values)

@@ -19,7 +19,7 @@ from tiny_texts import TASKS
 
 from fusion_bench_featcal.errors.masking import hide, masked, public
 from fusion_bench_featcal.fusionbench.console import hide_private_texts
-from fusion_bench_featcal.models.saving import CardFacts, card_text
+from fusion_bench_featcal.models.cards import CardFacts, card_text
 from fusion_bench_featcal.results import Note, read_run, write_run
 from fusion_bench_featcal.suites import image
 

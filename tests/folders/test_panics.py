@@ -9,7 +9,7 @@ from made_folders import words
 from reports import error_of
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 
 CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}  # an empty table
 
@@ -32,7 +32,7 @@ ENDS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
 @pytest.mark.parametrize("kind", [*ENDS, PanicException])
 def test_panics_get_a_place_and_ends_of_programs_and_tasks_pass(kind: type[BaseException]) -> None:
     expected = CalibrationError if kind is PanicException else kind
-    with pytest.raises(expected) as caught, at("--data one=a.csv", task="one"):
+    with pytest.raises(expected) as caught, error_context("--data one=a.csv", task="one"):
         raise kind("index out of bounds")
     if kind is PanicException:
         reason = "a library has failed (PanicException: index out of bounds)"

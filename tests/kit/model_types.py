@@ -67,7 +67,7 @@ def examined(row: Row, folder: Path) -> Examined:
     """Calibrate a row's suite by `auto` and the oracle, and save and load the model."""
     suite = row.suite()
     result = run_fast(suite)
-    suite.blocks = [record["block"] for record in result.log.of_kind("block")]
+    suite.blocks = [record["block"] for record in result.log.select("block")]
     model: Any = result.model
     model.save_pretrained(folder)
     again = type(model).from_pretrained(folder, dtype=torch.float64)

@@ -11,7 +11,7 @@ from tiny_models import Suite, clip_suite, normal, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal.lab import rivals
-from fusion_bench_featcal.lab.rivals.corrections import Lessons
+from fusion_bench_featcal.lab.rivals.corrections import CorrectionData
 
 REPLAY = 1e-10
 
@@ -165,7 +165,7 @@ def test_react_is_a_ridge_regression_with_a_rotation_as_anchor(samples: int) -> 
     pairs = [(normal(i, samples, 6), normal(9 + i, samples, 6)) for i in range(3)]
     pairs = [(z, z @ normal(5, 6, 6) / 3 + y) for z, y in pairs]
     lessons, x = (
-        {name: Lessons(z, [y]) for name, (z, y) in zip("abc", pairs, strict=True)},
+        {name: CorrectionData(z, [y]) for name, (z, y) in zip("abc", pairs, strict=True)},
         pairs[0][0],
     )
     one = rivals.ReACT(task_weights={"b": 3.0}).fit_all(lessons)[0]

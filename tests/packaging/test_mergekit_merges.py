@@ -115,4 +115,4 @@ def test_weights_are_those_that_mergekit_resolves(seed: int, tmp_path: Path):
     assert merge is not None and merge.base == "base" and {*merge.weights} == {*"ab"}
     for model, weight in merge.weights.items():
         assert weight is None or [*weights[model]] == [pytest.approx(weight)]
-    assert merge.moves_away or min(*weights["a"], *weights["b"], *scales) >= 0
+    assert merge.has_negative_weight or min(*weights["a"], *weights["b"], *scales) >= 0

@@ -16,10 +16,10 @@ from tiny_models import Suite, clip_suite, decoder_suite
 from torch import Tensor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, Plus, SafetensorsExpert
-from fusion_bench_featcal.experts import hollow_copy
+from fusion_bench_featcal.experts import meta_copy
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.run import balance
-from fusion_bench_featcal.run.balance import MOST, factors_of
+from fusion_bench_featcal.run.balance import MOST, balance_factors
 from fusion_bench_featcal.run.log import distances
 
 SUITES: dict[str, Callable[[], Suite]] = {
@@ -61,24 +61,24 @@ def test_the_second_calibration_is_one_with_weights_by_the_distances(name: str) 
     suite, own = SUITES[name](), {"task_1": 0.5}
     once = run(suite, 0.0, rule=Plus(task_weights=own))
     measured = distances(once.log.records)
-    factors = factors_of(measured, 0.7)
+    factors = balance_factors(measured, 0.7)
     assert max(factors.values()) > 1.01 > 0.99 > min(factors.values())
     weights = {task: own.get(task, 1.0) * factor for task, factor in factors.items()}
     expected = run(suite, 0.0, rule=Plus(task_weights=weights))
     result = run(suite, rule=Plus(balance=0.7, task_weights=own))
     assert_identical(result.model, expected.model)
-    (record,) = result.log.of_kind("balance")
+    (record,) = result.log.select("balance")
     assert record == {"kind": "balance", "distances": measured, "factors": factors}
-    assert len(result.log.of_kind("trust")) == len(once.log.of_kind("trust"))
-    assert len(result.log.of_kind("block")) == len(once.log.of_kind("block"))
+    assert len(result.log.select("trust")) == len(once.log.select("trust"))
+    assert len(result.log.select("block")) == len(once.log.select("block"))
 
 
 def test_larger_distances_have_larger_weights_within_bounds() -> None:
-    factors = factors_of({"a": 1.0, "b": 4.0, "c": 2.0, "equal": 0.0}, 0.5)
+    factors = balance_factors({"a": 1.0, "b": 4.0, "c": 2.0, "equal": 0.0}, 0.5)
     assert factors == pytest.approx({"a": 0.5**0.5, "b": 2**0.5, "c": 1.0})
-    far = factors_of({"a": 1e-9, "b": 1.0}, 1.0)
+    far = balance_factors({"a": 1e-9, "b": 1.0}, 1.0)
     assert far == pytest.approx({"a": 1 / MOST, "b": MOST})
-    assert factors_of({}, 1.0) == {}
+    assert balance_factors({}, 1.0) == {}
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_several_processes_have_the_same_weights(size: int) -> None:
     expected = run(suite)
     for result in in_processes(size, lambda processes: run(suite, processes=processes)):
         assert_same(result.model, expected.model, 1e-9)
-        (mine,), (other,) = (r.log.of_kind("balance") for r in (result, expected))
+        (mine,), (other,) = (r.log.select("balance") for r in (result, expected))
         assert mine["factors"] == pytest.approx(other["factors"], rel=1e-8)
 
 
@@ -100,11 +100,11 @@ def test_a_resumed_run_keeps_its_weights(
     suite = SUITES[name]()
     folder: Any = {"checkpoint_dir": str(tmp_path), "resume": True}
     expected = run(suite, **folder)
-    monkeypatch.setattr(balance, "Trial", None)  # it is not measured again
-    for number in reversed(range(len(expected.log.of_kind("block")))):
+    monkeypatch.setattr(balance, "NoCheckpoint", None)  # it is not measured again
+    for number in reversed(range(len(expected.log.select("block")))):
         result = run(suite, **folder)
         assert_identical(result.model, expected.model)
-        assert result.log.of_kind("balance") == expected.log.of_kind("balance")
+        assert result.log.select("balance") == expected.log.select("balance")
         (tmp_path / f"block-{number:04}.safetensors").unlink()
 
 
@@ -112,7 +112,7 @@ def test_a_model_in_files_has_the_same_bits(tmp_path: Path) -> None:
     suite = decoder_suite()
     suite.merged.save_pretrained(tmp_path / "merged")  # type: ignore[operator]
     expected = run(suite)
-    hollow = replace(suite, merged=hollow_copy(suite.merged))
+    hollow = replace(suite, merged=meta_copy(suite.merged))
     source, folder = SafetensorsExpert(tmp_path / "merged"), str(tmp_path / "out")
     result = run(hollow, merged_weights=source, checkpoint_dir=folder)
     assert result.weights is not None
@@ -126,7 +126,7 @@ def test_a_report_has_distances_and_weights() -> None:
     settings = FeatCalSettings.plus(balance=1.0)
     result = run(suite)
     facts = calibration_facts("featcal_plus", settings, result.log.records, {})
-    (record,) = result.log.of_kind("balance")
+    (record,) = result.log.select("balance")
     of_tasks = distances(result.log.records)
     for task, distance in of_tasks.items():
         assert facts.numbers[f"distance.{task}"] == distance
@@ -136,7 +136,7 @@ def test_a_report_has_distances_and_weights() -> None:
 
 def test_the_papers_rule_has_no_balance() -> None:
     with pytest.raises(ValueError, match=r"balance=1.*no part in the rule paper.*rule=plus"):
-        _ = FeatCalSettings(balance=1.0).made_rule
+        _ = FeatCalSettings(balance=1.0).rule_object
     with pytest.raises(ValueError, match=r"balance must be a finite number >= 0"):
         Plus(balance=-1.0)
     with pytest.raises(CalibrationError, match="travel"):

@@ -99,7 +99,7 @@ def test_a_run_reports_the_median_share(tmp_path: Path):
 
 
 def test_every_module_has_its_figures_in_the_log():
-    modules = run_fast(stack_suite(biased), **PLUS).log.of_kind("module")
+    modules = run_fast(stack_suite(biased), **PLUS).log.select("module")
     assert modules and all({"ridge", "gamma", "e", "eo", "f"} <= {*r} for r in modules)
-    without = run_fast(stack_suite(biased), has_base=False, **PLUS).log.of_kind("module")
+    without = run_fast(stack_suite(biased), has_base=False, **PLUS).log.select("module")
     assert without and not any("f" in record for record in without)

@@ -54,7 +54,7 @@ def test_copies_are_made_of_images_only_and_count_as_samples():
     models = [run_fast(decoder_suite(), **settings).model for settings in (auto, plain)]
     assert_identical(*models)
     result = run_fast(clip_suite(tasks=1), **auto)  # has 7
-    assert result.log.of_kind("task")[0]["rows"] == 8 * 5 * 7
+    assert result.log.select("task")[0]["rows"] == 8 * 5 * 7
 
 
 def test_a_batch_without_images_among_those_with_is_refused():

@@ -44,7 +44,7 @@ def test_held_out_rows_are_those_of_the_positions_at_hand():
     for _ in range(100):
         for counts in ((4, 1), (1, 4), (3, 2)):
             mask = torch.stack([torch.arange(4) < count for count in counts])
-            positions = Positions.of_mask(mask)
+            positions = Positions.from_mask(mask)
             assert len(positions.of(features)) == len(rows)
             _, held_out = batch.fitted_and_held_out(range(2), positions, rows)
             assert held_out.tolist() == [*range(counts[0])]

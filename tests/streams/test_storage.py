@@ -13,7 +13,7 @@ from tiny_models import Suite, normal, t5_suite
 from torch import Tensor
 
 from fusion_bench_featcal.families import Call
-from fusion_bench_featcal.run import problem
+from fusion_bench_featcal.run import state
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.storage import HostStorage, StoredTensor
 
@@ -38,7 +38,7 @@ def test_a_calibration_with_features_in_host_memory_has_the_same_bits(
     make: Callable[[], Suite], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run_fast(make(), **AUTO).model
-    monkeypatch.setattr(problem, "storage_for", lambda *_: HostStorage(CPU))
+    monkeypatch.setattr(state, "storage_for", lambda *_: HostStorage(CPU))
     assert_identical(run_fast(make(), **AUTO).model, expected)
 
 
@@ -55,7 +55,7 @@ TENSORS = (
 def test_values_and_layout_of_tensors_are_restored_and_one_batch_is_loaded_at_a_time():
     batches = [batch_of(value, torch.empty(0), "text") for value in TENSORS]
     storage = HostStorage(CPU)
-    for number, batch in enumerate(storage.visits(batches)):
+    for number, batch in enumerate(storage.iter_batches(batches)):
         assert isinstance(batch.calibrated.hidden, Tensor)
         assert {type(other.calibrated.hidden) for other in batches[:number]} <= {StoredTensor}
     for batch, value in zip(batches, TENSORS, strict=True):

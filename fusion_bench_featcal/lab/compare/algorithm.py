@@ -20,8 +20,8 @@ from omegaconf import DictConfig, open_dict
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.place import at, message_of
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.place import error_context, message_of
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.fusionbench.method import DeclaredMethod
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
@@ -86,7 +86,7 @@ class ComparisonAlgorithm(DeclaredMethod):
         if failed:
             reasons = (f"{note.merger or 'reference'}, {note.row}: {note.text}" for note in failed)
             raise CalibrationError(
-                f"{len(failed)} of {counted(len(cells), 'cell')} failed; the others are finished "
+                f"{len(failed)} of {pluralize(len(cells), 'cell')} failed; the others are finished "
                 f"and stay so when the command is repeated. {'; '.join(reasons)}"
             )
 
@@ -115,14 +115,14 @@ class ComparisonAlgorithm(DeclaredMethod):
         methods = self._methods
         super().check(inputs)
         for place, method in methods:
-            with at(place, cause=message_of(ValueError)):
+            with error_context(place, cause=message_of(ValueError)):
                 method.check(inputs)
 
     def open(self, inputs: MethodInputs) -> None:
         """Open models and data of all methods."""
         super().open(inputs)
         for place, method in self._methods:
-            with at(place, cause=message_of(ValueError)):
+            with error_context(place, cause=message_of(ValueError)):
                 method.open(inputs)
 
     @property
@@ -153,7 +153,7 @@ def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
     for number, cell in enumerate(cells, 1):
         log.info("%d of %d: %s", number, len(cells), cell.title)
         try:
-            of_cell = runner.run(cell)
+            cell_run = runner.run(cell)
         except Exception as error:  # methods and mergers raise any type
             is_expected = isinstance(error, CalibrationError)
             log.error("%s failed: %s", cell.title, error, exc_info=not is_expected)
@@ -161,10 +161,10 @@ def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
             row = cell.row if cell.method or not merger else NONE
             done.note(Note(FAILED, reason_of(error), row, merger=merger))
             continue
-        done.rows += of_cell.rows
-        done.lines += of_cell.more_lines()
-        done.notes += [note for note in of_cell.notes if note not in done.notes]
-        done.versions, done.device = of_cell.versions, of_cell.device
+        done.rows += cell_run.rows
+        done.lines += cell_run.more_lines()
+        done.notes += [note for note in cell_run.notes if note not in done.notes]
+        done.versions, done.device = cell_run.versions, cell_run.device
     return done
 
 
@@ -180,7 +180,7 @@ def _part(
     if tasks is None:
         return modelpool, None, len(names)
     if isinstance(tasks, int) and tasks > len(names):
-        raise ValueError(f"method.tasks={tasks}, but the pool has {counted(len(names), 'task')}")
+        raise ValueError(f"method.tasks={tasks}, but the pool has {pluralize(len(names), 'task')}")
     chosen = names[:tasks] if isinstance(tasks, int) else list(tasks)
     refuse_unknown(chosen, names, "method.tasks: ")
     part, models = copy.copy(modelpool), modelpool._models.copy()

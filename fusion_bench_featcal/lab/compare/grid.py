@@ -115,12 +115,15 @@ def _defaults(
     settings: ComparisonSettings, suite: Mapping[str, Any], presets: Iterable[str]
 ) -> dict[str, Sequence[str]]:
     """Return the names that run if none are chosen: the pool's, else the comparison's."""
-    of_pool, of_method = suite.get("compare") or {}, settings.default_rows or {}
-    refuse_unknown(of_pool, CHOICES, "modelpool.featcal.compare.")
-    refuse_unknown(of_method, CHOICES, "method.default_rows.")
-    if "post_merging" in of_method:  # each preset of the pool is a row of its own
-        of_method = {**of_method, "post_merging": [*of_method["post_merging"], *presets]}
-    return {**of_method, **of_pool}
+    pool_choices, method_choices = suite.get("compare") or {}, settings.default_rows or {}
+    refuse_unknown(pool_choices, CHOICES, "modelpool.featcal.compare.")
+    refuse_unknown(method_choices, CHOICES, "method.default_rows.")
+    if "post_merging" in method_choices:  # each preset of the pool is a row of its own
+        method_choices = {
+            **method_choices,
+            "post_merging": [*method_choices["post_merging"], *presets],
+        }
+    return {**method_choices, **pool_choices}
 
 
 def _configs(configs: Mapping[str, object] | None) -> dict[str, Any]:

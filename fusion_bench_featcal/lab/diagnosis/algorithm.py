@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
-from fusion_bench_featcal.errors.plurals import counted
+from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import head_of, resolve_family
 from fusion_bench_featcal.fusionbench.data import samples_used
@@ -61,7 +61,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         return self.declared[2]
 
     @property
-    def _of_items(self) -> FeatCalSettings:
+    def _item_settings(self) -> FeatCalSettings:
         """The settings with the number of items in place of that of samples."""
         return self.settings.replace(samples_per_task=self.diagnosis.items)
 
@@ -75,7 +75,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         """Open also the items."""
         super().open(inputs)
         chosen = self.diagnosis
-        self._items = open_items(inputs, chosen.tasks, self._of_items, chosen.split)
+        self._items = open_items(inputs, chosen.tasks, self._item_settings, chosen.split)
 
     def watch(self, row: str, model: nn.Module, report: SavedReport, inputs: MethodInputs) -> None:
         """Compare a model with the experts."""
@@ -93,8 +93,8 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
             expert, dtype = load_pool_model(inputs.modelpool, task), next(model.parameters()).dtype
             if next(expert.parameters()).dtype != dtype:
                 expert = copied_module(expert).to(dtype)
-            of_task = inputs.base(), expert, task, batches
-            measures = measure_drift(model, *of_task, self._of_items, family, **options)
+            sources = inputs.base(), expert, task, batches
+            measures = measure_drift(model, *sources, self._item_settings, family, **options)
             run.lines += row_lines(row, task, measures)
             if is_first:
                 run.lines += expert_lines(task, measures)
@@ -140,7 +140,7 @@ def open_items(
         samples = sizes[task]["samples"] if task in sizes else 0
         if samples < _LEAST:
             raise CalibrationError(
-                f"task {task!r} has {counted(samples, 'item')} of the {split} split, a diagnosis "
+                f"task {task!r} has {pluralize(samples, 'item')} of the {split} split, a diagnosis "
                 f"needs {_LEAST}: set modelpool.{split}_datasets.{task} (the task pool's data are "
                 "only evaluated), method.split, or method.tasks without it"
             )

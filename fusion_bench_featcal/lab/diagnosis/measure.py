@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
 from fusion_bench_featcal.data.embeddings import Pooling
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.families import Family, head_of
 from fusion_bench_featcal.families.base import hidden_output, stoppable, without_cache
@@ -25,7 +25,7 @@ from fusion_bench_featcal.modules.models import (
 )
 from fusion_bench_featcal.run.inputs import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.streams.batch import Positions, StagePositions, rows_of
+from fusion_bench_featcal.streams.batch import CountedPositions, Positions, rows_of
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.samples import resolved_decoder_rows, take_samples
 
@@ -93,7 +93,7 @@ def measure_drift(
     """
     device = torch.device(device or device_of(model))
     batch_measures = []
-    with running(model, device), running(expert, device), at(task=task):
+    with on_device(model, device), on_device(expert, device), error_context(task=task):
         with autocast():
             for batch in take_samples(task, batches, settings.samples_per_task, model):
                 inputs = to_device(batch.inputs, device)
@@ -102,13 +102,13 @@ def measure_drift(
                 batch_measures.append(_compare(model, expert, inputs, *options))
         vectors = None if base is None else _vector_cosine(model, expert, base, family)
     drift, *finals = zip(*batch_measures, strict=True)
-    blocks = {block: torch.cat([of_batch[block] for of_batch in drift]) for block in drift[0]}
+    blocks = {block: torch.cat([batch_drift[block] for batch_drift in drift]) for block in drift[0]}
     cosines, features, expert_features = map(torch.cat, finals)
     return Measures(blocks, cosines, features, expert_features, vectors)
 
 
 @contextmanager
-def running(model: nn.Module, device: torch.device) -> Iterator[None]:
+def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Context in which a model runs on a device, in evaluation mode and without gradients."""
     device_before, modes = device_of(model), Modes.of(model)
     copied(model, device, in_place=True)
@@ -149,9 +149,9 @@ def _compare(
         crossed[block] = hidden_output(model.get_submodule(block)(*map(_copy, args), **copies))
 
     def split(block: str, _: nn.Module, __: object, output: object) -> None:
-        of_expert = hidden_output(output)
-        sides = [outputs.pop(block).to(of_expert.device), of_expert, crossed.pop(block)]
-        if of_expert.ndim == 4 and gives_images(model.get_submodule(block)):
+        expert_hidden = hidden_output(output)
+        sides = [outputs.pop(block).to(expert_hidden.device), expert_hidden, crossed.pop(block)]
+        if expert_hidden.ndim == 4 and gives_images(model.get_submodule(block)):
             sides = [side.movedim(1, -1) for side in sides]
         columns = split_drift(*(rows_of(side, counted[block]) for side in sides))
         drift[block] = item_means(columns, items, counted[block]).cpu()
@@ -172,8 +172,8 @@ def _compare(
     features = [rows_of(projection(side), rows) for side in finals]
     cosines = cosine_similarity(*(side.double() for side in features), dim=1)[:, None]
     cosine, *means = (item_means(values, items, rows).cpu() for values in (cosines, *features))
-    of_model, of_expert = (normalize(mean, dim=1).float() for mean in means)
-    return drift, cosine.flatten(), of_model, of_expert
+    model_mean, expert_hidden = (normalize(mean, dim=1).float() for mean in means)
+    return drift, cosine.flatten(), model_mean, expert_hidden
 
 
 def _counted(
@@ -181,10 +181,10 @@ def _counted(
 ) -> dict[str, Positions | None]:
     """Return the positions that count at each block's output, or None if all count."""
     rows = dict[str, Positions | None]()
-    counted = settings.decoder_rows or settings.made_rule.decoder_rows
+    counted = settings.decoder_rows or settings.rule_object.decoder_rows
     for index, stage in enumerate(family.stages(model)):
         masks = family.masks(model, inputs, index, resolved_decoder_rows(counted, inputs))
-        rows |= dict.fromkeys(stage, StagePositions.of_masks(masks).valid)
+        rows |= dict.fromkeys(stage, CountedPositions.from_masks(masks).valid)
     return rows
 
 

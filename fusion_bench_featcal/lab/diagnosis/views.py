@@ -164,10 +164,10 @@ def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[object, ErrorBar]]:
     gains: dict[str, dict[object, ErrorBar]] = {}
     for row in (row for row in rows if row not in (BASE, run.merger)):
         if {row, run.merger} <= {*cosines} & {*accuracies}:
-            of_cosine = (cosines[row] - cosines[run.merger]).sort_values()
+            cosine_gains = (cosines[row] - cosines[run.merger]).sort_values()
             gain = 100 * (accuracies[row] - accuracies[run.merger])
-            tasks = [task for task in of_cosine.index if task in gain.index]
-            gains[row] = {of_cosine[task]: ErrorBar(gain[task]) for task in tasks}
+            tasks = [task for task in cosine_gains.index if task in gain.index]
+            gains[row] = {cosine_gains[task]: ErrorBar(gain[task]) for task in tasks}
     return {row: points for row, points in gains.items() if points}
 
 

@@ -32,7 +32,7 @@ VARIANT = "uncorrected"
 model, which would silently omit the corrections."""
 ALL_TASKS = "*"
 """Name in place of a task's of corrections that are the same for all tasks."""
-_OF_THE_MODEL = (
+_MODEL_METHODS = (
     "config", "generation_config", "device", "get_input_embeddings", "get_output_embeddings",
 )  # fmt: skip
 
@@ -111,7 +111,7 @@ class CorrectedModel(nn.Module):
         self.requires_grad_(False).eval()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name) if name in _OF_THE_MODEL else super().__getattr__(name)
+        return getattr(self.model, name) if name in _MODEL_METHODS else super().__getattr__(name)
 
     def correction(self, task: str | None) -> Any:
         """Return one task's corrections. Raises a CalibrationError if there are none."""
@@ -177,7 +177,7 @@ class CorrectedModel(nn.Module):
         Raises:
             CalibrationError: If there is no correction for the task, or the features are others.
         """
-        *of_blocks, final = self.correction(dataset_name)
+        *block_corrections, final = self.correction(dataset_name)
         args, kwargs, output = self._last
         last = project(output, self.projection)
         if bool(((last * features).sum(dim=-1) < 0.99 * last.norm(dim=-1)).any()):
@@ -185,7 +185,7 @@ class CorrectedModel(nn.Module):
                 "the features are not those of the images last passed through this model: use the "
                 "visual projection that it was fitted with (method.clip_model)"
             )
-        raw = self.features(dataset_name, *args, **kwargs) if of_blocks else final(last)
+        raw = self.features(dataset_name, *args, **kwargs) if block_corrections else final(last)
         corrected = raw / raw.norm(dim=-1, keepdim=True)
         return corrected, features, features - corrected
 
@@ -240,10 +240,10 @@ def all_features(
 
     These are the tokens' means after each block that has a correction, and the final feature.
     """
-    *of_blocks, final = corrections
-    names = blocks_of(model) if of_blocks else []
+    *block_corrections, final = corrections
+    names = blocks_of(model) if block_corrections else []
     mask = inputs.get("attention_mask")
-    with corrected_outputs(model, names, of_blocks, mask) as means:
+    with corrected_outputs(model, names, block_corrections, mask) as means:
         features = final(site.features(model, inputs))
     return [*means, features]
 
@@ -303,7 +303,7 @@ def _rebuilt(tensors: Mapping[str, Tensor]) -> list[list[nn.Module]]:
             leaves.setdefault((int(task), int(number)), {})[leaf] = tensor
     corrections: dict[int, list[nn.Module]] = {}
     for task, number in sorted(leaves):
-        of_module = leaves[task, number]
-        kind = AffineModule if "matrix" in of_module else SurgeryModule
-        corrections.setdefault(task, []).append(kind(**of_module))
+        module_tensors = leaves[task, number]
+        kind = AffineModule if "matrix" in module_tensors else SurgeryModule
+        corrections.setdefault(task, []).append(kind(**module_tensors))
     return list(corrections.values())

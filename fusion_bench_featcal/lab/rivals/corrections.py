@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import GENERATORS, is_of_speech, text_kind
@@ -30,7 +30,7 @@ Fitted = tuple[dict[str, Sequence[nn.Module]], dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Lessons:
+class CorrectionData:
     """One task's data for its corrections.
 
     Attributes:
@@ -42,7 +42,7 @@ class Lessons:
 
     inputs: Tensor
     targets: Sequence[Tensor]
-    run: Callable[[Sequence[nn.Module], Tensor], list[Tensor]] = lambda of_task, x: [of_task[0](x)]
+    run: Callable[[Sequence[nn.Module], Tensor], list[Tensor]] = lambda modules, x: [modules[0](x)]
 
 
 class FeatureCorrection(SampleSettings, Texts):
@@ -88,7 +88,7 @@ class FeatureCorrection(SampleSettings, Texts):
         """Data split of the stream."""
         return "test" if self.stream == "test_tta" else self.calibration_split
 
-    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
+    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> Fitted:
         """Fit all tasks' corrections.
 
         Raises:
@@ -148,34 +148,34 @@ class FeatureCorrection(SampleSettings, Texts):
         """
         pool, device = inputs.modelpool, inputs.fabric.device
         batches, merged = self.take_batches(inputs), merged.to(device).eval().requires_grad_(False)
-        site, lessons = self.find_site(inputs)(), {}
+        site, training_data = self.find_site(inputs)(), {}
         for task in pool.model_names:
             # Frees an expert that wrote answers before it is loaded again.
             source = batches[task]
             data = source.checked(merged) if isinstance(source, TextBatches) else list(source)
             data = [{name: part.to(device) for name, part in batch.items()} for batch in data]
             expert = load_pool_model(pool, task).to(device).eval()
-            with at(task=task), torch.no_grad():
-                lessons[task] = self.lessons(merged, expert, data, site)
-                _refuse_not_finite(lessons[task])
+            with error_context(task=task), torch.no_grad():
+                training_data[task] = self.training_data(merged, expert, data, site)
+                _refuse_not_finite(training_data[task])
             del expert
             self.sample_counts[task] = source.samples
-        corrections, curves = self.fit_all(lessons)
+        corrections, curves = self.fit_all(training_data)
         model = CorrectedModel(merged, corrections, site)
         model.curves = curves
         return model
 
-    def lessons(
+    def training_data(
         self,
         merged: nn.Module,
         expert: nn.Module,
         batches: Sequence[object],
         site: CorrectedFeature,
-    ) -> Lessons:
+    ) -> CorrectionData:
         """Run both models over a task's batches."""
         rows = [[site.features(m, batch).float() for m in (merged, expert)] for batch in batches]
         before, target = map(torch.cat, zip(*rows, strict=True))
-        return Lessons(before, [target])
+        return CorrectionData(before, [target])
 
     def added(self, model: nn.Module) -> dict[str, int]:
         """Return module -> parameters of all corrections."""
@@ -184,8 +184,8 @@ class FeatureCorrection(SampleSettings, Texts):
         return {name: size for name, size in sizes.items() if size}
 
 
-def _refuse_not_finite(lessons: Lessons) -> None:
-    for values in (lessons.inputs, *lessons.targets):
+def _refuse_not_finite(training_data: CorrectionData) -> None:
+    for values in (training_data.inputs, *training_data.targets):
         if not bool(torch.isfinite(values).all()):
             raise CalibrationError(
                 "features of the merged model or the expert are not finite. Look for NaN or "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
@@ -28,7 +28,7 @@ from fusion_bench_featcal.streams.samples import take_samples
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DistillationBatch:
     """One batch of a task.
 
     Attributes:
@@ -87,14 +87,14 @@ class Distillation(
         """
         wide = torch.promote_types(next(merged.parameters()).dtype, torch.float32)
         student = copied(merged, inputs.fabric.device).to(wide)
-        batches, lessons = self.take_batches(inputs), {}
+        batches, training_data = self.take_batches(inputs), {}
         for task in inputs.modelpool.model_names:
-            with at(task=task):
-                lessons[task] = self._lessons(student, task, batches[task], inputs)
+            with error_context(task=task):
+                training_data[task] = self._lessons(student, task, batches[task], inputs)
         stages = resolve_family(self.family, student).stages(student)
         blocks = [block for stage in stages for block in stage]
         trained = names_under(dict(student.named_parameters()), blocks)
-        curves = self.train(student, trained, lessons)
+        curves = self.train(student, trained, training_data)
         for name in trained:
             merged.get_parameter(name).data.copy_(student.get_parameter(name))
         merged.curves = curves  # type: ignore[assignment]
@@ -111,7 +111,7 @@ class Distillation(
     @torch.no_grad()
     def _lessons(
         self, student: nn.Module, task: str, batches: Any, inputs: MethodInputs
-    ) -> list[Lesson]:
+    ) -> list[DistillationBatch]:
         """Run a task's expert once over its samples."""
         taken = list(take_samples(task, batches, self.samples_per_task, student))
         self.sample_counts[task] = sum(batch.samples for batch in taken)
@@ -137,15 +137,18 @@ class Distillation(
         held_out = [batch.held_out is not None for batch in taken]
         parts = zip(moved, rows, targets, held_out, strict=True)
         return [
-            Lesson(inputs, counted, target, norm, pooling, is_held)
+            DistillationBatch(inputs, counted, target, norm, pooling, is_held)
             for inputs, counted, target, is_held in parts
         ]
 
     def train(
-        self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
+        self,
+        model: nn.Module,
+        trained: Sequence[str],
+        training_data: Mapping[str, Sequence[DistillationBatch]],
     ) -> dict[str, list[tuple[int, float]]]:
         """Train parameters of a model in place, and return curves. Arguments as for `descend`."""
-        return self.descend(model, trained, lessons)
+        return self.descend(model, trained, training_data)
 
     @usual_torch()
     @torch.enable_grad()
@@ -153,7 +156,7 @@ class Distillation(
         self,
         model: nn.Module,
         trained: Sequence[str],
-        lessons: Mapping[str, Sequence[Lesson]],
+        training_data: Mapping[str, Sequence[DistillationBatch]],
         after: Callable[[int], None] = lambda _: None,
     ) -> dict[str, list[tuple[int, float]]]:
         """Take all updates of some parameters of a model, in place.
@@ -161,7 +164,7 @@ class Distillation(
         Args:
             model: The model.
             trained: Names of the parameters.
-            lessons: The batches of each task.
+            training_data: The batches of each task.
             after: Called with the number of updates after each of them.
 
         Returns:
@@ -174,14 +177,14 @@ class Distillation(
         optimizer = torch.optim.Adam(parameters, lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate_at)
         batches = {
-            task: training.shuffled_batches(len(of_task), 1, self.seed, task)
-            for task, of_task in lessons.items()
+            task: training.shuffled_batches(len(task_batches), 1, self.seed, task)
+            for task, task_batches in training_data.items()
         }
-        losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
+        losses: dict[str, list[Tensor]] = {task: [] for task in training_data}
         for step in progress_bar(range(self.steps), what=f"{self.name}: ", unit="step"):
             optimizer.zero_grad()
             for task, positions in batches.items():  # one after the other, to save memory
-                loss = lessons[task][int(next(positions))].loss(model)
+                loss = training_data[task][int(next(positions))].loss(model)
                 (loss / len(batches)).backward()
                 losses[task].append(loss.detach())
             optimizer.step()

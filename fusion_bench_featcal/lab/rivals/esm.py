@@ -13,7 +13,7 @@ from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.lab.rivals.matrices import nearest_orthogonal
 from fusion_bench_featcal.lab.rivals.mergers import Merger
 from fusion_bench_featcal.rules.rule import Linear, Solved
-from fusion_bench_featcal.run.problem import Problem
+from fusion_bench_featcal.run.state import CalibrationState
 from fusion_bench_featcal.settings.fields import setting
 
 SPECTRUM_POWER = 0.15
@@ -68,24 +68,24 @@ class ESM(
         self.matrices[group.name] = [site.weight_name for site in group.sites]
         return EssentialSteps(base, merged.bias, self.scale, self.polarization)
 
-    def complete(self, problem: Problem) -> None:
+    def complete(self, state: CalibrationState) -> None:
         """Scale each matrix's step to the step's size in its layer.
 
         The factor is a power of the step's norm over the mean of the same matrix in all layers.
         """
-        assert problem.base is not None  # a merger has one
+        assert state.base is not None  # a merger has one
         kinds: dict[str, list[list[str]]] = {}
         for name, weights in self.matrices.items():
             kind = ".".join(word for word in name.split(".") if not word.isdigit())
             kinds.setdefault(kind, []).append(weights)
         for layers in kinds.values():
-            merged = {name: problem.working.tensor(name) for names in layers for name in names}
-            steps = {name: x - problem.base.tensor(name).to(x) for name, x in merged.items()}
+            merged = {name: state.working.tensor(name) for names in layers for name in names}
+            steps = {name: x - state.base.tensor(name).to(x) for name, x in merged.items()}
             norms = [torch.stack([steps[n].double().norm() for n in names]) for names in layers]
-            sizes = torch.stack([of_layer.norm() for of_layer in norms])
+            sizes = torch.stack([layer_norms.norm() for layer_norms in norms])
             factors = (relative(sizes) ** self.polarization).tolist()
             for names, factor in zip(layers, factors, strict=True):
-                problem.working.finish(
+                state.working.finish(
                     {name: merged[name].add(steps[name], alpha=factor - 1) for name in names}
                 )
         self.matrices.clear()

@@ -12,7 +12,7 @@ from fusion_bench_featcal.families import Family, head_of
 from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.streams.batch import Positions, StagePositions
+from fusion_bench_featcal.streams.batch import CountedPositions, Positions
 from fusion_bench_featcal.streams.samples import resolved_decoder_rows
 
 _PROJECTION = "visual_projection.weight"
@@ -71,7 +71,7 @@ def final_rows(model: nn.Module, family: Family, inputs: object) -> Positions | 
     """
     rows = resolved_decoder_rows("auto", inputs)
     masks = family.masks(model, inputs, len(family.stages(model)) - 1, rows)
-    return StagePositions.of_masks(masks).valid
+    return CountedPositions.from_masks(masks).valid
 
 
 def find_final_norm(models: PoolModels, final_norm: str | None) -> str:

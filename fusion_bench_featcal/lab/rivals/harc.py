@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.place import at
+from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
@@ -23,7 +23,7 @@ from fusion_bench_featcal.run.devices import usual_torch
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.settings import Blocks, Texts
 from fusion_bench_featcal.settings.fields import setting
-from fusion_bench_featcal.streams.batch import Batch, StagePositions, rows_of
+from fusion_bench_featcal.streams.batch import Batch, CountedPositions, rows_of
 from fusion_bench_featcal.streams.inputs import to_device
 from fusion_bench_featcal.streams.samples import take_samples
 
@@ -122,16 +122,16 @@ class HARC(
             self.sample_counts[task] = sum(batch.samples for batch in batches[task])
         family = resolve_family(self.family, model)
         for index, stage in enumerate(stages_of(family, model)):
-            for task, of_task in batches.items():
-                with at(task=task):
-                    begin(model, family, index, stage[0], of_task)
+            for task, task_batches in batches.items():
+                with error_context(task=task):
+                    begin(model, family, index, stage[0], task_batches)
             for block in progress_bar(stage, what="fitting routers: ", unit="block"):
                 names = [name for name in routers if name.startswith(f"{block}.")]
                 rows = {t: advance(model, family, block, names, b) for t, b in batches.items()}
                 for name in names:
-                    features = {task: of_task[name] for task, of_task in rows.items()}
-                    of_experts = {task: weights[name] for task, weights in experts.items()}
-                    updates = self.fitted(model, routers[name], features, of_experts)
+                    features = {task: task_batches[name] for task, task_batches in rows.items()}
+                    expert_weights = {task: weights[name] for task, weights in experts.items()}
+                    updates = self.fitted(model, routers[name], features, expert_weights)
                     load_updates(model, block, updates, "Look for infinite values in the weights")
         return model
 
@@ -228,7 +228,7 @@ def begin(
     """Run a task's batches up to a stage's first block."""
     for batch in batches:
         inputs = to_device(batch.inputs, device_of(model))
-        batch.positions = StagePositions.of_masks(family.masks(model, inputs, stage, "all"))
+        batch.positions = CountedPositions.from_masks(family.masks(model, inputs, stage, "all"))
         ended = (batch.calibrated,) if stage else ()
         batch.calibrated = family.begin(model, inputs, block, *ended)
 
@@ -243,4 +243,4 @@ def advance(
         batch.calibrated = recorded.result
         for name, x in recorded.inputs.items():
             rows[name].append(at_least_float32(rows_of(x, batch.positions.of(name))))
-    return {name: torch.cat(of_batches) for name, of_batches in rows.items()}
+    return {name: torch.cat(batch_rows) for name, batch_rows in rows.items()}

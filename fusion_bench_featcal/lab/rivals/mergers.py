@@ -20,7 +20,7 @@ from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import Checkpoint
 from fusion_bench_featcal.run.devices import usual_torch
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
-from fusion_bench_featcal.run.problem import Problem, open_problem
+from fusion_bench_featcal.run.state import CalibrationState, prepare_calibration
 from fusion_bench_featcal.settings import Blocks
 from fusion_bench_featcal.streams.samples import check_inputs
 
@@ -74,17 +74,19 @@ class Merger(Rule, SampleSettings, Blocks):
         load_means(start, experts, self.start_scale(len(experts)))
         inputs = Inputs(start, base, experts, batches)
         runtime = Runtime(device, autocast or nullcontext)
-        problem = open_problem(inputs, self, settings.completed.options, runtime, Checkpoint())
+        state = prepare_calibration(
+            inputs, self, settings.with_rule_defaults.options, runtime, Checkpoint()
+        )
         # Routed experts of mixtures are the experts' mean.
-        modules = {block: replace(part, mixtures=()) for block, part in problem.modules.items()}
-        with problem.computing():
-            calibrate_blocks(replace(problem, modules=modules))
-            self.complete(problem)
-        tasks = problem.streams.tasks
-        self.sample_counts.update({task: problem.streams.counts(task) for task in tasks})
-        return result_of(problem).model.to(start_device)
+        modules = {block: replace(part, mixtures=()) for block, part in state.modules.items()}
+        with state.computing():
+            calibrate_blocks(replace(state, modules=modules))
+            self.complete(state)
+        tasks = state.streams.tasks
+        self.sample_counts.update({task: state.streams.num_samples(task) for task in tasks})
+        return result_of(state).model.to(start_device)
 
-    def complete(self, problem: Problem) -> None:
+    def complete(self, state: CalibrationState) -> None:
         """Change the model once all blocks are merged. The default does not."""
 
     def start_scale(self, tasks: int) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.lab.rivals import training
-from fusion_bench_featcal.lab.rivals.distillation import Distillation, Lesson
+from fusion_bench_featcal.lab.rivals.distillation import Distillation, DistillationBatch
 from fusion_bench_featcal.settings.fields import setting
 from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import part_of
@@ -41,14 +41,17 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
         return min(1.0, (step + 1) / WARM_UP) * super().rate_at(step)
 
     def train(
-        self, model: nn.Module, trained: Sequence[str], lessons: Mapping[str, Sequence[Lesson]]
+        self,
+        model: nn.Module,
+        trained: Sequence[str],
+        training_data: Mapping[str, Sequence[DistillationBatch]],
     ) -> dict[str, list[tuple[int, float]]]:
         """Train parameters of a model in place, and leave them in the best state.
 
         Args:
             model: The model.
             trained: Names of the parameters.
-            lessons: The batches of each task.
+            training_data: The batches of each task.
 
         Returns:
             The training curves, and the held-out distance as that of `held out`.
@@ -57,8 +60,13 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
             CalibrationError: If a task has too few samples, or the training diverges.
         """
         parameters = [model.get_parameter(name) for name in trained]
-        held_out = [[b for b in of_task if b.is_held_out] for of_task in lessons.values()]
-        fitted = {t: [b for b in of_task if not b.is_held_out] for t, of_task in lessons.items()}
+        held_out = [
+            [b for b in task_batches if b.is_held_out] for task_batches in training_data.values()
+        ]
+        fitted = {
+            t: [b for b in task_batches if not b.is_held_out]
+            for t, task_batches in training_data.items()
+        }
         curve, best = list[tuple[int, float]](), [parameter.clone() for parameter in parameters]
 
         def keep_best(step: int) -> None:
@@ -91,8 +99,8 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
         mask = drawn_quarter(samples, training.task_generator(self.seed, task, "polish"))
         divided = list[Batch]()
         for batch in batches:
-            of_batch = mask[batch.start : batch.start + batch.samples]
-            for chosen, held_out in ((~of_batch, None), (of_batch, of_batch)):
+            batch_mask = mask[batch.start : batch.start + batch.samples]
+            for chosen, held_out in ((~batch_mask, None), (batch_mask, batch_mask)):
                 if count := int(chosen.sum()):
                     numbers = chosen.nonzero().flatten()
                     inputs = part_of(batch.inputs, batch.samples, numbers)
@@ -101,11 +109,11 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
 
 
 @torch.no_grad()
-def mean_distance(model: nn.Module, tasks: Sequence[Sequence[Lesson]]) -> float:
+def mean_distance(model: nn.Module, tasks: Sequence[Sequence[DistillationBatch]]) -> float:
     """Return the mean over tasks of a model's relative squared distance from the experts."""
     sums = [
-        torch.stack([lesson.loss(model) * len(lesson.target) for lesson in of_task]).sum()
-        / sum(len(lesson.target) for lesson in of_task)
-        for of_task in tasks
+        torch.stack([lesson.loss(model) * len(lesson.target) for lesson in task_batches]).sum()
+        / sum(len(lesson.target) for lesson in task_batches)
+        for task_batches in tasks
     ]
     return float(torch.stack(sums).mean())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.lab.rivals.corrected_model import ALL_TASKS, AffineModule
-from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
+from fusion_bench_featcal.lab.rivals.corrections import CorrectionData, FeatureCorrection, Fitted
 from fusion_bench_featcal.lab.rivals.matrices import nearest_orthogonal
 from fusion_bench_featcal.settings.fields import is_mapping_to, setting
 from fusion_bench_featcal.settings.rules import is_factor
@@ -41,7 +41,7 @@ class ReACT(FeatureCorrection, option="react", source="AAAI 2026, arXiv 2511.109
         choices=("test_tta", "calibration"),
     )
 
-    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
+    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> Fitted:
         """Fit the matrices, in float64.
 
         With features Z of the merged model and Y of a task's expert as rows, R the rotation with
@@ -49,15 +49,15 @@ class ReACT(FeatureCorrection, option="react", source="AAAI 2026, arXiv 2511.109
         That of all tasks is `(sum w (Y'Z + ridge R)) (sum w C)^-1`.
         """
         systems, wishes = {}, self.task_weights or {}
-        refuse_unknown(wishes, lessons, "task_weights.")
-        for task, of_task in lessons.items():
-            merged, expert = of_task.inputs.double(), of_task.targets[0].double()
+        refuse_unknown(wishes, training_data, "task_weights.")
+        for task, task_lessons in training_data.items():
+            merged, expert = task_lessons.inputs.double(), task_lessons.targets[0].double()
             cross, eye = expert.mT @ merged, torch.eye(merged.shape[1]).to(merged)
             sums = cross + self.ridge * rotation_of(cross), merged.mT @ merged + self.ridge * eye
             systems[task] = wishes.get(task, 1.0) * torch.stack(sums)
         if not self.task_id:
             systems = {ALL_TASKS: torch.stack([*systems.values()]).sum(0)}
-        dtype = next(iter(lessons.values())).inputs.dtype
+        dtype = next(iter(training_data.values())).inputs.dtype
         return {
             task: [correction(target, gram, dtype)] for task, (target, gram) in systems.items()
         }, {}

@@ -16,7 +16,7 @@ from fusion_bench_featcal.lab.rivals.corrected_model import (
     all_features,
     blocks_of,
 )
-from fusion_bench_featcal.lab.rivals.corrections import FeatureCorrection, Fitted, Lessons
+from fusion_bench_featcal.lab.rivals.corrections import CorrectionData, FeatureCorrection, Fitted
 from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature
 from fusion_bench_featcal.run.devices import usual_torch
 from fusion_bench_featcal.settings.fields import setting
@@ -45,21 +45,23 @@ class Surgery(
         """Return a module before training, which corrects nothing, for features of a width."""
         return initial_surgery(width, self.rank, generator)
 
-    def loss(self, modules: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
+    def loss(
+        self, modules: Any, training_data: CorrectionData, rows: Tensor, noise: torch.Generator
+    ) -> Tensor:
         """Return the mean absolute difference of corrected and expert features, 0-dim.
 
         Differences of several features are added up. `rows` are positions of a batch's samples.
         """
-        corrected = lessons.run(modules, lessons.inputs[rows])
-        targets = [target[rows] for target in lessons.targets]
+        corrected = training_data.run(modules, training_data.inputs[rows])
+        targets = [target[rows] for target in training_data.targets]
         return torch.stack([*map(l1_loss, corrected, targets)]).sum()
 
     @usual_torch()
     @torch.enable_grad()
-    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
+    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> Fitted:
         """Train all tasks' modules by Adam, one update for each task in turn."""
         modules = dict[str, nn.ModuleList]()
-        for task, lesson in lessons.items():
+        for task, lesson in training_data.items():
             generator = training.task_generator(self.seed, task, "weights")
             parts = [self.module(target.shape[1], generator) for target in lesson.targets]
             modules[task] = nn.ModuleList(parts).to(lesson.inputs.device)
@@ -67,8 +69,11 @@ class Surgery(
         joint = adam(nn.ModuleList(modules.values()).parameters())
         is_joint = self.optimizer == "joint"
         optimizers = {t: joint if is_joint else adam(m.parameters()) for t, m in modules.items()}
-        updates = {t: self._updates(t, modules[t], of_task) for t, of_task in lessons.items()}
-        losses: dict[str, list[Tensor]] = {task: [] for task in lessons}
+        updates = {
+            t: self._updates(t, modules[t], task_modules)
+            for t, task_modules in training_data.items()
+        }
+        losses: dict[str, list[Tensor]] = {task: [] for task in training_data}
         for _ in range(self.steps):
             for task, update in updates.items():
                 loss = next(update)
@@ -77,18 +82,20 @@ class Surgery(
                 loss.backward()
                 optimizers[task].step()
                 losses[task].append(loss.detach())
-        for task, of_task in modules.items():
+        for task, task_modules in modules.items():
             name = f"task {task!r}: training"
-            training.check_trained(of_task.parameters(), name, self.learning_rate)
+            training.check_trained(task_modules.parameters(), name, self.learning_rate)
         curves = {task: training.curve_of(values) for task, values in losses.items()}
-        return {task: [*of_task] for task, of_task in modules.items()}, curves
+        return {task: [*task_modules] for task, task_modules in modules.items()}, curves
 
-    def _updates(self, task: str, modules: nn.ModuleList, lessons: Lessons) -> Iterator[Tensor]:
+    def _updates(
+        self, task: str, modules: nn.ModuleList, training_data: CorrectionData
+    ) -> Iterator[Tensor]:
         """Yield the loss of each update, computed on request."""
-        samples, device = len(lessons.inputs), lessons.inputs.device
+        samples, device = len(training_data.inputs), training_data.inputs.device
         noise = training.task_generator(self.seed, task, "noise")
         for rows in training.shuffled_batches(samples, self.batch_size, self.seed, task):
-            yield self.loss(modules, lessons, rows.to(device), noise)
+            yield self.loss(modules, training_data, rows.to(device), noise)
 
 
 class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("rank",)):
@@ -107,21 +114,23 @@ class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("
         module.register_parameter("spread", nn.Parameter(torch.zeros_like(module.up)))
         return module
 
-    def loss(self, modules: Any, lessons: Lessons, rows: Tensor, noise: torch.Generator) -> Tensor:
+    def loss(
+        self, modules: Any, training_data: CorrectionData, rows: Tensor, noise: torch.Generator
+    ) -> Tensor:
         """Return the mean absolute difference under one draw of noise, plus the KL term, 0-dim."""
-        before, module = lessons.inputs[rows], modules[0]
+        before, module = training_data.inputs[rows], modules[0]
         hidden = relu(linear(before, module.down))
         mean, log_variance = linear(hidden, module.up), linear(hidden, module.spread)
         draw = torch.randn(mean.shape, generator=noise, dtype=torch.float32).to(mean)
         corrected = before - (mean + (0.5 * log_variance).exp() * draw)
         # KL(N(mean, exp(log_variance)) || N(0, 1)), summed over d
         divergence = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance)
-        loss = l1_loss(corrected, lessons.targets[0][rows])
+        loss = l1_loss(corrected, training_data.targets[0][rows])
         return loss + self.kl_weight * divergence.sum(dim=-1).mean()
 
-    def fit_all(self, lessons: Mapping[str, Lessons]) -> Fitted:
+    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> Fitted:
         """Train all tasks' modules. The results subtract the mean of the distribution."""
-        trained, curves = super().fit_all(lessons)
+        trained, curves = super().fit_all(training_data)
         modules: Any = {task: part for task, (part,) in trained.items()}
         return {t: [SurgeryModule(m.down.data, m.up.data)] for t, m in modules.items()}, curves
 
@@ -141,9 +150,9 @@ class SurgeryV2(
 
     language_models = False
 
-    def lessons(
+    def training_data(
         self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: CorrectedFeature
-    ) -> Lessons:
+    ) -> CorrectionData:
         """Run the expert over a task's samples.
 
         The merged model runs in every update, because each correction changes the input of later
@@ -162,7 +171,7 @@ class SurgeryV2(
             chosen = {name: tensor[samples] for name, tensor in inputs.items()}
             return all_features(merged, site, corrections, chosen)
 
-        return Lessons(torch.arange(len(targets[0]), device=targets[0].device), targets, run)
+        return CorrectionData(torch.arange(len(targets[0]), device=targets[0].device), targets, run)
 
 
 def initial_surgery(width: int, rank: int, generator: torch.Generator) -> SurgeryModule:

@@ -13,41 +13,43 @@ from statistics import median
 from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import exact_products
-from fusion_bench_featcal.experts import LazyModel, put_tensor
+from fusion_bench_featcal.experts import LazyModel, set_module_tensor
 from fusion_bench_featcal.modules.groups import Group, group_of_slot
 from fusion_bench_featcal.modules.mixtures import Mixture
 from fusion_bench_featcal.modules.models import refuse_overflow
 from fusion_bench_featcal.rules.rule import GroupSums
-from fusion_bench_featcal.run.problem import Problem
-from fusion_bench_featcal.run.turns import Get, add_task, empty_sums, solve, turns_of
+from fusion_bench_featcal.run.state import CalibrationState
+from fusion_bench_featcal.run.turns import TensorGetter, add_task, empty_sums, solve, turns_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.routed import RoutedRows
 from fusion_bench_featcal.streams.task_sums import LinearTaskSums
 
 
-def calibrate_mixture(problem: Problem, block: str, mixture: Mixture) -> None:
+def calibrate_mixture(state: CalibrationState, block: str, mixture: Mixture) -> None:
     """Calibrate the routed experts of a mixture, and log a summary of them."""
-    streams, model, figures = problem.streams, problem.model, defaultdict[str, Figures](dict)
+    streams, model, figures = state.streams, state.model, defaultdict[str, Figures](dict)
     for name in mixture.parameters:  # the merged model's own tensors are not written to
-        put_tensor(model, name, model.get_parameter(name).detach().clone())
-    routed = {task: streams.routed(task, block, mixture.name) for task in streams.running}
-    rows = {task: of_task.by_slot(mixture.slots) for task, of_task in routed.items()}
-    counts = {task: [len(numbers) for numbers in of_task] for task, of_task in rows.items()}
-    of_all = problem.processes.united(counts).values()
-    totals = [sum(of_slot) for of_slot in zip(*of_all, strict=True)]
+        set_module_tensor(model, name, model.get_parameter(name).detach().clone())
+    routed = {task: streams.routed(task, block, mixture.name) for task in streams.active_tasks}
+    rows = {task: task_rows.by_slot(mixture.slots) for task, task_rows in routed.items()}
+    counts = {task: [len(numbers) for numbers in task_rows] for task, task_rows in rows.items()}
+    all_counts = state.processes.gather_dict(counts).values()
+    totals = [sum(slot_values) for slot_values in zip(*all_counts, strict=True)]
     for number in (number for number, total in enumerate(totals) if total):
-        problem.progress.at(f"{block} · routed expert {number} of {mixture.slots}")
-        of_tasks = {
-            task: routed[task].selected(of_task[number], problem.working.device)
-            for task, of_task in rows.items()
-            if len(of_task[number])
+        state.progress.set_description(f"{block} · routed expert {number} of {mixture.slots}")
+        task_counts = {
+            task: routed[task].selected(task_rows[number], state.working.device)
+            for task, task_rows in rows.items()
+            if len(task_rows[number])
         }
-        for name, of_slot in Slot(problem, block, mixture, number, of_tasks).calibrate().items():
-            figures[name][number] = of_slot
-    for module, of_module in figures.items():
+        for name, slot_values in (
+            RoutedExpert(state, block, mixture, number, task_counts).calibrate().items()
+        ):
+            figures[name][number] = slot_values
+    for module, module_metrics in figures.items():
         counted = {"slots": mixture.slots, "idle": totals.count(0), "rows": median(totals)}
         where = {"block": block, "module": module}
-        problem.log.add("slots", {**where, **counted, **summed_up(of_module)})
+        state.log.add("slots", {**where, **counted, **summed_up(module_metrics)})
 
 
 Figures = dict[int, Mapping[str, float]]
@@ -56,27 +58,32 @@ Figures = dict[int, Mapping[str, float]]
 
 def summed_up(figures: Figures) -> dict[str, float]:
     """Return the medians of all figures, and the largest update with its routed expert's number."""
-    names = dict.fromkeys(name for of_slot in figures.values() for name in of_slot)
-    medians = {n: median(of_slot[n] for of_slot in figures.values() if n in of_slot) for n in names}
-    updates = {number: of_slot.get("relative_update", 0.0) for number, of_slot in figures.items()}
+    names = dict.fromkeys(name for slot_values in figures.values() for name in slot_values)
+    medians = {
+        n: median(slot_values[n] for slot_values in figures.values() if n in slot_values)
+        for n in names
+    }
+    updates = {
+        number: slot_values.get("relative_update", 0.0) for number, slot_values in figures.items()
+    }
     worst = max(updates, key=updates.__getitem__)
     typical = {"median_update": medians.pop("relative_update", 0.0)}
     return medians | typical | {"relative_update": updates[worst], "largest": worst}
 
 
 @dataclass(frozen=True)
-class Slot:
+class RoutedExpert:
     """One routed expert with the rows of this process's tasks that reach it.
 
     Attributes:
-        problem: The problem.
+        state: The calibration.
         block: The block.
         mixture: The mixture.
         number: Number of the routed expert.
         rows: The rows of each task that has some.
     """
 
-    problem: Problem
+    state: CalibrationState
     block: str
     mixture: Mixture
     number: int
@@ -84,49 +91,49 @@ class Slot:
 
     def calibrate(self) -> dict[str, Mapping[str, float]]:
         """Replace its parameters in the model, and return figures of each matrix."""
-        problem, figures = self.problem, dict[str, Mapping[str, float]]()
+        state, figures = self.state, dict[str, Mapping[str, float]]()
         groups = [group_of_slot(site, self.number, self._current) for site in self.mixture.sites]
-        for turn in turns_of(problem.rule, groups):
+        for turn in turns_of(state.rule, groups):
             sums = self._collect(turn)
-            problem.processes.add_up(t for of_group in sums.values() for t in of_group.tensors())
-            new, of_turn = solve(problem, self.block, sums, self._current)
-            refuse_overflow(self.block, new, problem.rule.remedy)
+            state.processes.add_up(t for group_sums in sums.values() for t in group_sums.tensors())
+            new, turn_metrics = solve(state, self.block, sums, self._current)
+            refuse_overflow(self.block, new, state.rule.remedy)
             for name, value in new.items():
                 self._current(name).copy_(value)
-            figures |= of_turn
+            figures |= turn_metrics
         return figures
 
     def _current(self, name: str) -> Tensor:
         """Return its part of a parameter of the calibrated model."""
-        return self.problem.model.get_parameter(name)[self.number]
+        return self.state.model.get_parameter(name)[self.number]
 
-    def _of(self, model: LazyModel) -> Get:
+    def _of(self, model: LazyModel) -> TensorGetter:
         """Return what reads its part of a parameter of another model."""
         return lambda name: model.slot(name, self.number)
 
     def _collect(self, turn: Sequence[Group]) -> dict[Group, GroupSums]:
         """Return sums over the tasks for matrices that are solved in one turn."""
-        problem, checks = self.problem, Checks(self.block, compares_tasks=False)
-        base = None if problem.base is None else self._of(problem.base)
-        sums = {group: empty_sums(problem, group, self._current, base) for group in turn}
+        state, checks = self.state, Checks(self.block, compares_tasks=False)
+        base = None if state.base is None else self._of(state.base)
+        sums = {group: empty_sums(state, group, self._current, base) for group in turn}
         for task, rows in self.rows.items():
             for group in turn:
-                of_task = self._sums_of(task, rows, group)
-                moments = add_task(sums[group], group, self.block, task, of_task)
+                task_rows = self._sums_of(task, rows, group)
+                moments = add_task(sums[group], group, self.block, task, task_rows)
                 checks.add(task, group.label, moments, sums[group].tensors())
-        checks.run(problem.processes.gather)
+        checks.run(state.processes.gather)
         return sums
 
     def _sums_of(self, task: str, rows: RoutedRows, group: Group) -> LinearTaskSums:
         """Return sums over a task's rows in front of a matrix."""
-        problem, site, mixture = self.problem, group.sites[0], self.mixture
-        expert, module = self._of(problem.experts[task]), problem.model.get_submodule(mixture.name)
-        sums = LinearTaskSums(group, group.linear(expert, problem.dtype), problem.rule)
+        state, site, mixture = self.state, group.sites[0], self.mixture
+        expert, module = self._of(state.experts[task]), state.model.get_submodule(mixture.name)
+        sums = LinearTaskSums(group, group.linear(expert, state.dtype), state.rule)
         with group.place(self.block, task):
-            with problem.streams.autocast():
-                x, of_expert = mixture.input_of(site, module, self._current, rows.x), rows.expert_x
-                if of_expert is not None:
-                    of_expert = mixture.input_of(site, module, expert, of_expert)
+            with state.streams.autocast():
+                x, expert_x = mixture.input_of(site, module, self._current, rows.x), rows.expert_x
+                if expert_x is not None:
+                    expert_x = mixture.input_of(site, module, expert, expert_x)
             with exact_products():
-                sums.add_rows(x, of_expert, rows.fitted_and_held_out, rows.weights)
+                sums.add_rows(x, expert_x, rows.fitted_and_held_out, rows.weights)
         return sums

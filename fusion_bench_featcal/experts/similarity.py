@@ -20,7 +20,7 @@ _WEIGHTS = 8
 _ROWS = 64
 
 
-def warn_of_strangers(models: Mapping[str, LazyModel], base: LazyModel) -> None:
+def warn_about_unrelated_models(models: Mapping[str, LazyModel], base: LazyModel) -> None:
     """Log the sentences of `notes_on_experts` on models in memory. Doors of files show theirs."""
     loaded = {n: model for n, model in models.items() if isinstance(model.source, InMemoryExpert)}
     for note in notes_on_experts(loaded, base):

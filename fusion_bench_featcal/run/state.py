@@ -17,14 +17,14 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
-from fusion_bench_featcal.errors.place import at
-from fusion_bench_featcal.errors.plurals import counted
-from fusion_bench_featcal.errors.words import word
-from fusion_bench_featcal.experts import LazyModel, hollow_copy, source_of
-from fusion_bench_featcal.experts.budget import Grant, limit_reads
-from fusion_bench_featcal.experts.likeness import warn_of_strangers
+from fusion_bench_featcal.errors.place import error_context
+from fusion_bench_featcal.errors.plurals import pluralize
+from fusion_bench_featcal.errors.words import user_term
+from fusion_bench_featcal.experts import LazyModel, meta_copy, source_of
+from fusion_bench_featcal.experts.budget import ReadPlan, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.pairing import refuse_more_blocks
+from fusion_bench_featcal.experts.similarity import warn_about_unrelated_models
 from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
 from fusion_bench_featcal.families import STACK, Family, resolve_family, stages_of, text_tower
 from fusion_bench_featcal.families.check import compare_with_model
@@ -62,7 +62,7 @@ COMPARED_SAMPLES = 2
 
 
 @dataclass(frozen=True)
-class Problem:
+class CalibrationState:
     """One calibration. Only the parameters of `model` and the samples' features change.
 
     Attributes:
@@ -70,12 +70,12 @@ class Problem:
         working: The calibrated model, with one block at a time in memory.
         base: The base model, or None if it is not read.
         experts: The expert of each task of this process.
-        grant: Tensors of the experts that may be read.
+        read_plan: Tensors of the experts that may be read.
         modules: The modules of each block.
         rule: The rule that calibrates blocks.
         streams: The samples of this process.
         processes: The processes, each of which works on some tasks.
-        output: Stores finished blocks.
+        checkpoint: Stores finished blocks.
         dtype: Least precise dtype of sums over rows.
         kernel: Library that multiplies float32 matrices on the CPU.
         log: Records of every block.
@@ -86,12 +86,12 @@ class Problem:
     working: WorkingModel
     base: LazyModel | None
     experts: Mapping[str, LazyModel]
-    grant: Grant
+    read_plan: ReadPlan
     modules: Mapping[str, BlockModules]
     rule: Rule
     streams: Streams
     processes: Processes
-    output: Checkpoint
+    checkpoint: Checkpoint
     dtype: torch.dtype
     kernel: str
     log: CalibrationLog
@@ -118,9 +118,9 @@ class Problem:
             yield
 
 
-def open_problem(
-    inputs: Inputs, rule: Rule, options: Options, runtime: Runtime, output: Checkpoint
-) -> Problem:
+def prepare_calibration(
+    inputs: Inputs, rule: Rule, options: Options, runtime: Runtime, checkpoint: Checkpoint
+) -> CalibrationState:
     """Open models and samples of a calibration, and check them.
 
     Args:
@@ -128,7 +128,7 @@ def open_problem(
         rule: Calibrates blocks.
         options: Options without null that stands for the rule's value.
         runtime: Where it runs.
-        output: Stores finished blocks.
+        checkpoint: Stores finished blocks.
     """
     inputs, processes, device = inputs.with_split_attention(), runtime.processes, runtime.device
     samples = dict[str, list[Batch]]()
@@ -142,7 +142,7 @@ def open_problem(
     if family is STACK and text_tower(model) is not None:
         family = towers_of(model, samples, runtime)
     stages = stages_of(family, inputs.merged)
-    reads_first = head_reads_first(model, rule, family, stages, runtime, samples)
+    reads_first = validate_family(model, rule, family, stages, runtime, samples)
     processes.doing = "the models"
     modules = find_all_modules(
         inputs.merged, stages, options.modules, calibrate_norm=rule.calibrate_norm
@@ -155,9 +155,9 @@ def open_problem(
     order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
     if base is not None and budget is None:
-        named = {word("expert", task): expert for task, expert in experts.items()}
-        warn_of_strangers({**named, "merged": working}, base)
-    grant = limit_reads(experts, budget, order, working, tasks, processes.united)
+        named = {user_term("expert", task): expert for task, expert in experts.items()}
+        warn_about_unrelated_models({**named, "merged": working}, base)
+    read_plan = limit_reads(experts, budget, order, working, tasks, processes.gather_dict)
     modules = with_estimated_statistics(modules, rule, working, experts, processes)
     images = any(gives_images(inputs.merged.get_submodule(block)) for block in modules)
     streams = Streams(
@@ -180,17 +180,17 @@ def open_problem(
     else:  # which counts what is read of experts
         as_merged = left_by_names(working.structure, stages, modules)
     log.add_as_merged(as_merged)
-    return Problem(
+    return CalibrationState(
         tasks=tasks,
         working=working,
         base=base,
         experts=experts,
-        grant=grant,
+        read_plan=read_plan,
         modules=modules,
         rule=rule,
         streams=streams,
         processes=processes,
-        output=output,
+        checkpoint=checkpoint,
         dtype=rule.dtype(len(tasks), device),
         kernel=kernel,
         log=log,
@@ -205,7 +205,7 @@ def open_problem(
     )
 
 
-def head_reads_first(
+def validate_family(
     model: nn.Module,
     rule: Rule,
     family: Family,
@@ -221,10 +221,12 @@ def head_reads_first(
     priority = _, task, number, sample = longest_sample(samples, family, model)
     batch = samples[task][number]
     few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
-    with at(task=task), runtime.autocast():
+    with error_context(task=task), runtime.autocast():
         few = to_device(few, device_of(model))
-        first = compare_with_model(family, model, stages, few, needs_first=rule.reads_closing_rows)
-    return runtime.processes.decided(priority, first)
+        first = compare_with_model(
+            family, model, stages, few, needs_first=rule.counts_read_positions_only
+        )
+    return runtime.processes.value_of_min(priority, first)
 
 
 def open_models(
@@ -243,10 +245,10 @@ def open_models(
             NaN or infinite values.
     """
     merged, config = working.module, getattr(inputs.merged, "config", None)
-    optional, shared = set(tail_of(merged, stages)), hollow_copy(merged, working.device)
+    optional, shared = set(tail_of(merged, stages)), meta_copy(merged, working.device)
 
     def opened(label: str, model: Any) -> LazyModel:
-        with at(label):
+        with error_context(label):
             source = source_of(model)
         options = {"device": working.device, "optional": optional, "module": shared}
         lazy = LazyModel(label, source, merged, **options)
@@ -255,9 +257,9 @@ def open_models(
         return lazy
 
     has_base = inputs.base is not None and rule.reads_base
-    base = opened(word("base"), inputs.base) if has_base else None
+    base = opened(user_term("base"), inputs.base) if has_base else None
     tasks = processes.share(inputs.experts)
-    experts = {task: opened(word("expert", task), inputs.experts[task]) for task in tasks}
+    experts = {task: opened(user_term("expert", task), inputs.experts[task]) for task in tasks}
     if working.is_in_memory:
         working.refuse_not_finite([base, *experts.values()] if base else experts.values())
     return base, experts
@@ -284,12 +286,12 @@ def with_estimated_statistics(
             for tensor in tensors
         )
 
-    sites = [site for of_block in modules.values() for site in of_block.sites]
+    sites = [site for block_modules in modules.values() for site in block_modules.sites]
     fixed = {site.name for site in sites if site.kind == "statistics"}
     if rule.estimates_statistics:
         fixed = set.intersection(*processes.gather({*filter(is_shared, fixed)}))
         if fixed:
-            shared = counted(len(fixed), "BatchNorm")
+            shared = pluralize(len(fixed), "BatchNorm")
             logger.warning("the experts share the statistics of %s, which stay as merged", shared)
     return {
         block: replace(part, sites=tuple(site for site in part.sites if site.name not in fixed))
