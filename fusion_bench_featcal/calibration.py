@@ -1,9 +1,9 @@
-"""The Python door: models and samples in, a calibrated model out."""
+"""The public Python function `calibrate`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -72,8 +72,8 @@ def calibrate(
             this function with the same arguments. Each reads only experts and samples of its tasks.
             By default there is one process.
         merged_weights: Weights of the merged model. `merged` is then its structure, on the meta
-            device except for buffers that no checkpoint has. They are read block by block, and the
-            calibrated model is written to `checkpoint_dir` without being whole in memory.
+            device except for non-persistent buffers. The weights are read block by block, and the
+            calibrated model is written to `checkpoint_dir`. It is never whole in memory.
         **options: Fields of `Options`, which checks them: `samples_per_task` (by default all),
             `seed` (42), `augment` and `decoder_rows` (the rule's), `modules` (patterns of the
             modules to calibrate), `expert_read_budget` (bytes, an amount such as `"800MB"` or a
@@ -94,21 +94,21 @@ def calibrate(
     rule, chosen = rule_and_options(rule, Options(family=family, **options))
     if not isinstance(merged, nn.Module):
         raise TypeError(f"merged must be a torch.nn.Module, not {merged!r:.80}")
-    usual_device = torch.device("cpu")
+    default_device = torch.device("cpu")
     if merged_weights is None:
         refuse_unusable(merged)
-        usual_device = device_of(merged)
-    runtime = Runtime.of(usual_device, device, autocast, processes, progress)
+        default_device = device_of(merged)
+    runtime = Runtime.of(default_device, device, autocast, processes, progress)
     inputs = Inputs(merged, base, experts, batches, merged_weights)
     return calibrate_inputs(inputs, rule, chosen, runtime)
 
 
 def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Rule, Options]:
-    """Return the rule and the options that settings stand for, and others as they are.
+    """Split `FeatCalSettings` into a rule and options. Return any other rule and options unchanged.
 
     Args:
-        rule: The rule. Settings stand for a rule and options.
-        options: The options. Beside settings only a family may be given.
+        rule: The rule, or settings that contain a rule and options.
+        options: The options. Only a family may be given together with settings.
 
     Raises:
         TypeError: If `rule` is neither a rule nor settings, or options stand beside settings.
@@ -131,7 +131,7 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
 def calibrate_inputs(
     inputs: Inputs, rule: Rule, options: Options, runtime: Runtime
 ) -> CalibrationResult:
-    """Calibrate with a rule, whose values replace null in options. Raises as `calibrate`."""
+    """Run the calibration, with the rule's defaults for options that are None."""
     device, processes, options = runtime.device, runtime.processes, options.with_rule(rule)
     check_inputs(inputs.base, inputs.experts, inputs.batches, rule)
     if inputs.merged_weights is not None:
@@ -150,36 +150,28 @@ def calibrate_inputs(
             merged = state.working.source
             state.checkpoint.start(digests, state.modules, merged, state.progress)
             if state.checkpoint.is_complete:
-                load_finished_blocks(state)
+                for block in state.modules:
+                    state.checkpoint.load_block(block, state.working)  # raises if it is damaged
+                    tensors = state.checkpoint.save_block(block, state.working, {}, state.log)
+                    state.working.finish(tensors)
             else:
                 calibrate_blocks(with_balanced_tasks(state))
-        return result_of(state)
+        return finish_calibration(state)
 
 
-def load_finished_blocks(state: CalibrationState) -> None:
-    """Load all blocks that an earlier run has finished."""
-    for block in state.modules:
-        state.checkpoint.read(block, state.working)  # raises if the file is damaged
-        state.working.finish(state.checkpoint.write(block, state.working, {}, state.log))
-
-
-def result_of(state: CalibrationState) -> CalibrationResult:
-    """Return the calibrated model in the merged model's form, the log and the count of reads."""
+def finish_calibration(state: CalibrationState) -> CalibrationResult:
+    """Complete the checkpoint, and return the model in the merged model's form, log and reads."""
     working = state.working
     model = working.structure
     if working.is_in_memory:
         model = working.assembled(device_of(model))
         Modes.of(working.structure).restore(model)
         model = fused(model)
-        state.checkpoint.finish(without_ties(model), state.log)
+        state.checkpoint.write_rest(without_ties(model), state.log)
     else:
-        state.checkpoint.finish(working.tensors, state.log)
-    return CalibrationResult(model, state.log, reads_of(state), state.checkpoint.weights)
-
-
-def reads_of(state: CalibrationState) -> dict[str, Any]:
-    """Return the bytes read of each model and the reads that a budget allowed, fit for JSON."""
+        state.checkpoint.write_rest(working.tensors, state.log)
     sizes = {name: sum(model.sizes.values()) for name, model in state.models.items()}
-    read = state.processes.gather_dict(sizes)
-    base = read.pop(BASE_MODEL, 0)
-    return {"plan": state.read_plan.as_dict(), "experts": read, "base": base}
+    bytes_read = state.processes.gather_dict(sizes)
+    base = bytes_read.pop(BASE_MODEL, 0)
+    reads = {"plan": state.read_plan.as_dict(), "experts": bytes_read, "base": base}
+    return CalibrationResult(model, state.log, reads, state.checkpoint.weights)

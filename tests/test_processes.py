@@ -193,7 +193,7 @@ def test_a_process_that_fails_names_the_cause_and_ends_the_other(tmp_path: Path)
 def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(tmp_path: Path):
     suite = t5_suite(depths=(1, 2))
     expected = together(suite, 2)
-    write, blocks = CheckpointFolder.write, []
+    write, blocks = CheckpointFolder.save_block, []
 
     def die_after_the_first_block(processes: TorchProcesses) -> Any:
         def writing(self: CheckpointFolder, block: str, *rest: Any) -> Any:
@@ -202,7 +202,7 @@ def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(tmp_
             blocks.append(block)
             return write(self, block, *rest)
 
-        setattr(CheckpointFolder, "write", writing)  # noqa: B010 - a method is not for assigning to
+        setattr(CheckpointFolder, "save_block", writing)  # noqa: B010 - a method is not for assigning to
         return run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path))
 
     survivor, dead = in_processes(2, die_after_the_first_block)

@@ -1,4 +1,4 @@
-"""The contract of model families, and the means to run a model up to a block, and one block."""
+"""Interface of model families, and functions that run a model up to a block, or one block."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -23,8 +23,8 @@ SOUNDS = ("input_features", "input_values")
 _MEDIA = ("pixel_values", *SOUNDS)
 
 Masks = Mapping[str, Tensor | None]
-"""Positions that count, by the end of a module's name: 1 for those that count, 0 for others,
-`[batch, positions]`, or None if all count. The name "" is for the stage's features and for all
+"""End of a module's name -> mask `[batch, positions]`: 1 for positions that count, 0 for others.
+None means that all positions count. The name "" stands for the features of the stage and for all
 modules without a mask of their own."""
 
 
@@ -50,10 +50,10 @@ class Family(ABC):
 
     Attributes:
         name: The family's name in settings and logs, by default that of the class.
-        compared: Whether calibration first compares the blocks, run one by one, with the model's
-            forward pass on two samples.
-        tail: Modules behind the blocks that are calibrated too, each a stage after all others. They
-            use samples alone, because the base may have begun with other ones.
+        compared: Whether the calibration first runs the blocks one by one on two samples and
+            compares the result with the model's forward pass.
+        tail: Modules after the last block that are also calibrated, each as its own final stage.
+            They ignore the base model, because its head may differ.
     """
 
     name: str
@@ -79,8 +79,8 @@ class Family(ABC):
             model: The model. Blocks of this and of earlier stages have no weights.
             inputs: A batch of its inputs.
             block: The block.
-            ended: The call behind the previous stage, whose `hidden` is the output of its last
-                block, or None in the first stage.
+            ended: The call after the previous stage (`hidden` is the output of its last block), or
+                None in the first stage.
 
         Returns:
             The block's input: a `Call`, or another dataclass with an attribute `hidden`.
@@ -91,7 +91,7 @@ class Family(ABC):
         """Run one block and return the input of the next block, whose `hidden` is the output."""
 
     def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
-        """Return masks of the positions that count in a stage, or nothing if all do.
+        """Return masks of the positions that count in a stage, or {} if all positions count.
 
         Args:
             model: The model.

@@ -34,7 +34,7 @@ class SkippedOutput(Tensor):
 
 
 def as_skipped_output(hidden: Tensor, entries: int) -> SkippedOutput:
-    """Return features as a block's output of so many entries, where the model unpacks it."""
+    """Return features as the output of a block that a model may unpack into `entries` values."""
     output = hidden.as_subclass(SkippedOutput)
     output.entries = entries
     return output

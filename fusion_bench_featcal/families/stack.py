@@ -31,9 +31,9 @@ from fusion_bench_featcal.families.skipping import as_skipped_output, skipping
 class StackCall:
     """Input of the next block, with the other arguments of every block of its stage.
 
-    These are rotary angles, positions and masks (two in models with sliding windows). They depend
-    on the inputs and on earlier stages alone, so one forward pass computes them before any block
-    runs.
+    The other arguments are rotary angles, positions and masks (two masks in models with sliding
+    windows). They depend only on the inputs and on earlier stages, so one forward pass computes
+    them before any block runs.
 
     Attributes:
         hidden: Hidden features, `[batch, positions, d]`.
@@ -106,10 +106,10 @@ class Stack(Family):
         return [*stages, *([name] for name in self.tail)]
 
     def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Any:
-        """Run the model's forward pass without blocks, and record the arguments of a stage's.
+        """Run the model's forward pass without its blocks, and record the arguments of a stage.
 
-        Caches are switched off: a block runs many times on the same positions. None is returned if
-        the inputs do not run an optional stage.
+        Caches are switched off, because a block runs many times on the same positions. The result
+        is None if the inputs skip an optional stage.
 
         Raises:
             CalibrationError: If blocks are not called once each, in order, or without padding.
@@ -145,9 +145,9 @@ class Stack(Family):
         index: int,
         outputs: Mapping[str, Tensor],
     ) -> tuple[dict[str, Call], dict[str, Tensor]]:
-        """Return the calls of a stage's blocks, and what the model adds to their features.
+        """Return the calls of a stage's blocks, and what the model adds to the features of each.
 
-        No block runs: those of earlier stages return their outputs, or else what they receive.
+        No block runs. Blocks of earlier stages return their stored outputs, or their inputs.
         """
         before, blocks = [name for stage in stages[:index] for name in stage], stages[index]
         after = [stage[0] for stage in stages[index + 1 :]] if index < self.optional else []
@@ -173,7 +173,7 @@ class Stack(Family):
         return calls, added
 
     def model_inputs(self, inputs: Any) -> Any:
-        """Return the inputs of such a pass: no caches, and no labels, whose head is not reached."""
+        """Return the inputs of the pass without caches, and without labels (no head runs)."""
         if not isinstance(inputs, Mapping):
             return inputs
         return {key: without_cache(v, key) for key, v in inputs.items() if key != "labels"}
@@ -195,9 +195,9 @@ class Stack(Family):
         return model.get_submodule(block)(hidden, *args, **kwargs | more)
 
     def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
-        """Return a mask of all positions but padding, or of the positions before each label.
+        """Return a mask of all positions except padding, or of the positions before each label.
 
-        Only a model whose labels are next tokens has the second.
+        The second mask exists only for models whose labels are the next tokens.
 
         Raises:
             CalibrationError: If `decoder_rows` is `targets` and there are no labels.
@@ -291,7 +291,7 @@ def _classes(purpose: str) -> Collection[str]:
 
 
 def _differ(new: Tensor, old: Tensor) -> bool:
-    """Return whether features of equal shape have other values. A view has none of its own."""
+    """Return whether features of equal shape differ in value. A view never differs."""
     return new.data_ptr() != old.data_ptr() and new.shape == old.shape and not torch.equal(new, old)
 
 
@@ -300,7 +300,7 @@ def _shallow_copy(value: Any) -> Any:
 
 
 def _cause_of_positions(hidden: Tensor, mask: Tensor) -> str:
-    """Return why features have other positions than a mask, and what helps."""
+    """Return the reason why features and mask have different positions, with advice."""
     if hidden.ndim == 2 or len(hidden) == 1 < len(mask):
         return "the model may remove padding. Load it with attn_implementation=sdpa"
     return (

@@ -192,14 +192,14 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
 def _shape(group: Group, x: Tensor) -> GroupShape:
     if group.convolves:
         raise CalibrationError(f"{group.name} is a convolution, which is not estimated")
-    return GroupShape(x.numel() // group.inputs, group.inputs, sum(group.outputs))
+    return GroupShape(x.numel() // group.in_features, group.in_features, sum(group.out_features))
 
 
 def _routed(model: nn.Module, mixture: Mixture, rows: int) -> Iterator[GroupShape]:
     """Yield the shapes of a mixture's two matrices, whose routed experts share the rows."""
     for site in mixture.sites:
         matrix = group_of_slot(site, 0, lambda name: model.get_parameter(name)[0])
-        yield GroupShape(rows, matrix.inputs, *matrix.outputs, experts=mixture.slots)
+        yield GroupShape(rows, matrix.in_features, *matrix.out_features, experts=mixture.slots)
 
 
 def show_shapes(shapes: Shapes, estimates: dict[str, Estimate]) -> None:

@@ -1,4 +1,4 @@
-"""Modules of each block that are calibrated, and those that stay as merged."""
+"""The modules of each block: which are calibrated, and which are left unchanged."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class BlockModules:
 
     Attributes:
         sites: Calibrated modules.
-        unchanged: Names of other modules with parameters, which stay as merged -> their kinds.
+        unchanged: Name of each module with parameters that is left unchanged -> its kind.
         mixtures: Routed experts that are calibrated after these modules, one by one.
     """
 

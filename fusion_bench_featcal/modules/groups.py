@@ -90,19 +90,19 @@ class Group:
     Attributes:
         sites: The modules.
         biased: Whether they have biases.
-        inputs: Number of inputs.
-        outputs: Number of outputs of each module.
+        in_features: Number of inputs.
+        out_features: Number of outputs of each module.
         dtype: Dtype in which their parameters are stored.
-        input: Name of the first linear module with the same input, in this group or before it.
+        shared_input: Name of the first module in the block that received the same tensor.
         slot: Number of the routed expert, if it is a matrix of one.
     """
 
     sites: tuple[Site, ...]
     biased: bool
-    inputs: int
-    outputs: tuple[int, ...]
+    in_features: int
+    out_features: tuple[int, ...]
     dtype: torch.dtype
-    input: str
+    shared_input: str
     slot: int | None = None
 
     @property
@@ -133,14 +133,14 @@ class Group:
     @property
     def has_few_outputs(self) -> bool:
         """Return whether summing drifts after the expert's weight is cheaper than before it."""
-        return self.kind == "linear" and 2 * sum(self.outputs) <= self.inputs
+        return self.kind == "linear" and 2 * sum(self.out_features) <= self.in_features
 
     @property
     def parameters(self) -> list[str]:
         """Return the names of all parameters of the modules."""
         return [name for site in self.sites for name in site.names]
 
-    def linear(self, get: Callable[[str], Tensor], dtype: torch.dtype) -> Linear:
+    def stack_weights(self, get: Callable[[str], Tensor], dtype: torch.dtype) -> Linear:
         """Return the parameters as stacked matrices.
 
         Args:
@@ -157,7 +157,7 @@ class Group:
         weight = torch.cat(weights, out=weights[0].new_empty(0, dtype=dtype))
         return Linear(weight, torch.cat(biases).to(dtype))
 
-    def updates(self, solved: Linear, *, biases: bool) -> dict[str, Tensor]:
+    def unstack_weights(self, solved: Linear, *, biases: bool) -> dict[str, Tensor]:
         """Return the parameters by name, in their storage layout and dtype.
 
         Args:
@@ -170,14 +170,14 @@ class Group:
         if self.kind == "statistics":
             names = f"{self.name}.running_mean", f"{self.name}.running_var"
             return dict(zip(names, (solved.bias, solved.weight), strict=True))
-        new, shape = dict[str, Tensor](), (sum(self.outputs), self.inputs)
+        new, shape = dict[str, Tensor](), (sum(self.out_features), self.in_features)
         shape = shape[:1] if self.kind == "norm" else shape
         if (solved.weight.shape, solved.bias.shape) != (shape, shape[:1]):
             raise CalibrationError(
                 f"module {self.name}: the rule's solve gives a weight {tuple(solved.weight.shape)} "
                 f"and a bias {tuple(solved.bias.shape)}, not {shape} and {shape[:1]}"
             )
-        tensors = solved.weight.split(self.outputs), solved.bias.split(self.outputs)
+        tensors = solved.weight.split(self.out_features), solved.bias.split(self.out_features)
         for site, weight, bias in zip(self.sites, *tensors, strict=True):
             # Copies, as each parameter has memory of its own.
             new[site.weight_name] = site.stored(weight).clone(memory_format=torch.contiguous_format)
@@ -231,10 +231,10 @@ def _group_of(model: nn.Module, sites: tuple[Site, ...], first: str) -> Group:
     return Group(
         sites,
         biased=sites[0].has_bias,
-        inputs=matrices[0].shape[-1],
-        outputs=tuple(map(len, matrices)),
+        in_features=matrices[0].shape[-1],
+        out_features=tuple(map(len, matrices)),
         dtype=matrices[0].dtype,
-        input=first,
+        shared_input=first,
     )
 
 

@@ -1,6 +1,6 @@
-"""Mixtures of experts of transformers 5: modules with one parameter for a matrix of all slots.
+"""Mixtures of experts in transformers 5: modules that stack the matrices of all routed experts.
 
-A slot is one routed expert: two matrices with a gate or an activation between them.
+A slot is the index of one routed expert: two matrices with a gate or an activation between them.
 """
 
 import copy
@@ -25,8 +25,8 @@ class Mixture:
         name: The module's full name in the model.
         slots: Number of routed experts.
         entry: The matrices that receive the mixture's input: gate and up, or up alone.
-        exit: The matrices behind the activation.
-        sites: Those of both that are calibrated.
+        exit: The matrices after the activation.
+        sites: The matrices (`entry` and `exit`) that are calibrated.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Mixture:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the calibrated parameters, each of all slots."""
+        """Names of the calibrated parameters. Each contains all slots."""
         return [name for site in self.sites for name in site.names]
 
     def input_of(self, site: Site, module: Any, get: Callable[[str], Tensor], x: Tensor) -> Tensor:

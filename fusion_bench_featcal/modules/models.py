@@ -21,9 +21,9 @@ from fusion_bench_featcal.modules.block_modules import BlockModules
 def tensors_before_stage(
     model: nn.Module, stages: Sequence[Sequence[str]], stage: int
 ) -> list[str]:
-    """Return names of the tensors for running a model up to a stage's first block.
+    """Return names of the tensors that are needed to run a model up to a stage's first block.
 
-    Earlier stages pass on their output, so that their blocks are not needed again.
+    Blocks of earlier stages are not needed, because their outputs are stored.
     """
     head = head_of(model)
     unused = [block for blocks in stages for block in blocks]
@@ -33,7 +33,7 @@ def tensors_before_stage(
     return sorted(set(names) - set(names_under(names, unused)) - set(behind))
 
 
-def names_in_order(
+def expert_tensor_names(
     model: nn.Module,
     stages: Sequence[Sequence[str]],
     modules: Mapping[str, BlockModules],
@@ -59,14 +59,15 @@ def names_in_order(
 
 
 def tail_of(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
-    """Return names of the tensors that blocks do not need: poolers, classifiers, idle towers.
+    """Return names of the tensors that blocks do not need: poolers, classifiers, unused towers.
 
-    Experts may have others, which belong to each task's head. Tensors inside the module that holds
-    the list of blocks are not among them, as embeddings are registered there in any order.
+    Experts may have different tensors there, because each task has its own head. Tensors inside
+    the module that contains the list of blocks are left out of the result, because embeddings may
+    be registered there in any order.
 
     Args:
         model: The model. Only models of transformers have a tail.
-        stages: Its blocks. Beside those of a text tower, all other towers are idle.
+        stages: Its blocks. Beside a text tower, all other towers are unused.
     """
     holder, names = ".".join(stages[-1][-1].split(".")[:-2]), list(model.state_dict())
     if not holder or not hasattr(model, "base_model_prefix"):
@@ -81,7 +82,7 @@ def tail_of(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
 
 
 def dtype_of_features(model: nn.Module, block: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a block's features: that of autocast, if it is on, or of the weights."""
+    """Return the dtype of a block's features: that of autocast if it is on, or of the weights."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     weights = (t for t in tensors_under(model, block).values() if t.is_floating_point())
@@ -120,7 +121,7 @@ class Modes:
         return cls([module.training for module in model.modules()], gradients)
 
     def restore(self, model: nn.Module) -> None:
-        """Set them in a model of the same structure."""
+        """Set these modes in a model of the same structure."""
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
         # By name, because a model that loads tensors while it runs loses its ties.
@@ -163,9 +164,10 @@ def tensors_under(model: nn.Module, block: str) -> dict[str, Tensor]:
 
 @contextmanager
 def in_float32(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Context in which a module's floats are at least in float32, with the change of its inputs.
+    """Context in which a module computes in float32 or better. Yields the conversion of its inputs.
 
-    Its own tensors stay. Flash attention takes tensors of 16 bits only, so it keeps their dtype.
+    The module's own tensors are restored at the end. Flash attention only takes 16-bit tensors, so
+    its dtype is kept.
     """
     configs = (getattr(part, "config", None) for part in module.modules())
     is_flash = any("flash" in str(getattr(c, "_attn_implementation", None)) for c in configs)

@@ -23,12 +23,12 @@ class Site:
         name: Its full name in the model.
         kind: `linear` (convolutions too: linear maps of patches), `norm` (LayerNorm or GroupNorm
             with gain and shift) or `statistics` (of a BatchNorm).
-        has_bias: Whether it has a bias (linear) or shift (norm).
+        has_bias: Whether the module has a bias (linear) or shift (norm).
         transposed: Whether its weight is stored `[in, out]` (GPT-2's Conv1D).
         patches: Geometry of a convolution, or None for any other module.
         channels_first: Whether a norm receives `[batch, d, ...]`, not `[..., d]`.
-        is_stacked: Whether it is one matrix of all routed experts of a mixture, a parameter
-            `[slots, ...]` of the name. The other members then describe one of them.
+        is_stacked: Whether the site is one parameter `[slots, ...]` that stacks the matrices of
+            all routed experts. The other attributes then describe one of these matrices.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Site:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its parameters that are calibrated, which experts have too."""
+        """Names of its calibrated parameters. The experts have parameters of the same names."""
         if self.kind == "statistics":
             return ()
         return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
@@ -124,7 +124,7 @@ def is_named(name: str, patterns: Sequence[str] | None) -> bool:
 
 
 def exclusion(names: Iterable[str], block: str = "") -> str:
-    """Return the option that excludes modules, which are named as in their block if it is given."""
+    """Return the option that excludes modules. With a block, names are relative to it."""
     return option("modules", [f"!{name.removeprefix(f'{block}.')}" for name in names])
 
 

@@ -58,10 +58,10 @@ class Paper(Rule):
         ridge = f"{option('ridge_lambda')} (now {self.ridge_lambda})"
         return f"Raise {ridge} or {option('samples_per_task')}"
 
-    def doubt(self, features: torch.dtype) -> str:
+    def dtype_warning(self, features: torch.dtype) -> str | None:
         """Return a warning if a small lambda amplifies the rounding of bfloat16 features."""
         if self.ridge_lambda >= SINGLE_RIDGE or features != torch.bfloat16:
-            return ""
+            return None
         return (
             f"{option('ridge_lambda', f'{self.ridge_lambda:g}')} with bfloat16 features, whose "
             "rounding moves updates by 1 to 7 % at 1e-5, and by more with few samples. Raise it to "
@@ -100,7 +100,7 @@ class PaperSums:
 
     def solve(self) -> Solved:
         """Solve for the step from the anchor (Eq. 17). The bias follows from the means."""
-        rule, sums = self._rule, self._targets.finished()
+        rule, sums = self._rule, self._targets.finalize()
         right = sums.cross.sub_(self._targets.anchor.weight, alpha=EPS)
         rounding = max(rounding_of(self._dtype), torch.finfo(right.dtype).eps)
         ridge = rule.ridge_lambda + EPS

@@ -1,4 +1,4 @@
-"""FeatCal+: modules in sequence, rows from the experts' weights, a ridge by held-out error.
+"""FeatCal+: modules in sequence, task-vector rows, and ridges chosen on held-out samples.
 
 The mathematics is in docs/method.md.
 """
@@ -24,7 +24,7 @@ from fusion_bench_featcal.core.solve import (
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.rules.rule import EPS, GroupSums, Linear, Rule, Solved, check_number
 from fusion_bench_featcal.rules.targets import Targets
-from fusion_bench_featcal.rules.weight_rows import WeightRows
+from fusion_bench_featcal.rules.task_vector_rows import TaskVectorRows
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
@@ -40,15 +40,17 @@ class Plus(Rule):
     """FeatCal+: groups of modules in sequence, each with the ridge of least held-out error.
 
     Attributes:
-        gamma: Energy of the rows from an expert's weights, relative to the energy of the samples,
-            if the samples are many and familiar (`trust.py`). With 0 only samples are used.
-        gammas: The same by task. Missing ones are computed from the samples (`trust.py`).
-        far: Power of the merged modules' relative output drift in a task's weight. With 0 tasks
-            that the merged model hardly serves count like others.
+        gamma: Energy of the task-vector rows relative to the energy of the samples, for a task
+            with many samples that agree with its expert (`run/trust.py`). 0 uses samples only.
+        gammas: The value of `gamma` by task. Missing values are computed from the samples
+            (`run/trust.py`).
+        far: Exponent of the merged modules' relative output drift in a task's weight. With 0 the
+            drift has no influence.
         ridges: Ridges to choose from, relative to the mean eigenvalue of the inputs' covariance.
         task_weights: Factors of the tasks' weights. Missing tasks use 1.
-        balance: Power of each task's distance from its expert, measured in a first calibration, in
-            a second factor of its weight (`run/balance.py`). With 0 there is one calibration.
+        balance: Exponent of each task's distance from its expert in a further factor of its
+            weight. A first calibration measures the distances (`run/balance.py`). With 0 there is
+            only one calibration.
         calibrate_bias: Whether biases change.
     """
 
@@ -87,8 +89,8 @@ class Plus(Rule):
         return self.gamma > 0
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Solve one input's groups after another's. Later ones receive outputs of updated ones."""
-        return [[*turn] for _, turn in groupby(groups, key=attrgetter("input"))]
+        """Solve modules with one input together. Later turns see the outputs of updated modules."""
+        return [[*turn] for _, turn in groupby(groups, key=attrgetter("shared_input"))]
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:
         """Return empty sums relative to the merged modules."""
@@ -108,14 +110,16 @@ class PlusSums:
         G   = sum_i w_i (n_i cov_i + f A_i)
         C   = sum_i w_i (sum u x' + f (W_i - W) A_i)
 
-    The energy `s_i` is the sum of `|x - m|^2` with `m` the mean of the samples. Without a bias that
-    changes `m` is 0, and `n_i cov_i` is `sum x x'`. How far the rows count, `f`, depends on what
-    they do to the samples of all tasks (`WeightRows.share`). Their sums stay apart until then.
+    The energy `s_i` is the sum of `|x - m|^2`, where `m` is the mean of the samples. If the bias
+    does not change, `m` is 0 and `n_i cov_i` is `sum x x'`. The weight `f` of these rows depends
+    on their effect on the samples of all tasks (`TaskVectorRows.weight_and_facts`), so their sums
+    stay separate until all tasks are summed.
 
     The ridge `r` is the one whose step from three quarters of the samples has the least error on
-    the fourth, and the largest of those whose errors are equal up to rounding. The rows are divided
-    between both in proportion to the samples. All samples then give the step. Convolutions use
-    samples alone, since a BatchNorm behind them may undo any scale.
+    the fourth. Among ridges whose errors are equal up to rounding, the largest is chosen. The
+    task-vector rows are divided between both parts in proportion to the samples. The step itself
+    is then solved from all samples. Convolutions use samples alone, because a BatchNorm after them
+    may undo any scale.
     """
 
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
@@ -127,7 +131,7 @@ class PlusSums:
         inputs = merged.weight.shape[1]
         self._held_out = Moments.zeros(inputs, len(self._probes), merged.weight)
         base = base if rule.gamma > 0 and not group.convolves else None
-        self._rows = None if base is None else WeightRows(base.weight, merged.weight)
+        self._rows = None if base is None else TaskVectorRows(base.weight, merged.weight)
 
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
@@ -137,11 +141,10 @@ class PlusSums:
     def add(
         self, task: str, expert: Linear, rows: Moments, held_out: Moments | None = None
     ) -> None:
-        """Add a task's targets once in full, and random combinations of the held-out ones.
+        """Add the targets of a task, and random combinations of the held-out targets.
 
-        All samples give the targets, and held-out ones are subtracted where ridges are compared:
-        one set of `[m, d]` sums in place of two. `rows` become the sums over both, so that there is
-        no third one.
+        The `[m, d]` sums cover all samples, and the held-out part is subtracted where ridges are
+        compared, so only one such set is kept. `rows` is overwritten with the sums over both parts.
         """
         anchor, rule = self._targets.anchor, self._rule
         if held_out is not None:
@@ -162,7 +165,7 @@ class PlusSums:
             self._held_out.merge(self._probed(held_out, expert, step), weight)
 
     def _probed(self, rows: Moments, expert: Linear, step: Linear) -> Moments:
-        """Return moments of combinations of the targets."""
+        """Return moments with the probes' combinations of the targets."""
         weight, reach = self._probes @ step.weight, self._probes @ expert.weight
         if self._has_few_outputs:
             weight, reach = -self._probes @ self._targets.anchor.weight, self._probes
@@ -173,9 +176,9 @@ class PlusSums:
 
     def solve(self) -> Solved:
         """Return the step with the ridge of least held-out error, and the bias from the means."""
-        # `finished` returns the sums themselves, so that the rows from weights, which join them in
-        # `_join_rows`, are in `sums` too.
-        sums, facts = self._targets.finished(), self._join_rows()
+        # `finalize` returns the sums without a copy, so `_join_rows` adds the task-vector rows to
+        # `sums`.
+        sums, facts = self._targets.finalize(), self._join_rows()
         means, step, residual = sums.means(centred=self._centred), torch.zeros_like(sums.cross), 0.0
         scale, ridge = means.gram.diagonal().mean(), self._rule.ridges[0]
         if sums.varies(means):
@@ -188,12 +191,12 @@ class PlusSums:
         return Solved(self._targets.moved(step), residual, {"ridge": ridge, **facts})
 
     def _join_rows(self) -> Mapping[str, float]:
-        """Add the rows from weights to the samples, as far as they count, and return why."""
+        """Add the weighted task-vector rows to the samples, and return facts for the log."""
         if self._rows is None:
             return {}
-        rows, held_out, sums = self._rows, self._held_out, self._targets.finished()
+        rows, held_out, sums = self._rows, self._held_out, self._targets.finalize()
         samples = sums.means(centred=self._centred)
-        facts = rows.share(samples, self._targets.anchor, self._probes)
+        facts = rows.weight_and_facts(samples, self._targets.anchor, self._probes)
         del samples  # frees memory before the solve, as does the next line
         self._rows = None
         part = facts["f"] * held_out.count / sums.count
@@ -203,23 +206,19 @@ class PlusSums:
         held_out.cross.addcmul_(self._probes @ rows.cross, part)
         return facts
 
-    def _fitted(self, sums: Moments) -> Moments:
-        """Return moments of combinations of the targets of the other samples."""
+    def _best_ridge(self, sums: Moments) -> float:
+        """Return the ridge whose step from the other samples has the least error on held-out ones.
+
+        Outputs are compared in the probes' random combinations.
+        """
         held_out, probes = self._held_out, self._probes
-        return Moments(
+        fitted = Moments(
             sums.gram - held_out.gram,
             probes @ sums.cross - held_out.cross,
             sums.x - held_out.x,
             probes @ sums.y - held_out.y,
             sums.count - held_out.count,
         )
-
-    def _best_ridge(self, sums: Moments) -> float:
-        """Return the ridge whose step from the other samples has the least error on held-out ones.
-
-        Random combinations of the outputs represent them all.
-        """
-        held_out, fitted = self._held_out, self._fitted(sums)
         if not (held_out.count > 0 and fitted.count > 0):
             return WITHOUT_HELD_OUT
         means = fitted.means(centred=self._centred)

@@ -1,4 +1,4 @@
-"""Interface of a rule: the modules that are solved in one turn, and the sums for their solve."""
+"""Interface of a rule: which modules are solved together, and the sums that they need."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ EPS = 1e-8
 
 @dataclass(frozen=True)
 class Solved:
-    """New parameters of a group and figures for the log. `facts` are specific to one rule."""
+    """New parameters of a group, and values for the log. `facts` are specific to one rule."""
 
     linear: Linear
     residual: float = 0.0
@@ -69,25 +69,27 @@ def check_number(name: str, value: Any, least: float, most: float = math.inf) ->
 
 
 class Rule(ABC):
-    """Base of all ways to calibrate a block: frozen dataclasses whose fields are their settings.
+    """Base class of rules: frozen dataclasses whose fields are the settings of a rule.
 
-    A rule that does not use the experts' features or the base declares it, and saves their reads.
+    A rule that does not need the experts' features or the base model sets the attributes below,
+    and their weights are not read.
 
     Attributes:
-        mix_alpha: Share alpha of the expert's input in the target's input (Eq. 10). With 0, the
-            default, experts do not run and `rows` have no drift.
-        holds_out: Whether the sums of one sample in four are separate.
+        mix_alpha: Fraction alpha of the expert's input in the target's input (Eq. 10). With 0,
+            the default, experts do not run and `rows` contain no drift.
+        holds_out: Whether one sample in four is held out and summed separately.
         counts_read_positions_only: Whether the last block counts only the positions that the
             head reads.
         calibrate_bias: Whether biases of linear modules change.
         calibrate_norm: Whether gains and shifts of norms change.
-        weighs_trust: Whether its `gammas` depend on trust in the samples, if there is a base.
+        weighs_trust: Whether the calibration measures how well the samples agree with the
+            experts, and sets `gammas` from it. This requires a base model.
         estimates_statistics: Whether running statistics of BatchNorms are estimated on the samples.
         features: Module inputs that are summed: those of the `calibrated` model, of the `expert`
             on its own features, or of the expert on the features of the `merged` blocks before.
-        balance: Power of each task's distance from its expert in its weight, or 0.
-        augment: Copies of samples, unless the setting of this name is given.
-        decoder_rows: Positions of a decoder that count, unless the setting is given.
+        balance: Exponent of each task's distance from its expert in its weight. 0 disables it.
+        augment: Default of the setting `augment`.
+        decoder_rows: Default of the setting `decoder_rows`.
     """
 
     mix_alpha: float = 0.0
@@ -122,14 +124,14 @@ class Rule(ABC):
         """Return advice for a system without a solution."""
         return f"Raise {option('samples_per_task')}"
 
-    def doubt(self, features: torch.dtype) -> str:
-        """Return a warning about features of a dtype, or nothing."""
-        return ""
+    def dtype_warning(self, features: torch.dtype) -> str | None:
+        """Return a warning about features of a dtype, or None."""
+        return None
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
-        """Divide a block's groups, in the order of their calls, into turns, by default into one.
+        """Divide a block's groups, in the order of their calls, into turns. The default is one.
 
-        Modules of one turn are solved from one pass over the samples.
+        All groups of a turn are solved from one pass over the samples.
         """
         return [groups]
 

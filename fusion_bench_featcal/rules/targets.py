@@ -26,7 +26,7 @@ class Targets:
 
     Attributes:
         anchor: `W_a` and `b_a`.
-        sums: The sums, with `u` as `y` after `finished`. `cross` has no biases.
+        sums: The sums, with `u` as `y` after `finalize`. `cross` has no biases.
     """
 
     def __init__(self, group: Group, anchor: Linear, alpha: float) -> None:
@@ -73,7 +73,7 @@ class Targets:
         """Return the sums. Sums of other processes may be added to them in place."""
         return [*self.sums.tensors(), *([] if self._drift is None else [self._drift])]
 
-    def finished(self) -> Moments:
+    def finalize(self) -> Moments:
         """Return the sums over all tasks."""
         # `W_a alpha D` and `W_a G` are linear in the sums over tasks: one product of `[m, d]` and
         # `[d, d]` per group in place of one per task. A second call must not add them again.

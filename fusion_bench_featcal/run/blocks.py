@@ -16,19 +16,20 @@ from fusion_bench_featcal.modules.models import (
 from fusion_bench_featcal.rules.rule import GroupSums
 from fusion_bench_featcal.run.routed_experts import calibrate_mixture
 from fusion_bench_featcal.run.state import CalibrationState
-from fusion_bench_featcal.run.trust import measured_trust, with_gammas
+from fusion_bench_featcal.run.trust import measure_trust, with_gammas
 from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensor_getter, turns_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
 
 NO_SAMPLE = (math.inf, "", 0)
-"""Priority of a process without samples that run a stage."""
+"""Lowest priority, for a process without samples in the stage."""
 
 
 def calibrate_blocks(state: CalibrationState) -> None:
     """Calibrate every block (Algorithm 1).
 
-    Trust in the samples is measured in the first stage that all of them run, and is full before it.
+    The agreement of samples and experts (trust) is measured in the first stage that all samples
+    run. Before that stage, samples are trusted in full.
     """
     given, measures = state, state.rule.weighs_trust and state.base is not None
     if measures:
@@ -39,7 +40,7 @@ def calibrate_blocks(state: CalibrationState) -> None:
         batches = (batch for batches in state.streams.tasks.values() for batch in batches)
         if measures and all(state.processes.gather(not any(b.skips_stage for b in batches))):
             with state.streams.loaded(stage[0]):
-                trust = measured_trust(state, stage[0], groups_of(state, stage[0]))
+                trust = measure_trust(state, stage[0], groups_of(state, stage[0]))
             state, measures = with_gammas(given, trust), False
         for block in stage:
             state.progress.set_description(block)
@@ -48,34 +49,37 @@ def calibrate_blocks(state: CalibrationState) -> None:
 
 
 def calibrate_block(state: CalibrationState, block: str) -> None:
-    """Calibrate a block whose merged tensors are in memory, unless an earlier run has.
+    """Calibrate a block whose merged tensors are in memory, or load it from an earlier run.
 
-    Its new parameters are stored, and all samples are advanced past it.
+    The new parameters are stored, and all samples are advanced past the block.
     """
-    start, finished = time.perf_counter(), state.checkpoint.read(block, state.working)
-    merged, figures = tensors_under(state.model, block), dict[str, Mapping[str, float]]()
+    start, finished = time.perf_counter(), state.checkpoint.load_block(block, state.working)
+    merged, metrics = tensors_under(state.model, block), dict[str, Mapping[str, float]]()
     streams, modules = state.streams, state.modules[block]
-    # Some positions may count less in the block. This is equal in all processes.
-    if streams.decoder_rows == "auto" or (streams.reads_first and block == streams.last_block):
+    # Every process agrees on the modules that mix positions, because sums are added over them.
+    if streams.decoder_rows == "auto" or (streams.head_reads_first and block == streams.last_block):
         mixing = state.processes.gather(streams.modules_mixing_positions(block, modules.sites))
         streams.restrict_positions(block, chain.from_iterable(mixing))
     groups = [] if finished else groups_of(state, block)
     for number, turn in enumerate(turns_of(state.rule, groups)):
         sums = collect(state, block, turn, None if number else groups)
-        state.processes.add_up(t for group_sums in sums.values() for t in group_sums.tensors())
+        state.processes.all_reduce_sum(
+            t for group_sums in sums.values() for t in group_sums.tensors()
+        )
         # Every process solves the same systems: while one solved, the others would only wait.
         state.progress.set_description(f"{block} · solve")
-        new, turn_metrics = solve(state, block, sums, tensor_getter(state, block))
-        figures |= turn_metrics
+        new, new_metrics = solve(state, block, sums, tensor_getter(state, block))
+        metrics |= new_metrics
         load_updates(state.model, block, {**finished, **new}, state.rule.remedy)
     for mixture in () if finished else modules.mixtures:
         calibrate_mixture(state, block, mixture)
     state.progress.set_description(f"{block} · update")
     streams.advance(block)
-    note(state, block, figures, time.perf_counter() - start)
+    note(state, block, metrics, time.perf_counter() - start)
     current = tensors_under(state.model, block)
     changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
-    state.working.finish(state.checkpoint.write(block, state.working, changed, state.log))
+    tensors = state.checkpoint.save_block(block, state.working, changed, state.log)
+    state.working.finish(tensors)
     if not finished:
         state.progress.finished(block, time.perf_counter() - start)
 
@@ -83,7 +87,7 @@ def calibrate_block(state: CalibrationState, block: str) -> None:
 def groups_of(state: CalibrationState, block: str) -> list[Group]:
     """Return the groups of a block's modules, in the order of their calls.
 
-    They are equal in all processes, which add up sums over them.
+    All processes get the same groups, because they add up the sums of each group.
     """
     sites = state.modules[block].sites
     if not sites:
@@ -104,7 +108,8 @@ def collect(
         state: The calibration.
         block: The block.
         turn: The groups that are solved.
-        entering: All groups of the block in its first turn, in which experts run, else None.
+        entering: All groups of the block in its first turn, because experts run only then. None
+            in later turns.
 
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
@@ -115,8 +120,8 @@ def collect(
         for group in task_sums:
             moments = add_task(sums[group], group, block, task, task_sums[group])
             checks.add(task, group.name, moments, sums[group].tensors())
-        # The generator holds this dict, too. Emptied, a task's Gram matrices and the copies of its
-        # expert's parameters are freed before those of the next task are made.
+        # The generator still refers to this dict. Clearing it frees the task's Gram matrices and
+        # the copies of its expert's parameters before the next task allocates its own.
         task_sums.clear()
     # Once per turn, as each check waits for the device.
     checks.run(state.processes.gather)
@@ -143,7 +148,7 @@ def sums_by_task(
             if not follows:
                 stack.close()  # the sums have copies of the expert's parameters
             for batch in streams.iter_batches(task):
-                # The expert first: it notes the inputs that are paired with the model's below, for
+                # The expert runs first: its recorded inputs are paired with the model's below in
                 # all turns of the block, and its weights are in memory in the first turn only.
                 if follows:
                     streams.run_expert_block(batch, block, expert, followed)
@@ -158,12 +163,12 @@ def sums_by_task(
         yield task, sums
 
 
-def note(state: CalibrationState, block: str, figures: Mapping[str, Any], seconds: float) -> None:
+def note(state: CalibrationState, block: str, metrics: Mapping[str, Any], seconds: float) -> None:
     """Log a finished block. The log is equal in every process."""
     log, modules, streams = state.log, state.modules[block], state.streams
     gather_dict, drift = state.processes.gather_dict, streams.drift
-    for module in (site.name for site in modules.sites if site.name in figures):
-        log.add("module", {"block": block, "module": module, **figures[module]})
+    for module in (site.name for site in modules.sites if site.name in metrics):
+        log.add("module", {"block": block, "module": module, **metrics[module]})
     drifts = {} if drift is None else drift.records(gather_dict)
     samples = gather_dict({task: streams.num_samples(task) for task in streams.active_tasks})
     for task in (task for task in state.tasks if task in samples):

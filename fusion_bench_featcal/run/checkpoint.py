@@ -1,8 +1,8 @@
-"""Progress of a calibration: finished blocks in memory, or as files from which a run resumes.
+"""Finished blocks of a calibration: in memory, or in files from which a run resumes.
 
-Each block is a safetensors file with its tensors as in the merged model's files, or by the names of
-the model in memory (`finished.py`). After the last block the remaining tensors and an index are
-written. With its config.json the folder is then the model.
+Each block is a safetensors file (`finished.py`) with the tensor names of the merged model's files,
+or of the model in memory. After the last block the remaining tensors and an index are written. With
+the model's config.json, the folder is then a complete checkpoint.
 """
 
 import re
@@ -30,7 +30,7 @@ from fusion_bench_featcal.run.progress import Progress
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
 WRITTEN = rf"(block|rest)-\d+\.safetensors|inputs\.json|{re.escape(INDEX)}"
-"""Pattern of the names of all files in the folder, with the one of `folders/digests.py`."""
+"""Pattern of the names of all files in the folder. `folders/digests.py` writes inputs.json."""
 Digests = Callable[[], Mapping[str, str]]
 """Returns the digests of a run, which are costly (`run_digest.py`)."""
 PIECE = 2**28
@@ -38,7 +38,7 @@ PIECE = 2**28
 
 
 class Checkpoint:
-    """Finished blocks of a run without `checkpoint_dir`, which cannot be resumed.
+    """Finished blocks of a run without `checkpoint_dir`: kept in memory, so no run can resume.
 
     Attributes:
         is_complete: Whether an earlier run has finished all blocks.
@@ -56,7 +56,7 @@ class Checkpoint:
     ) -> None:
         """Begin with the first block."""
 
-    def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
+    def load_block(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
         """Return no tensors, because no earlier run has finished the block."""
         return {}
 
@@ -64,7 +64,7 @@ class Checkpoint:
         """Return no records of a kind, because no earlier run has finished a block."""
         return []
 
-    def write(
+    def save_block(
         self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], log: CalibrationLog
     ) -> Mapping[str, Tensor]:
         """Return the tensors of a calibrated block, stored on the merged model's device.
@@ -77,14 +77,14 @@ class Checkpoint:
         """
         return {name: tensor.to(model.merged_device) for name, tensor in changed.items()}
 
-    def finish(self, tensors: Mapping[str, Tensor], log: CalibrationLog) -> None:
+    def write_rest(self, tensors: Mapping[str, Tensor], log: CalibrationLog) -> None:
         """Do nothing."""
 
 
 class NoCheckpoint(Checkpoint):
-    """Blocks of a calibration that is only measured: nothing of them is kept."""
+    """Finished blocks of a calibration that is only measured. They are not kept."""
 
-    def write(self, *_: object, **__: object) -> Mapping[str, Tensor]:
+    def save_block(self, *_: object, **__: object) -> Mapping[str, Tensor]:
         """Return no tensors."""
         return {}
 
@@ -124,8 +124,9 @@ class CheckpointFolder(Checkpoint):
         Args:
             digests: Returns the digests of the run.
             blocks: All blocks, in order.
-            merged: The merged model's weights. Blocks are written as its files are.
-            progress: Says how many of them are finished.
+            merged: The merged model's weights. Blocks are written with the tensor names and layout
+                of its files.
+            progress: Shows how many blocks are finished.
 
         Raises:
             CalibrationError: If a block belongs to another run, or its file is damaged.
@@ -152,24 +153,24 @@ class CheckpointFolder(Checkpoint):
         records = (record for file in files for record in self._blocks.records[file])
         return [dict(record) for record in records if record["kind"] == kind]
 
-    def read(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
-        """Return the tensors of a block that an earlier run has finished, none for other blocks.
+    def load_block(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
+        """Return the tensors of a block that an earlier run has finished, or {} for other blocks.
 
         Raises:
             CalibrationError: If its file is damaged.
         """
         if block not in self._finished:
             return {}
-        # Each is read into memory of its own, as the rounding of products depends on alignment.
+        # Each tensor gets its own memory, because the rounding of products depends on alignment.
         return dict(self._tensors(block, model))
 
-    def write(
+    def save_block(
         self, block: str, model: WorkingModel, changed: Mapping[str, Tensor], log: CalibrationLog
     ) -> Mapping[str, Tensor]:
         """Write a calibrated block with new log records, and return the block's tensors.
 
-        Tensors are read from the file when they are accessed. For blocks of an earlier run, its log
-        records replace the new ones.
+        The tensors are read from the file when they are accessed. If an earlier run has finished
+        the block, nothing is written, and its log records replace the new ones.
 
         Raises:
             CalibrationError: If it cannot be written.
@@ -179,8 +180,8 @@ class CheckpointFolder(Checkpoint):
             log.records[self._logged :] = map(dict, self._blocks.records[file])
         elif self._processes.rank == 0:
             tensors = model.module.state_dict()
-            names = self._names(block, model).items()
-            inside = {key: tensors[name].to("cpu") for name, key in names}
+            names = names_under(model.keys, [block])
+            inside = {model.keys[name]: tensors[name].to("cpu") for name in names}
             records = log.plain_records(self._logged)
             self._blocks.write(file, self._converted.split(inside), records)
         self._logged = len(log.records)
@@ -189,7 +190,7 @@ class CheckpointFolder(Checkpoint):
             self._blocks.open(file)
         return self._tensors(block, model)
 
-    def finish(self, tensors: Mapping[str, Tensor], log: CalibrationLog) -> None:
+    def write_rest(self, tensors: Mapping[str, Tensor], log: CalibrationLog) -> None:
         """Write the remaining tensors and the index, which complete the model.
 
         Args:
@@ -203,7 +204,7 @@ class CheckpointFolder(Checkpoint):
             log.add("resumed", {"blocks": len(self._finished)})
         files = []
         if self._processes.rank == 0:
-            files = self._write_rest(tensors)
+            files = self._write_pieces(tensors)
             weights, kept = self._blocks, set(self._converted.stored_names(tensors))
             names = ((name, file) for file in weights.files for name in weights.names_in(file))
             file_names = {name: file.name for name, file in names if name in kept}
@@ -214,7 +215,7 @@ class CheckpointFolder(Checkpoint):
         for file in files if self._processes.rank > 0 else ():
             self._blocks.open(file)
 
-    def _write_rest(self, tensors: Mapping[str, Tensor]) -> list[str]:
+    def _write_pieces(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Write the tensors that are in no file, and return the files."""
         piece, size, files = dict[str, Tensor](), 0, list[str]()
         written = self._converted.names()
@@ -229,12 +230,9 @@ class CheckpointFolder(Checkpoint):
         return files
 
     def _tensors(self, block: str, model: WorkingModel) -> Tensors:
-        """Return a block's tensors, which are read from its file when they are accessed."""
-        return Tensors(self._converted.tensor, self._names(block, model))
-
-    def _names(self, block: str, model: WorkingModel) -> dict[str, str]:
-        """Return the names of a block's tensors -> their names in the merged model's source."""
-        return {name: model.keys[name] for name in names_under(model.keys, [block])}
+        """Return a block's tensors. Each is read from the file when it is accessed."""
+        names = {name: model.keys[name] for name in names_under(model.keys, [block])}
+        return Tensors(self._converted.tensor, names)
 
 
 @contextmanager

@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AsMerged:
-    """Modules that stay as merged -> number of their matrices in which experts differ.
+    """Modules that were not calibrated -> number of their matrices in which experts differ.
 
-    Each is the outermost one that nothing calibrated is in. Modules of several blocks are one, with
-    `*` for the block's number.
+    A module is listed if nothing inside it was calibrated, and its parent is not listed. Modules
+    of several blocks are listed once, with `*` in place of the block's index.
 
     Attributes:
-        modules: Modules of blocks, towers and between towers, such as routed experts.
-        ends: Embeddings and heads, which stay in every model.
-        compared: Whether experts were compared. Otherwise all matrices count.
+        modules: Modules in blocks, in towers and between towers, such as routed experts.
+        ends: Embeddings and heads, which are never calibrated.
+        compared: Whether the experts' tensors were compared. Otherwise all matrices count.
     """
 
     modules: Mapping[str, int] = field(default_factory=dict)
@@ -33,13 +33,13 @@ class AsMerged:
 
     @classmethod
     def in_records(cls, records: Sequence[Mapping[str, Any]]) -> Self:
-        """Return the one in the records of a log. Without such a record nothing stays."""
+        """Return the record of a log, or an empty one if the log has none."""
         found = (record for record in records if record["kind"] == "as_merged")
         values = next(found, {})
         return cls(**{name: value for name, value in values.items() if name != "kind"})
 
     def without(self, tensors: Iterable[str]) -> Self:
-        """Return it without the embeddings and heads that some tensors belong to."""
+        """Return the record without the embeddings and heads that contain some tensors."""
         names = [*tensors]
         ends = {
             module: count
@@ -71,24 +71,26 @@ class AsMerged:
 class CalibrationLog:
     """Records of one calibration.
 
-    - `engine`: library that multiplies float32 matrices, and the processor.
-    - `task`: block, task, number of samples, and if the rule runs experts also rows (positions that
-    count in its output), the mean L2 drift behind the block (Eq. 2), and the drift relative to the
-    expert's feature norm (root mean square). Behind the last block also the squared drift in units
-    of the variance of one direction of the expert's features (`distance`).
-    - `module`: block, module, relative residual of the solve, size of the update relative to the
-    weight. FeatCal+ adds the ridge of least held-out error, the mean `gamma` of rows from weights,
-    both errors of the step that they alone ask for (`e`, `eo`), and how far they count (`f`,
-    `rules/weight_rows.py`).
-    - `slots`: block, module, number of a mixture's routed experts, of those without tokens
-    (`idle`), median number of their `rows`, medians of the figures of `module` and of
-    `median_update`, and the largest update with the number of its routed expert (`largest`).
-    - `balance`: `distances` of tasks behind a first calibration, and `factors` of their weights.
-    - `trust`: task, trust in its samples (`trust.py`), and the task whose samples its expert fits
-    better (`fits`), if samples were exchanged.
-    - `block`: block, seconds, modules that keep their merged weights.
+    - `engine`: the library that multiplies float32 matrices, and the processor.
+    - `task`: block, task and number of samples. If the rule runs experts, also `rows` (positions
+    that count in the block's output), the mean L2 drift after the block (Eq. 2), and the drift
+    relative to the expert's feature norm (root mean square). After the last block also the squared
+    drift in units of the variance of one direction of the expert's features (`distance`).
+    - `module`: block, module, relative residual of the solve, and size of the update relative to
+    the weight. FeatCal+ adds the ridge of least held-out error, and for the task-vector rows their
+    mean `gamma`, both errors of the step that is solved from them alone (`e`, `eo`) and their
+    weight (`f`, `rules/task_vector_rows.py`).
+    - `slots`: block, module, number of a mixture's routed experts, number of routed experts without
+    tokens (`idle`), median number of their `rows`, medians of the values of `module`, the
+    `median_update`, and the largest update with the index of its routed expert (`largest`).
+    - `balance`: the tasks' `distances` after a first calibration, and the `factors` of their
+    weights.
+    - `trust`: task, trust in its samples (`run/trust.py`), and the task whose samples fit the
+    expert better (`fits`), if samples were exchanged.
+    - `block`: block, seconds, and modules that keep their merged weights.
     - `as_merged`: modules that were not calibrated although experts differ in them (`AsMerged`).
-    - `resumed`: number of blocks that an earlier run has finished, whose records come from it.
+    - `resumed`: number of blocks that an earlier run has finished. Their records come from that
+    run.
 
     Attributes:
         family: Name of the family that divided the model into blocks.
@@ -103,7 +105,7 @@ class CalibrationLog:
         self.records.append({"kind": kind, **record})
 
     def add_as_merged(self, as_merged: AsMerged) -> None:
-        """Append a record of modules that stay as merged, if there are any, and log them."""
+        """Append a record of the modules that were not calibrated, if there are any, and log it."""
         if as_merged.names:
             self.add("as_merged", asdict(as_merged))
             logger.log(logging.WARNING if as_merged.modules else logging.INFO, "%s", as_merged.text)
@@ -119,14 +121,11 @@ class CalibrationLog:
 
     @property
     def final_drift(self) -> dict[str, float]:
-        """Each task's drift behind the last block, relative to the expert's features."""
+        """Each task's drift after the last block, relative to the expert's features."""
         return final_drift(self.records)
 
     def plain_records(self, start: int = 0) -> list[dict[str, Any]]:
-        """Return the records from index `start` on, in the form for files.
-
-        An infinite condition estimate becomes null, since JSON has no infinity.
-        """
+        """Return the records from index `start` on as JSON values, with null for infinity."""
         return json.loads(json.dumps(self.records[start:]), parse_constant=lambda _: None)
 
     def write(self, path: str | Path) -> None:
@@ -142,9 +141,9 @@ class CalibrationLog:
 
 
 def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return each task's drift behind the last block relative to the expert's features.
+    """Return each task's drift after the last block, relative to the expert's features.
 
-    `records` are those of a log. Rules that do not run the experts have none.
+    The result is empty for rules that do not run the experts. `records` are the log's.
     """
     last = {record["task"]: record for record in records if record["kind"] == "task"}
     drifts = {task: record.get("relative_drift") for task, record in last.items()}
@@ -152,7 +151,7 @@ def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def distances(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return each task's distance from its expert behind the last block, if it is known."""
+    """Return each task's distance from its expert after the last block, if it is known."""
     return {
         record["task"]: record["distance"]
         for record in records
@@ -164,7 +163,7 @@ def exchanged_samples(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return a sentence on each task whose samples were exchanged with those of another one.
 
     Args:
-        records: Records of a log, of which those of kind `trust` count.
+        records: Records of a log. Only records of kind `trust` are used.
     """
     return {
         record["task"]: f"its expert fits the samples of task {record['fits']}. Were the samples "

@@ -39,7 +39,7 @@ class Processes:
     exchanged_bytes = 0
     doing = "the start"
 
-    def share(self, tasks: Iterable[str]) -> list[str]:
+    def own_tasks(self, tasks: Iterable[str]) -> list[str]:
         """Return the tasks of this process.
 
         Raises:
@@ -69,7 +69,7 @@ class Processes:
         """Return the value of the process with the least priority. A barrier for all processes."""
         return min(self.gather((priority, value)), key=lambda pair: pair[0])[1]
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
+    def all_reduce_sum(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors, in place, by their sums over all processes, of equal bits in each."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -98,7 +98,7 @@ class TorchProcesses(Processes):
             dist.all_gather_object(values, value, group=self._gloo)
         return values
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
+    def all_reduce_sum(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors over the processes."""
         self.gather(None)  # a process that has ended is noticed here, before a collective call
         for tensor in tensors:

@@ -27,7 +27,7 @@ from fusion_bench_featcal.streams.task_sums import LinearTaskSums
 
 def calibrate_mixture(state: CalibrationState, block: str, mixture: Mixture) -> None:
     """Calibrate the routed experts of a mixture, and log a summary of them."""
-    streams, model, figures = state.streams, state.model, defaultdict[str, Figures](dict)
+    streams, model, metrics = state.streams, state.model, defaultdict[str, SlotMetrics](dict)
     for name in mixture.parameters:  # the merged model's own tensors are not written to
         set_module_tensor(model, name, model.get_parameter(name).detach().clone())
     routed = {task: streams.routed(task, block, mixture.name) for task in streams.active_tasks}
@@ -45,26 +45,26 @@ def calibrate_mixture(state: CalibrationState, block: str, mixture: Mixture) -> 
         for name, slot_values in (
             RoutedExpert(state, block, mixture, number, task_counts).calibrate().items()
         ):
-            figures[name][number] = slot_values
-    for module, module_metrics in figures.items():
+            metrics[name][number] = slot_values
+    for module, module_metrics in metrics.items():
         counted = {"slots": mixture.slots, "idle": totals.count(0), "rows": median(totals)}
         where = {"block": block, "module": module}
-        state.log.add("slots", {**where, **counted, **summed_up(module_metrics)})
+        state.log.add("slots", {**where, **counted, **slot_summary(module_metrics)})
 
 
-Figures = dict[int, Mapping[str, float]]
+SlotMetrics = dict[int, Mapping[str, float]]
 """Number of a routed expert -> figures of one of its matrices."""
 
 
-def summed_up(figures: Figures) -> dict[str, float]:
+def slot_summary(metrics: SlotMetrics) -> dict[str, float]:
     """Return the medians of all figures, and the largest update with its routed expert's number."""
-    names = dict.fromkeys(name for slot_values in figures.values() for name in slot_values)
+    names = dict.fromkeys(name for slot_values in metrics.values() for name in slot_values)
     medians = {
-        n: median(slot_values[n] for slot_values in figures.values() if n in slot_values)
+        n: median(slot_values[n] for slot_values in metrics.values() if n in slot_values)
         for n in names
     }
     updates = {
-        number: slot_values.get("relative_update", 0.0) for number, slot_values in figures.items()
+        number: slot_values.get("relative_update", 0.0) for number, slot_values in metrics.items()
     }
     worst = max(updates, key=updates.__getitem__)
     typical = {"median_update": medians.pop("relative_update", 0.0)}
@@ -91,17 +91,19 @@ class RoutedExpert:
 
     def calibrate(self) -> dict[str, Mapping[str, float]]:
         """Replace its parameters in the model, and return figures of each matrix."""
-        state, figures = self.state, dict[str, Mapping[str, float]]()
+        state, metrics = self.state, dict[str, Mapping[str, float]]()
         groups = [group_of_slot(site, self.number, self._current) for site in self.mixture.sites]
         for turn in turns_of(state.rule, groups):
             sums = self._collect(turn)
-            state.processes.add_up(t for group_sums in sums.values() for t in group_sums.tensors())
-            new, turn_metrics = solve(state, self.block, sums, self._current)
+            state.processes.all_reduce_sum(
+                t for group_sums in sums.values() for t in group_sums.tensors()
+            )
+            new, new_metrics = solve(state, self.block, sums, self._current)
             refuse_overflow(self.block, new, state.rule.remedy)
             for name, value in new.items():
                 self._current(name).copy_(value)
-            figures |= turn_metrics
-        return figures
+            metrics |= new_metrics
+        return metrics
 
     def _current(self, name: str) -> Tensor:
         """Return its part of a parameter of the calibrated model."""
@@ -128,7 +130,7 @@ class RoutedExpert:
         """Return sums over a task's rows in front of a matrix."""
         state, site, mixture = self.state, group.sites[0], self.mixture
         expert, module = self._of(state.experts[task]), state.model.get_submodule(mixture.name)
-        sums = LinearTaskSums(group, group.linear(expert, state.dtype), state.rule)
+        sums = LinearTaskSums(group, group.stack_weights(expert, state.dtype), state.rule)
         with group.place(self.block, task):
             with state.streams.autocast():
                 x, expert_x = mixture.input_of(site, module, self._current, rows.x), rows.expert_x

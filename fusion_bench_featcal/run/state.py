@@ -32,8 +32,8 @@ from fusion_bench_featcal.modules.block_modules import BlockModules, find_all_mo
 from fusion_bench_featcal.modules.models import (
     device_of,
     dtype_of_features,
+    expert_tensor_names,
     gives_images,
-    names_in_order,
     tail_of,
 )
 from fusion_bench_featcal.rules.rule import Rule
@@ -132,7 +132,7 @@ def prepare_calibration(
     """
     inputs, processes, device = inputs.with_split_attention(), runtime.processes, runtime.device
     samples = dict[str, list[Batch]]()
-    for task in processes.share(inputs.experts):
+    for task in processes.own_tasks(inputs.experts):
         processes.doing, batches = f"inputs · {task}", inputs.batches[task]
         samples[task] = take(task, batches, options, inputs.merged, holds_out=rule.holds_out)
     kernel = agreed_kernel(processes.gather(choose_kernel(device)))
@@ -142,23 +142,23 @@ def prepare_calibration(
     if family is STACK and text_tower(model) is not None:
         family = towers_of(model, samples, runtime)
     stages = stages_of(family, inputs.merged)
-    reads_first = validate_family(model, rule, family, stages, runtime, samples)
+    head_reads_first = validate_family(model, rule, family, stages, runtime, samples)
     processes.doing = "the models"
     modules = find_all_modules(
         inputs.merged, stages, options.modules, calibrate_norm=rule.calibrate_norm
     )
     with runtime.autocast():
-        warning = rule.doubt(dtype_of_features(inputs.merged, stages[0][0], device))
+        warning = rule.dtype_warning(dtype_of_features(inputs.merged, stages[0][0], device))
     if warning:
         logger.warning(warning)
     base, experts = open_models(inputs, working, rule, processes, stages)
-    order = names_in_order(working.module, stages, modules, runs_experts=rule.runs_experts)
+    order = expert_tensor_names(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
     if base is not None and budget is None:
         named = {user_term("expert", task): expert for task, expert in experts.items()}
         warn_about_unrelated_models({**named, "merged": working}, base)
     read_plan = limit_reads(experts, budget, order, working, tasks, processes.gather_dict)
-    modules = with_estimated_statistics(modules, rule, working, experts, processes)
+    modules = without_fixed_batchnorms(modules, rule, working, experts, processes)
     images = any(gives_images(inputs.merged.get_submodule(block)) for block in modules)
     streams = Streams(
         samples,
@@ -169,7 +169,7 @@ def prepare_calibration(
         rule,
         autocast=with_kernel(kernel, runtime.autocast),
         decoder_rows=options.decoder_rows or rule.decoder_rows,
-        reads_first=reads_first,
+        head_reads_first=head_reads_first,
         drift=DriftLog(channels_first=images) if rule.runs_experts else None,
         storage=storage_for(options.activations, device),
     )
@@ -177,7 +177,7 @@ def prepare_calibration(
     log.add("engine", {"linear_kernel": kernel, "processor": processor()})
     if budget is None:
         as_merged = left_as_merged(working, experts.values(), stages, modules, processes.gather)
-    else:  # which counts what is read of experts
+    else:  # comparing tensors would read more of the experts than the budget allows
         as_merged = left_by_names(working.structure, stages, modules)
     log.add_as_merged(as_merged)
     return CalibrationState(
@@ -213,10 +213,11 @@ def validate_family(
     runtime: Runtime,
     samples: Mapping[str, list[Batch]],
 ) -> bool:
-    """Compare a family with the model's forward pass on the longest sample and the one behind it.
+    """Compare the family with the model's forward pass on the longest sample and the one after it.
 
     Returns:
-        Whether only the first position of the last block's output is read and counts.
+        Whether the head uses only the first position of the last block's output, so that only
+        this position counts there.
     """
     priority = _, task, number, sample = longest_sample(samples, family, model)
     batch = samples[task][number]
@@ -238,11 +239,11 @@ def open_models(
 ) -> tuple[LazyModel | None, dict[str, LazyModel]]:
     """Open the base and the experts of this process's tasks.
 
-    Only names and shapes are read, and all of a merged model in memory.
+    This reads only names and shapes, and checks all values of a merged model in memory.
 
     Raises:
-        CalibrationError: If a model's weights or config do not fit the merged model, or that has
-            NaN or infinite values.
+        CalibrationError: If a model's weights or config do not fit the merged model, or if the
+            merged model has NaN or infinite values.
     """
     merged, config = working.module, getattr(inputs.merged, "config", None)
     optional, shared = set(tail_of(merged, stages)), meta_copy(merged, working.device)
@@ -258,24 +259,25 @@ def open_models(
 
     has_base = inputs.base is not None and rule.reads_base
     base = opened(user_term("base"), inputs.base) if has_base else None
-    tasks = processes.share(inputs.experts)
+    tasks = processes.own_tasks(inputs.experts)
     experts = {task: opened(user_term("expert", task), inputs.experts[task]) for task in tasks}
     if working.is_in_memory:
         working.refuse_not_finite([base, *experts.values()] if base else experts.values())
     return base, experts
 
 
-def with_estimated_statistics(
+def without_fixed_batchnorms(
     modules: Mapping[str, BlockModules],
     rule: Rule,
     working: WorkingModel,
     experts: Mapping[str, LazyModel],
     processes: Processes,
 ) -> dict[str, BlockModules]:
-    """Return modules without BatchNorms whose running statistics stay as merged.
+    """Return the modules without the BatchNorms whose running statistics must not be estimated.
 
-    These are all, if the rule estimates none, and those that all experts share with the merged
-    model: tuned with frozen statistics, experts normalise by them and not by those of their data.
+    Without `estimates_statistics` these are all BatchNorms. Otherwise they are those whose
+    statistics all experts share with the merged model: such experts were tuned with frozen
+    statistics, so they do not normalise with the statistics of their own data.
     """
 
     def is_shared(name: str) -> bool:

@@ -42,10 +42,10 @@ def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
 def with_statistics(
     turns: Sequence[Sequence[Group]], groups: Sequence[Group]
 ) -> Iterator[Sequence[Group]]:
-    """Yield turns, and a turn for each BatchNorm whose running statistics do not fit the weights.
+    """Yield the turns, with a turn for each BatchNorm whose running statistics are stale.
 
-    Those of the merged model never fit. A BatchNorm is estimated before the first turn that runs
-    it, and again at the end if a module before it was solved since.
+    The merged model's running statistics are always stale. A BatchNorm is estimated before the
+    first turn that runs it, and once more at the end if a module before it was solved since.
     """
     call = {group: number for number, group in enumerate(groups)}
     norms = [group for group in groups if group.kind == "statistics"]
@@ -74,15 +74,15 @@ def empty_sums(
         base: Returns those of the base, or None without one.
     """
     if group.kind == "statistics":
-        return StatisticsSums(group.inputs, merged(f"{group.name}.running_mean"))
-    origin = None if base is None else group.linear(base, state.dtype)
-    return state.rule.sums(group, group.linear(merged, state.dtype), origin)
+        return StatisticsSums(group.in_features, merged(f"{group.name}.running_mean"))
+    origin = None if base is None else group.stack_weights(base, state.dtype)
+    return state.rule.sums(group, group.stack_weights(merged, state.dtype), origin)
 
 
 def empty_sums_of(
     state: CalibrationState, block: str, groups: Iterable[Group]
 ) -> dict[Group, GroupSums]:
-    """Return sums over no task for groups of a block. There is no base of its tail."""
+    """Return sums over no task for groups of a block. Modules of the tail get no base."""
     merged, base, tail = tensor_getter(state, block), state.base, state.streams.family.tail
     return {
         group: empty_sums(
@@ -93,7 +93,7 @@ def empty_sums_of(
 
 
 def tensor_getter(state: CalibrationState, block: str) -> TensorGetter:
-    """Return what gives the current tensors of a block."""
+    """Return a function from a tensor's name to the current tensor of a block."""
     return tensors_under(state.model, block).__getitem__
 
 
@@ -101,12 +101,12 @@ def tensor_getter(state: CalibrationState, block: str) -> TensorGetter:
 def add_task(
     sums: GroupSums, group: Group, block: str, task: str, task_sums: TaskSums
 ) -> list[Moments] | list[NormMoments]:
-    """Add the sums over a task's samples to those over tasks, and return them, completed.
+    """Finish the sums of one task, add them to the sums over tasks, and return the task's sums.
 
-    Errors of their last products name task, block and module.
+    Errors of the last products name task, block and module.
     """
     with group.place(block, task):
-        moments = task_sums.finished()
+        moments = task_sums.finalize()
     sums.add(task, task_sums.expert, *moments)
     return moments
 
@@ -117,7 +117,7 @@ def solve(
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
     """Return new parameters of a turn's groups, and figures of each linear module.
 
-    Each group's sums are freed as soon as it is solved.
+    The sums of a group are freed as soon as it is solved.
 
     Args:
         state: The calibration.
@@ -128,15 +128,15 @@ def solve(
     Raises:
         CalibrationError: If the solution cannot be trusted, naming block and module.
     """
-    updates, figures = dict[str, Tensor](), dict[str, dict[str, float]]()
+    updates, metrics = dict[str, Tensor](), dict[str, dict[str, float]]()
     remedy, unsolved = state.rule.remedy, message_of(UnsolvedError)
     for group in list(sums):
         with error_context(block=block, module=group.label, cause=unsolved, remedy=remedy):
             solved = sums.pop(group).solve()
-        new = group.updates(solved.linear, biases=state.rule.calibrate_bias)
+        new = group.unstack_weights(solved.linear, biases=state.rule.calibrate_bias)
         updates |= {name: value.to(merged(name).dtype) for name, value in new.items()}
         group_metrics = {"residual": solved.residual, **solved.facts}
         for site in group.sites if group.kind == "linear" else ():
             change = relative_change(merged(site.weight_name), new[site.weight_name])
-            figures[site.name] = group_metrics | change
-    return updates, figures
+            metrics[site.name] = group_metrics | change
+    return updates, metrics

@@ -17,9 +17,9 @@ from fusion_bench_featcal.modules.sites import matches
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Positions that count, if not all do. The mask is transferred to the host once.
+    """Positions that count. The mask is transferred to the host once.
 
-    Two of them are never equal: what is computed once for one is found by the object itself.
+    Instances are compared by identity (`eq=False`), because they are keys of cached values.
 
     Attributes:
         shape: Shape of the mask, `[batch, positions]`.
@@ -37,7 +37,7 @@ class Positions:
             CalibrationError: If a sample has no counted position.
         """
         empty = (mask.flatten(1) > 0).any(1).logical_not().nonzero().flatten().tolist()
-        if empty:  # it would feed noise to others, through attention
+        if empty:  # other positions would attend to noise
             raise CalibrationError(
                 f"no position of {len(empty)} of {pluralize(len(mask), 'sample')} of a batch "
                 f"counts (rows {empty[:5]}): they are all padding, or have no target (labels all "
@@ -106,10 +106,12 @@ class CountedPositions:
 
     Attributes:
         by_end: By the end of a module's name, as in `families.base.Masks`.
-        read: Those that are read behind the last block, or None if all of them are.
-        mixing: Modules whose rows at one position reach others. They count all positions equally.
-        target_weight: Weight of those in `read` in other linear modules. All others have 1.
-        is_last_block: Whether the block is the last one, where only `read` counts in other modules.
+        read: Positions that are read after the last block, or None if all of them are.
+        mixing: Modules that mix positions. They count all positions equally.
+        target_weight: Weight of the `read` positions in all other linear modules. Other positions
+            have weight 1.
+        is_last_block: Whether the block is the last one. Only `read` positions count there, except
+            in modules that mix positions.
     """
 
     by_end: Mapping[str, Positions | None] = field(default_factory=dict)
@@ -146,7 +148,7 @@ class CountedPositions:
         return rows_of(self.read.marked(self.target_weight, 1.0, empty)[:, None], self.valid)[:, 0]
 
     def positions_key(self, module: str) -> tuple[Positions | None, bool]:
-        """Return what modules that count the same positions in every batch have in common."""
+        """Return a key that is equal for modules that count the same positions in every batch."""
         mixes = module in self.mixing or self.has_own(module)
         return self.by_end.get(self._end_of(module)), mixes
 
@@ -171,13 +173,13 @@ class Batch:
         inputs: The model's inputs, or None after the last stage has begun.
         samples: Number of samples.
         start: Number of the task's samples before it.
-        copy: Number of the changed copy of the samples that it has, or 0 for the samples.
+        copy: Index of the augmented copy of the samples, or 0 for the original samples.
         held_out: Samples held out to choose ridges, bool `[samples]`, or None.
-        calibrated: Input of the calibrated model's next block.
-        expert: Input of the expert's next block, or None if experts do not run.
-        skips_stage: Whether the samples do not run the stage, such as texts that of images.
-        positions: Those that count in the stage.
-        later_positions: Number of them without the first one of each sample.
+        calibrated_call: Input of the calibrated model's next block.
+        expert_call: Input of the expert's next block, or None if experts do not run.
+        skips_stage: Whether the samples skip the stage, such as texts in a vision tower.
+        positions: Positions that count in the stage.
+        later_positions: Number of counted positions, minus one for each sample.
         expert_inputs: The expert's inputs of modules that are not solved yet.
     """
 
@@ -186,8 +188,8 @@ class Batch:
     start: int = 0
     copy: int = 0
     held_out: Tensor | None = None
-    calibrated: Any = None
-    expert: Any = None
+    calibrated_call: Any = None
+    expert_call: Any = None
     skips_stage: bool = False
     positions: CountedPositions = field(default_factory=CountedPositions)
     later_positions: int = 0
@@ -195,7 +197,7 @@ class Batch:
     _split: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def restarted(self) -> "Batch":
-        """Return the same samples in front of the first block."""
+        """Return the same samples before the first block."""
         return Batch(self.inputs, self.samples, self.start, self.copy, self.held_out)
 
     def fitted_and_held_out(self, samples: range, counted: Positions | None, rows: Tensor) -> Any:

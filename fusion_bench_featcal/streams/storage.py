@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.streams.batch import Batch
 
-STATE = ("calibrated", "expert", "expert_inputs")
+STATE = ("calibrated_call", "expert_call", "expert_inputs")
 """Fields of a batch that contain features."""
 
 

@@ -1,4 +1,4 @@
-"""All tasks' batches on their way through the calibrated model and the experts."""
+"""The features of all tasks' batches, advanced through the calibrated model and the experts."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,7 +43,7 @@ class Streams:
         autocast: Returns the context for forward passes.
         decoder_rows: Counted positions of a decoder: a value of the setting. With `auto` the last
             block counts only positions that predict a target, if there are labels.
-        reads_first: Whether only the first position of the last block's output is read.
+        head_reads_first: Whether the head uses only the first position of the last block's output.
         drift: Compares the features of model and experts, or None.
         storage: Storage of features: the device or the host.
     """
@@ -56,7 +56,7 @@ class Streams:
     rule: Rule
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     decoder_rows: str = "all"
-    reads_first: bool = False
+    head_reads_first: bool = False
     drift: DriftLog | None = None
     storage: DeviceStorage = field(default_factory=DeviceStorage)
     _mixing: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Streams:
         return self.stages[-1 - len(self.family.tail)][-1]
 
     def restarted(self) -> "Streams":
-        """Return the same samples in front of the first block. Their inputs must be there."""
+        """Return the same samples before the first block. `inputs` must not have been freed."""
         tasks = {
             task: [batch.restarted() for batch in task_batches]
             for task, task_batches in self.tasks.items()
@@ -101,31 +101,35 @@ class Streams:
                         positions = CountedPositions.from_masks(masks)
                         if index == 0 and positions.valid is None:  # padding may be arbitrary
                             check_finite_inputs(inputs, batch.start)
-                        call = self._begun(self.model, inputs, index, batch.calibrated)
+                        call = self._begun(self.model, inputs, index, batch.calibrated_call)
                         batch.skips_stage = call is None
                         if batch.skips_stage:
                             continue
-                        batch.calibrated = call
-                        read = self._read(inputs, index, batch.calibrated.hidden)
+                        batch.calibrated_call = call
+                        read = self._read(inputs, index, batch.calibrated_call.hidden)
                         batch.positions = replace(positions, read=read)
                         valid = positions.valid
-                        count = valid.count if valid else batch.calibrated.hidden.shape[:-1].numel()
+                        count = (
+                            valid.count
+                            if valid
+                            else batch.calibrated_call.hidden.shape[:-1].numel()
+                        )
                         batch.later_positions = count - batch.samples
                     self._weigh_targets(batches)
         for task in self.active_tasks if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, error_context(task=task):
                 for batch in self.iter_batches(task):
                     inputs = to_device(batch.inputs, self.working.device)
-                    batch.expert = self._begun(expert, inputs, index, batch.expert)
+                    batch.expert_call = self._begun(expert, inputs, index, batch.expert_call)
         if index == len(self.stages) - 1:
             for batch in (batch for batches in self.tasks.values() for batch in batches):
                 batch.inputs = None
 
     def _read(self, inputs: Any, index: int, hidden: Tensor) -> Positions | None:
-        """Return the positions that are read behind the last block, in its stage, or None."""
+        """Return the positions that are read after the last block, or None outside its stage."""
         if self.last_block not in self.stages[index]:
             return None
-        if self.reads_first:
+        if self.head_reads_first:
             return Positions.first_of(hidden)
         if self.decoder_rows == "auto" and resolved_decoder_rows("auto", inputs) == "targets":
             targets = self.family.masks(self.model, inputs, index, "targets")
@@ -133,8 +137,8 @@ class Streams:
         return None
 
     def _weigh_targets(self, batches: Sequence[Batch]) -> None:
-        """Let a task's targets weigh as much as all its other positions, if they are fewer."""
-        read = [] if self.reads_first else [batch for batch in batches if batch.positions.read]
+        """Give a task's targets the same total weight as its other positions, if they are fewer."""
+        read = [] if self.head_reads_first else [batch for batch in batches if batch.positions.read]
         targets = sum(batch.positions.read.count for batch in read if batch.positions.read)
         others = sum(batch.later_positions + batch.samples for batch in read) - targets
         for batch in batches if others > targets else ():
@@ -205,8 +209,8 @@ class Streams:
     ) -> tuple[Recorded, CountedPositions, tuple[int, str, int]]:
         """Run the batch with most counted positions through a block, and record inputs of modules.
 
-        First positions do not count here, because samples of one position show neither which
-        modules feed the first one nor much else.
+        First positions are ignored here: a sample of one position cannot show which modules mix
+        positions.
 
         Returns:
             The inputs, the batch's positions, and its priority in `Processes.value_of_min`.
@@ -219,17 +223,19 @@ class Streams:
         }
         priority, batch = min(batches.items())
         with self.storage.loaded(batch):
-            run = partial(self.step, self.model, block, batch.calibrated)
+            run = partial(self.step, self.model, block, batch.calibrated_call)
             recorded = record(self.model, names, run)
             _refuse_unknown_readers(block, recorded, batch)
             return recorded, batch.positions, priority
 
     def modules_mixing_positions(self, block: str, sites: Sequence[Site]) -> list[str]:
-        """Return modules whose rows at one position reach others, such as keys and values.
+        """Return the modules that mix positions, such as keys and values.
 
-        The model decides it, not the labels of a batch: whether other positions reach the first or,
-        in a decoder, the last one of each sample. Each task with positions that are read is asked,
-        by its batch with most positions, in the first of all blocks with modules of equal names.
+        The model itself is tested, independently of labels: the signs of a module's outputs are
+        flipped at all positions except the first one of each sample (in a decoder, the last one),
+        and the block's output at that position either changes or not. Each task with positions
+        that are read is tested with its largest batch, in the first of all blocks whose modules
+        have the same names.
         """
         batches = [batch for task_batches in self.tasks.values() for batch in task_batches]
         if block != self.last_block and all(b.positions.target_weight == 1 for b in batches):
@@ -251,22 +257,24 @@ class Streams:
         return [f"{block}{end}" for end in self._mixing[ends]]
 
     def _mixing_in(self, batch: Batch, block: str, names: Iterable[str]) -> list[str]:
-        # In bfloat16 a residual stream that is much larger than what the block adds would hide it.
+        # In bfloat16 the change could vanish beside a residual stream that is much larger.
         with self.storage.loaded(batch), in_float32(self.model.get_submodule(block)) as widened:
-            call = tree_map(batch.calibrated, Tensor, widened)
+            call = tree_map(batch.calibrated_call, Tensor, widened)
             counted = batch.positions.valid or Positions(call.hidden.shape[:-1])
-            read = Positions.first_of(call.hidden) if self.reads_first else counted.last_of_each()
+            read = (
+                Positions.first_of(call.hidden) if self.head_reads_first else counted.last_of_each()
+            )
             result = read.of(self.step(self.model, block, call).hidden)
-            # Other positions also change with how many rows a routed expert multiplies its matrix,
-            # and so the rounding of each.
+            # Changed positions may be routed to other experts. The number of rows of a routed
+            # expert's product then changes, and with it the rounding of every row.
             bound = torch.finfo(result.dtype).eps ** 0.75 * result.abs().max()
             changed = partial(self._read_with_changes, block, call, read=read)
             return [n for n in names if not (result - changed(n)).abs().max() <= bound]
 
     def restrict_positions(self, block: str, mixing: Iterable[str]) -> None:
-        """Count positions that are read more, and in the last block no others.
+        """Weigh positions that the head reads more, and in the last block count only them.
 
-        Inputs of modules that feed other positions are the exception.
+        Modules that mix positions still count all positions equally.
         """
         modules = frozenset(mixing)
         for batch in (batch for batches in self.tasks.values() for batch in batches):
@@ -274,7 +282,7 @@ class Streams:
             batch.positions = replace(batch.positions, mixing=modules, is_last_block=is_last_block)
 
     def _read_with_changes(self, block: str, call: Any, name: str, read: Positions) -> Tensor:
-        """Return a block's read outputs if a module's other outputs change their signs."""
+        """Return a block's read outputs after flipping the signs of a module's other outputs."""
         positions = Positions(call.hidden.shape[:-1])
         signs = read.marked(1.0, -1.0, call.hidden)
 
@@ -291,20 +299,20 @@ class Streams:
     def run_expert_block(
         self, batch: Batch, block: str, expert: nn.Module, modules: Collection[str]
     ) -> None:
-        """Run a batch through the expert's block and note the inputs of modules, if they count."""
+        """Run a batch through the expert's block, and record inputs that are used."""
         names = modules if self.rule.runs_experts else ()
-        call = batch.calibrated if self.rule.features == "merged" else batch.expert
+        call = batch.calibrated_call if self.rule.features == "merged" else batch.expert_call
         recorded = record(expert, names, partial(self.step, expert, block, call))
-        batch.expert, batch.expert_inputs = recorded.result, recorded.inputs
+        batch.expert_call, batch.expert_inputs = recorded.result, recorded.inputs
 
     def routed(self, task: str, block: str, mixture: str) -> RoutedRows:
         """Return the rows of a task that enter a mixture of the calibrated block.
 
-        They wait where features do. The expert's inputs, which `run_expert_block` noted, are freed.
+        The rows are stored where features are. The expert's inputs are freed.
         """
         batch_rows = list[RoutedRows]()
         for batch in self.iter_batches(task):
-            run = partial(self.step, self.model, block, batch.calibrated)
+            run = partial(self.step, self.model, block, batch.calibrated_call)
             recorded = record(self.model, [mixture], run, to_end=False)
             if mixture not in recorded.arguments:
                 raise CalibrationError(
@@ -340,7 +348,7 @@ class Streams:
         if self.rule.features != "calibrated":
             inputs, batch.expert_inputs = batch.expert_inputs, {}
             return inputs
-        run = partial(self.step, self.model, block, batch.calibrated)
+        run = partial(self.step, self.model, block, batch.calibrated_call)
         names = [site.name for group in groups for site in group.sites]
         recorded = record(self.model, names, run, to_end=False)
         for group in groups:
@@ -358,21 +366,22 @@ class Streams:
             return
         for task in self.active_tasks:
             for batch in self.iter_batches(task):
-                batch.calibrated = self.step(self.model, block, batch.calibrated)
+                batch.calibrated_call = self.step(self.model, block, batch.calibrated_call)
                 if self.drift is not None:
-                    features = batch.calibrated.hidden, batch.expert.hidden
+                    features = batch.calibrated_call.hidden, batch.expert_call.hidden
                     self.drift.add(task, batch, *features, is_last=block == self.last_block)
 
 
 def _refuse_unknown_readers(block: str, recorded: Recorded, batch: Batch) -> None:
-    """Refuse modules of a decoder that receive the encoder's output, but not by a known name.
+    """Refuse decoder modules that receive the encoder's output under an unknown name.
 
-    Where texts on both sides are equally long, their padding would pass for the decoder's.
+    If the texts of encoder and decoder had the same length, the decoder's padding mask would be
+    used for the encoder's positions.
     """
     if len(batch.positions.by_end) == 1:
         return
     tensors = list[Tensor]()
-    tree_map(replace(batch.calibrated, hidden=None), Tensor, tensors.append)
+    tree_map(replace(batch.calibrated_call, hidden=None), Tensor, tensors.append)
     encoded = {(x.data_ptr(), x.shape) for x in tensors}
     for name, x in recorded.inputs.items():
         if (x.data_ptr(), x.shape) in encoded and not batch.positions.has_own(name):

@@ -35,9 +35,11 @@ class LinearTaskSums:
     def __init__(self, group: Group, expert: Linear, rule: Rule) -> None:
         """Start with no rows."""
         self.expert, self._group, self._alpha = expert, group, rule.mix_alpha
-        width = sum(group.outputs) if group.has_few_outputs else group.inputs
+        width = sum(group.out_features) if group.has_few_outputs else group.in_features
         weight = expert.weight
-        self.sums = [Moments.zeros(group.inputs, width, weight) for _ in range(1 + rule.holds_out)]
+        self.sums = [
+            Moments.zeros(group.in_features, width, weight) for _ in range(1 + rule.holds_out)
+        ]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch after the expert's features were noted.
@@ -88,7 +90,7 @@ class LinearTaskSums:
         with exact_products():  # TF32 rounding would not cancel against the anchor's
             return linear(torch.lerp(x, expert_x, self._alpha), self.expert.weight)
 
-    def finished(self) -> list[Moments]:
+    def finalize(self) -> list[Moments]:
         """Return the completed sums, for which the last rows are multiplied."""
         return [sums.mirrored() for sums in self.sums]
 
@@ -105,16 +107,16 @@ class NormTaskSums:
         self, group: Group, model: nn.Module, expert: nn.Module, dtype: torch.dtype
     ) -> None:
         """Start with no rows."""
-        self.expert = group.linear(expert.get_parameter, dtype)
+        self.expert = group.stack_weights(expert.get_parameter, dtype)
         self._site, self._module = group.sites[0], model.get_submodule(group.name)
-        self.sums = [NormMoments(group.inputs, self.expert.weight)]
+        self.sums = [NormMoments(group.in_features, self.expert.weight)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch."""
         z = normalised(self._module, self._site, x)
         self.sums[0].add(rows_of(z, batch.positions.of(self._site.name)))
 
-    def finished(self) -> list[NormMoments]:
+    def finalize(self) -> list[NormMoments]:
         """Return the sums."""
         return self.sums
 
@@ -127,7 +129,7 @@ class StatisticsTaskSums(NormTaskSums):
         mean = model.get_buffer(f"{group.name}.running_mean")
         empty = mean.new_empty(0, dtype=solve_dtype(mean.device))
         self.expert, self._site = None, group.sites[0]
-        self.sums = [NormMoments(group.inputs, empty)]
+        self.sums = [NormMoments(group.in_features, empty)]
 
     def add(self, batch: Batch, x: Tensor) -> None:
         """Add the rows of a batch.
@@ -159,7 +161,7 @@ def empty_task_sums(
         return StatisticsTaskSums(group, model)
     if group.kind == "norm":
         return NormTaskSums(group, model, expert, dtype)
-    return LinearTaskSums(group, group.linear(expert.get_parameter, dtype), rule)
+    return LinearTaskSums(group, group.stack_weights(expert.get_parameter, dtype), rule)
 
 
 def paired_features(

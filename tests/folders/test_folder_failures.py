@@ -59,7 +59,7 @@ FAULTS: dict[str, tuple[Callable[[int], None], int, str]] = {
 def test_a_fault_is_one_sentence_and_loses_nothing(name, folder: Path, monkeypatch):
     fault, blocks, message = FAULTS[name]
     command = words(folder, "--preset", "paper", "--no-eval", "--set", "modules=[q_proj]")
-    model, write = folder / "out" / "model.safetensors", CheckpointFolder.write
+    model, write = folder / "out" / "model.safetensors", CheckpointFolder.save_block
     assert main([*command, "--out", str(folder / "usual")]) == 0
     before = {path.name for path in folder.iterdir()}
 
@@ -69,7 +69,7 @@ def test_a_fault_is_one_sentence_and_loses_nothing(name, folder: Path, monkeypat
         return tensors
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "write", write_and_fail)
+        patch.setattr(CheckpointFolder, "save_block", write_and_fail)
         try:
             done = featcal(*command)
         finally:

@@ -65,13 +65,13 @@ def test_nothing_is_left_of_a_killed_run_after_the_next_one(folder: Path, monkey
 
 
 def test_a_second_command_with_the_same_folder_is_refused(folder: Path, monkeypatch):
-    command, write, lines = words(folder, *FAST), CheckpointFolder.write, set[str]()
+    command, write, lines = words(folder, *FAST), CheckpointFolder.save_block, set[str]()
 
     def write_and_start(*arguments: Any) -> Any:
         lines.add(error_of(*command))
         return write(*arguments)
 
-    monkeypatch.setattr(CheckpointFolder, "write", write_and_start)
+    monkeypatch.setattr(CheckpointFolder, "save_block", write_and_start)
     assert featcal(*command).code == 0
     assert lines == {
         f"--out {folder}/out is in use by another process. Wait until it ends, or name another "

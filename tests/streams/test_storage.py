@@ -23,7 +23,11 @@ CPU = torch.device("cpu")
 def batch_of(*tensors: Any) -> Any:
     call = Call(tensors[0], tensors[1:])
     return Batch(
-        None, 1, calibrated=call, expert={"all": [call.hidden]}, expert_inputs={"fc1": tensors[0]}
+        None,
+        1,
+        calibrated_call=call,
+        expert_call={"all": [call.hidden]},
+        expert_inputs={"fc1": tensors[0]},
     )
 
 
@@ -56,12 +60,14 @@ def test_values_and_layout_of_tensors_are_restored_and_one_batch_is_loaded_at_a_
     batches = [batch_of(value, torch.empty(0), "text") for value in TENSORS]
     storage = HostStorage(CPU)
     for number, batch in enumerate(storage.iter_batches(batches)):
-        assert isinstance(batch.calibrated.hidden, Tensor)
-        assert {type(other.calibrated.hidden) for other in batches[:number]} <= {StoredTensor}
+        assert isinstance(batch.calibrated_call.hidden, Tensor)
+        assert {type(other.calibrated_call.hidden) for other in batches[:number]} <= {StoredTensor}
     for batch, value in zip(batches, TENSORS, strict=True):
         with storage.loaded(batch):
-            hidden, (empty, text) = batch.calibrated.hidden, batch.calibrated.args
-            assert batch.expert["all"][0] is hidden is batch.expert_inputs["fc1"]  # stored once
+            hidden, (empty, text) = batch.calibrated_call.hidden, batch.calibrated_call.args
+            assert (
+                batch.expert_call["all"][0] is hidden is batch.expert_inputs["fc1"]
+            )  # stored once
         torch.testing.assert_close(hidden, value, rtol=0, atol=0, equal_nan=True)
         assert [s == 0 for s in hidden.stride()] == [s == 0 for s in value.stride()]
         order = [sorted(range(t.ndim), key=lambda d, t=t: -t.stride(d)) for t in (hidden, value)]

@@ -229,8 +229,8 @@ def begin(
     for batch in batches:
         inputs = to_device(batch.inputs, device_of(model))
         batch.positions = CountedPositions.from_masks(family.masks(model, inputs, stage, "all"))
-        ended = (batch.calibrated,) if stage else ()
-        batch.calibrated = family.begin(model, inputs, block, *ended)
+        ended = (batch.calibrated_call,) if stage else ()
+        batch.calibrated_call = family.begin(model, inputs, block, *ended)
 
 
 def advance(
@@ -239,8 +239,8 @@ def advance(
     """Run a task's batches through a block, and return the inputs of its routers, `[n, d]`."""
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
     for batch in batches:
-        recorded = record(model, names, partial(family.step, model, block, batch.calibrated))
-        batch.calibrated = recorded.result
+        recorded = record(model, names, partial(family.step, model, block, batch.calibrated_call))
+        batch.calibrated_call = recorded.result
         for name, x in recorded.inputs.items():
             rows[name].append(at_least_float32(rows_of(x, batch.positions.of(name))))
     return {name: torch.cat(batch_rows) for name, batch_rows in rows.items()}

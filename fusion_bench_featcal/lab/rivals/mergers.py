@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fusion_bench_featcal.calibration import result_of
+from fusion_bench_featcal.calibration import finish_calibration
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
@@ -84,7 +84,7 @@ class Merger(Rule, SampleSettings, Blocks):
             self.complete(state)
         tasks = state.streams.tasks
         self.sample_counts.update({task: state.streams.num_samples(task) for task in tasks})
-        return result_of(state).model.to(start_device)
+        return finish_calibration(state).model.to(start_device)
 
     def complete(self, state: CalibrationState) -> None:
         """Change the model once all blocks are merged. The default does not."""

@@ -14,19 +14,19 @@ from fusion_bench_featcal.core import moments
 from fusion_bench_featcal.results import read_run, write_run
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.rules import Linear
-from fusion_bench_featcal.rules.weight_rows import WeightRows
+from fusion_bench_featcal.rules.task_vector_rows import TaskVectorRows
 from fusion_bench_featcal.settings import FeatCalSettings
 
 WIDTH = 6
 
 
-def share(taus: list[Tensor], gamma: float, step: float = 1.0) -> Any:
-    """The share of two experts' rows, where 200 samples ask for the step from the first one."""
+def weigh_rows(taus: list[Tensor], gamma: float, step: float = 1.0) -> Any:
+    """Return the weight of two experts' rows, where 200 samples ask for the step of the first."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, WIDTH, generator=generator, dtype=torch.float64)
     merged = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
     base = torch.zeros_like(merged)
-    rows, wanted = WeightRows(base, merged), step * taus[0]
+    rows, wanted = TaskVectorRows(base, merged), step * taus[0]
     energy, mismatch = x.square().sum(), (x @ wanted.T).square().sum()
     for tau in taus:
         rows.add(tau, step * tau, gamma, energy, mismatch)
@@ -34,12 +34,12 @@ def share(taus: list[Tensor], gamma: float, step: float = 1.0) -> Any:
     samples.add(x, x @ wanted.T)
     means = samples.mirrored().means(centred=False)
     eye = torch.eye(WIDTH, dtype=torch.float64)
-    return rows.share(means, Linear(merged, merged.new_zeros(WIDTH)), eye)
+    return rows.weight_and_facts(means, Linear(merged, merged.new_zeros(WIDTH)), eye)
 
 
 def test_rows_that_agree_with_the_samples_count_in_full():
     tau = torch.eye(WIDTH, dtype=torch.float64)
-    facts = share([tau, tau], gamma=4.0)
+    facts = weigh_rows([tau, tau], gamma=4.0)
     assert facts == {"gamma": pytest.approx(4.0), "e": 0.0, "eo": 0.0, "f": 1.0}
 
 
@@ -50,22 +50,22 @@ def test_rows_of_a_shared_start_count_the_less_the_more_they_ask_for():
     two = one.clone()
     one[0, 1], two[0, 1] = 0.1, -0.1
     two[0] = -two[0]
-    facts = [share([one, two], gamma) for gamma in (1.0, 4.0, 16.0)]
-    assert all(0 < of_gamma["f"] < 1 and of_gamma["e"] > 1 for of_gamma in facts)
-    for gamma, of_gamma in zip((1.0, 4.0, 16.0), facts, strict=True):
+    facts = [weigh_rows([one, two], gamma) for gamma in (1.0, 4.0, 16.0)]
+    assert all(0 < fact["f"] < 1 and fact["e"] > 1 for fact in facts)
+    for gamma, fact in zip((1.0, 4.0, 16.0), facts, strict=True):
         # 1 / (gamma f) = 1 / gamma + e eo / 8
-        inverse = 1 / gamma + of_gamma["e"] * of_gamma["eo"] / 8
-        assert of_gamma["gamma"] * of_gamma["f"] == pytest.approx(1 / inverse)
-        assert of_gamma["e"] == pytest.approx(facts[0]["e"])  # of the step, not of its weight
-    small = share([one, two], 4.0, step=0.1)  # a hundredth of the output's energy
+        inverse = 1 / gamma + fact["e"] * fact["eo"] / 8
+        assert fact["gamma"] * fact["f"] == pytest.approx(1 / inverse)
+        assert fact["e"] == pytest.approx(facts[0]["e"])  # of the step, not of its weight
+    small = weigh_rows([one, two], 4.0, step=0.1)  # a hundredth of the output's energy
     assert small["e"] == pytest.approx(facts[0]["e"]) and small["f"] > facts[1]["f"]
 
 
 def test_without_steps_rows_do_not_count():
     none = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
-    assert set(share([none, none], 4.0).values()) == {0.0}
+    assert set(weigh_rows([none, none], 4.0).values()) == {0.0}
     eye = torch.eye(WIDTH, dtype=torch.float64)
-    assert set(share([eye, eye], 4.0, step=0.0).values()) == {0.0}  # merged as the experts
+    assert set(weigh_rows([eye, eye], 4.0, step=0.0).values()) == {0.0}  # merged as the experts
 
 
 FACTS = {"rows_share": 0.5, "rows_energy": 2.0}

@@ -27,13 +27,13 @@ TOLERATED = 8.0
 It was chosen on the bundled MiniLM and DINOv2 and on other experts of them (docs/method.md)."""
 
 
-class WeightRows:
-    """Sums of rows from weights over tasks, which stay apart from the samples.
+class TaskVectorRows:
+    """Sums of task-vector rows over tasks, separate from the sums over samples.
 
-    With the second moment `A_i` and the weight `w_i` of `PlusSums`:
+    `A_i` and `w_i` are the second moment and the weight of `PlusSums`.
 
     Attributes:
-        gram: `A = sum_i w_i A_i`, `[d, d]`, of which `share` completes the upper triangle.
+        gram: `A = sum_i w_i A_i`, `[d, d]`. `weight_and_facts` completes its upper triangle.
         cross: `C_A = sum_i w_i (W_i - W) A_i`, `[m, d]`.
         energy: Weighted energy of the samples, a scalar.
         mismatch: Weighted sum of `|(W_i - W) x + b_i - b|^2` over samples, a scalar.
@@ -75,18 +75,20 @@ class WeightRows:
         self.energy.add_(energy)
         self.mismatch.add_(mismatch)
 
-    def share(self, samples: Moments, merged: Linear, probes: Tensor) -> Mapping[str, float]:
-        """Return how far the rows count, `f`, and what decides it.
+    def weight_and_facts(
+        self, samples: Moments, merged: Linear, probes: Tensor
+    ) -> Mapping[str, float]:
+        """Return the weight `f` in [0, 1] of the rows, and the values that it is computed from.
 
-        The step that the rows alone ask for is tried on the samples. Its error beyond that of no
-        step is `e` times the mismatch of the merged modules, and `eo` times the energy of their
-        outputs. With `gamma` the mean energy of the rows, relative to the samples,
+        The step that is solved from the rows alone is tried on the samples. Its error, minus the
+        error of no step, is `e` times the mismatch of the merged modules and `eo` times the energy
+        of their outputs. With `gamma`, the mean energy of the rows relative to the samples,
 
             E  = C_A (A + 0.01 mean(diag A) I)^-1
             f  = 1 / (1 + gamma e eo / 8)
 
-        so that rows count as far as the product of both is small: a step that breaks much in
-        mismatches may break little of the output, and the other way round.
+        Rows keep a large weight if either factor is small: a step that is large relative to the
+        mismatch may still change little of the output, and vice versa.
 
         Args:
             samples: Means over all samples, with the targets `u` as `y`.
