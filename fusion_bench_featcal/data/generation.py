@@ -36,7 +36,7 @@ def greedy_answers(
     ends: Any = {"pad_token_id": encoder.pad_id, "eos_token_id": sorted(encoder.ends) or None}
     longest = encoder.answer_length(most)
     written = model.eval().generate(**batch, max_new_tokens=longest, **GREEDY, **ends)
-    first = 1 if encoder.kind == "seq2seq" else batch["input_ids"].shape[1]
+    first = 1 if encoder.is_encoder_decoder else batch["input_ids"].shape[1]
     return [encoder.until_end(row[first:].tolist()) for row in written]
 
 

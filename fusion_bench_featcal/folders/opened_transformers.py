@@ -6,7 +6,11 @@ from typing import Any
 
 from fusion_bench_featcal.data.image_texts import ImageTextBatches
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text, positions_of
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import (
+    CausalTextEncoder,
+    ClassifierTextEncoder,
+    Seq2SeqTextEncoder,
+)
 from fusion_bench_featcal.families import text_tower
 from fusion_bench_featcal.folders.calibrated_transformers import calibrate_transformers
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
@@ -46,7 +50,8 @@ def open_transformers(inputs: InputModels) -> Opened:
     settings, note = _settings(request, kind, processor, positions)
     length = settings.max_length
     if kind in LANGUAGE_MODELS:
-        encoder = TextEncoder(processor, kind, length, positions, models.ends, models.start)
+        encoder_class = {"causal": CausalTextEncoder, "seq2seq": Seq2SeqTextEncoder}[kind]
+        encoder = encoder_class(processor, length, positions, models.ends, models.start)
         loads = {task: partial(models.load_expert, task) for task in request.expert}
         reads_images = text_tower(models.empty_body) is not None
         image_processor = models.processor.image_processor if reads_images else None
@@ -55,7 +60,7 @@ def open_transformers(inputs: InputModels) -> Opened:
             for task, load in loads.items()
         }
     elif kind == SPEECH:
-        encoder = TextEncoder(processor, "seq2seq", length, positions, models.ends, models.start)
+        encoder = Seq2SeqTextEncoder(processor, length, positions, models.ends, models.start)
         config: Any = models.like.empty.config
         speech_options = (
             encoder,
@@ -64,7 +69,7 @@ def open_transformers(inputs: InputModels) -> Opened:
         )
         tasks = {task: open_speech_task(task, request, *speech_options) for task in request.expert}
     elif kind in TEXT_MODELS:
-        encoder = TextEncoder(processor, "classification", length, positions)
+        encoder = ClassifierTextEncoder(processor, length, positions)
         heads = {} if request.no_eval else _class_names(models)
         configs = [model.config for model in (models.like, *models.experts.values())]
         pads = all(config.get("pad_token_id") is not None for config in configs if config)

@@ -21,13 +21,12 @@ from fusion_bench_featcal.data.tables import load_texts, parent_folder, split_of
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_limits import NO_LIMIT
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.fusionbench.processors import is_of_speech, text_kind
+from fusion_bench_featcal.fusionbench.processors import is_of_speech, text_encoder_class
 from fusion_bench_featcal.models.hub import note_data_set
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.streams.samples import warn_of_few_samples
@@ -74,25 +73,26 @@ def calibration_batches(
     """
     split = settings.calibration_split
     check_tasks_have_data(task_names, getattr(modelpool, f"{split}_dataset_names"), split)
-    kind, size = text_kind(modelpool), batch_size_of(settings.batch_size, device)
+    encoder_class, size = text_encoder_class(modelpool), batch_size_of(settings.batch_size, device)
+    are_generated = settings.calibration_targets == "generated"
     name, is_of_sounds = type(modelpool).__name__, is_of_speech(modelpool)
-    if kind == "classification" and settings.calibration_targets == "generated":
+    if are_generated and encoder_class is not None and not encoder_class.generates_text:
         raise CalibrationError(f"{name} generates no text: set method.calibration_targets=labels")
-    if is_of_sounds and settings.calibration_targets == "generated":
+    if are_generated and is_of_sounds:
         raise CalibrationError(
             f"{name} needs texts of sounds: set method.calibration_targets=labels"
         )
-    if kind is not None and settings.calibration_corruption is not None:
+    if encoder_class is not None and settings.calibration_corruption is not None:
         raise CalibrationError(f"{name} has texts: set method.calibration_corruption=null")
     batches = {}
     for task in task_names:
         rows = _open(modelpool, task, split, settings)
         indices = draw_samples(len(rows), task, settings)
-        if isinstance(rows, ImageItems):
+        if encoder_class is None:
             batches[task] = ImageBatches(rows, indices, size, processor)
             continue
         tokenizer = processor.tokenizer if is_of_sounds else processor
-        encoder = TextEncoder(tokenizer, kind, settings.max_length, positions, ends)  # type: ignore[arg-type]
+        encoder = encoder_class(tokenizer, settings.max_length, positions, ends)
         if is_of_sounds:
             home = parent_folder(_entry(modelpool, task, split))
             sounds = [read_speech(rows, index, home) for index in indices]
@@ -160,7 +160,7 @@ def _open(
     modelpool: BaseModelPool, task: str, split: str, settings: FeatCalSettings | None = None
 ) -> Any:
     """Open a task's dataset without reading its items, nor labels of images."""
-    setting, is_text = _setting(task, split, settings), text_kind(modelpool) is not None
+    setting, is_text = _setting(task, split, settings), text_encoder_class(modelpool) is not None
     name = f"task {task!r}, {setting}"
     entry = _entry(modelpool, task, split)
     path = entry.get("path") if isinstance(entry, Mapping) else entry

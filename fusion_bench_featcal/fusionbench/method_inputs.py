@@ -23,9 +23,10 @@ from fusion_bench_featcal.fusionbench.data import (
 )
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.fusionbench.processors import (
+    generates_text,
     is_of_speech,
     load_input_processor,
-    text_kind,
+    text_encoder_class,
 )
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.run.processes import Processes
@@ -85,10 +86,10 @@ class MethodInputs:
         """
         if isinstance(pooling := getattr(self.taskpool, "pooling", None), Pooling):
             return pooling
-        base, kind = self.models.base, text_kind(self.modelpool)
-        if base is None or kind not in (None, "classification"):
+        base = self.models.base
+        if base is None or generates_text(self.modelpool):
             return None
-        if kind == "classification":
+        if text_encoder_class(self.modelpool) is not None:
             folder = base.folders[-1].folder if base.folders else None
             if folder is None or not class_of(folder):
                 return None
@@ -114,8 +115,9 @@ class MethodInputs:
             CalibrationError: If a task lacks data.
         """
         pool = with_own_data(self.modelpool, settings)
-        positions = NO_LIMIT if text_kind(pool) is None else self.models.positions
-        if settings.max_length is None and text_kind(pool) and self.pooling is not None:
+        reads_texts = text_encoder_class(pool) is not None
+        positions = self.models.positions if reads_texts else NO_LIMIT
+        if settings.max_length is None and reads_texts and self.pooling is not None:
             most, _ = longest_text(self.processor, positions)
             cut = min(most, self.pooling.max_length or NO_LIMIT)
             settings = settings.replace(max_length=cut if cut < NO_LIMIT else None)
@@ -126,7 +128,7 @@ class MethodInputs:
             self.processor,
             device=self.fabric.device,
             positions=positions,
-            ends=self.models.ends if text_kind(pool) else frozenset(),
+            ends=self.models.ends if reads_texts else frozenset(),
             start=self.models.start if is_of_speech(pool) else None,
         )
 

@@ -11,7 +11,12 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, CLIPP
 
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.pictures import check_channels
-from fusion_bench_featcal.data.text_samples import TextKind
+from fusion_bench_featcal.data.text_samples import (
+    CausalTextEncoder,
+    ClassifierTextEncoder,
+    Seq2SeqTextEncoder,
+    TextEncoder,
+)
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.place import error_context
@@ -25,21 +30,28 @@ from fusion_bench_featcal.models.processors import (
 
 _SPEECH = "SpeechPool"
 # By name, because importing FusionBench's pools of language models takes seconds.
-_KINDS: Mapping[str, TextKind] = {
-    "Seq2SeqLMPool": "seq2seq",
-    _SPEECH: "seq2seq",
-    "CausalLMPool": "causal",
-    "SequenceClassificationModelPool": "classification",
-    "GPT2ForSequenceClassificationPool": "classification",
+_TEXT_ENCODERS: Mapping[str, type[TextEncoder]] = {
+    "Seq2SeqLMPool": Seq2SeqTextEncoder,
+    _SPEECH: Seq2SeqTextEncoder,
+    "CausalLMPool": CausalTextEncoder,
+    "SequenceClassificationModelPool": ClassifierTextEncoder,
+    "GPT2ForSequenceClassificationPool": ClassifierTextEncoder,
 }
-GENERATORS: tuple[TextKind, ...] = ("seq2seq", "causal")
-"""Kinds of text models that generate text."""
 
 
-def text_kind(modelpool: object) -> TextKind | None:
-    """Return the kind of a pool's text models, from its class or a parent, or None."""
-    names = [parent.__name__ for parent in type(modelpool).__mro__]
-    return next((_KINDS[name] for name in names if name in _KINDS), None)
+def text_encoder_class(modelpool: object) -> type[TextEncoder] | None:
+    """Return the class that converts texts for a pool's models, or None if they read no texts.
+
+    The pool's class decides, or the nearest parent that is known.
+    """
+    names = (parent.__name__ for parent in type(modelpool).__mro__)
+    return next((_TEXT_ENCODERS[name] for name in names if name in _TEXT_ENCODERS), None)
+
+
+def generates_text(modelpool: object) -> bool:
+    """Return whether a pool has models that generate text."""
+    encoder_class = text_encoder_class(modelpool)
+    return encoder_class is not None and encoder_class.generates_text
 
 
 def is_of_speech(modelpool: object) -> bool:
@@ -65,7 +77,7 @@ def load_input_processor(models: PoolModels) -> Any:
         processor = _loaded(models, "processor", AutoProcessor)
         check_processors(processor, "modelpool.processor", folders)
         return processor
-    if text_kind(modelpool) is not None:
+    if text_encoder_class(modelpool) is not None:
         tokenizer = _loaded(models, "tokenizer", AutoTokenizer)
         load_tokenizers(tokenizer, "modelpool.tokenizer", folders)  # raises
         return tokenizer

@@ -15,7 +15,7 @@ from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.data.speech import Speech, SpeechBatches, read_speech
 from fusion_bench_featcal.data.tables import parent_folder
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import Seq2SeqTextEncoder
 from fusion_bench_featcal.data.transcripts import Transcripts
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.processors import load_part
@@ -78,7 +78,7 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
     def _score(self, model: Any, task: str) -> Score:
         rows, processor = self.test_dataloaders[task], self.processor
         limits = positions_of(model), end_tokens(model)
-        encoder = TextEncoder(processor.tokenizer, "seq2seq", None, *limits)
+        encoder = Seq2SeqTextEncoder(processor.tokenizer, None, *limits)
         start = model.config.decoder_start_token_id
         batches = SpeechBatches(rows, processor.feature_extractor, encoder, start)
         with self.fabric.autocast():

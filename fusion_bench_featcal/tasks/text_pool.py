@@ -25,7 +25,7 @@ from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import TextEncoder, TextKind
+from fusion_bench_featcal.data.text_samples import CausalTextEncoder, Seq2SeqTextEncoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.families.base import NO_TARGET
@@ -98,7 +98,7 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         self.batch_size = batch_size
         self.max_new_tokens = max_new_tokens
         self.max_length = max_length
-        self._batches: dict[tuple[str, str], tuple[TextBatches, list[int]]] = {}
+        self._batches: dict[tuple[str, bool], tuple[TextBatches, list[int]]] = {}
 
     @cached_property
     def opened(self) -> dict[str, Any]:
@@ -118,10 +118,10 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         yield self.fabric.to_device(model).eval()
 
     def _score(self, model: Any, task: str) -> Score:
-        kind: TextKind = "seq2seq" if model.config.is_encoder_decoder else "causal"
-        if (task, kind) not in self._batches:
-            self._batches[task, kind] = self._opened(task, kind, model)
-        batches, order = self._batches[task, kind]
+        key = task, bool(model.config.is_encoder_decoder)
+        if key not in self._batches:
+            self._batches[key] = self._tokenize(task, model)
+        batches, order = self._batches[key]
         is_corrected = getattr(model, "is_surgery_model", False)
         with self.fabric.autocast(), model.for_task(task) if is_corrected else nullcontext():
             score = Tests(batches.checked, targets_of, order=order).score(model)
@@ -129,8 +129,8 @@ class TextTaskPool(ItemPool, BaseTaskPool):
                 return Score(self._correlation(model, batches), score.losses, None)
         return score
 
-    def _opened(self, task: str, kind: TextKind, model: nn.Module) -> tuple[TextBatches, list[int]]:
-        """Tokenise a task's rows for a kind of model. Return also their order.
+    def _tokenize(self, task: str, model: Any) -> tuple[TextBatches, list[int]]:
+        """Tokenize a task's test examples for a kind of model. Return also their order.
 
         Targets end at the end tokens of all models of the pool, as those of samples.
         """
@@ -138,7 +138,9 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         pool = getattr(self._program, "modelpool", None)
         ends = PoolModels(pool).ends if isinstance(pool, BaseModelPool) else frozenset()
         limits = positions_of(model), end_tokens(model) | ends
-        encoder = TextEncoder(self.tokenizer, kind, self.max_length, *limits)
+        is_seq2seq = model.config.is_encoder_decoder
+        encoder_class = Seq2SeqTextEncoder if is_seq2seq else CausalTextEncoder
+        encoder = encoder_class(self.tokenizer, self.max_length, *limits)
         settings = FeatCalSettings(batch_size=self.batch_size)
         batches = TextBatches(rows, [*range(len(rows))], settings, encoder, nn.Identity)
         for text in batches.texts:

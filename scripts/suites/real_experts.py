@@ -36,7 +36,13 @@ from fusion_bench_featcal.data.speech import SpeechBatches, read_speech
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_formats import read_row
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import (
+    CausalTextEncoder,
+    ClassifierTextEncoder,
+    Sample,
+    Seq2SeqTextEncoder,
+    pad_samples,
+)
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.fusionbench.task_lists import filled
@@ -145,7 +151,7 @@ class MiniLM(Encoder):
 
     def __init__(self, weights: Path) -> None:
         super().__init__(weights)
-        self.encoder = TextEncoder(AutoTokenizer.from_pretrained(weights), "classification", 256)
+        self.encoder = ClassifierTextEncoder(AutoTokenizer.from_pretrained(weights), 256)
 
     def model(self) -> Any:
         """Return the encoder without its pooler, which embeddings do not use."""
@@ -215,7 +221,7 @@ class SmolLM2(Encoder):
 
     def __init__(self, weights: Path) -> None:
         super().__init__(weights)
-        self.encoder = TextEncoder(AutoTokenizer.from_pretrained(weights), "causal")
+        self.encoder = CausalTextEncoder(AutoTokenizer.from_pretrained(weights))
 
     def model(self) -> Any:
         """Return the language model."""
@@ -249,7 +255,7 @@ class Whisper(Encoder):
 
     def __init__(self, weights: Path) -> None:
         super().__init__(weights)
-        encoder = TextEncoder(AutoTokenizer.from_pretrained(weights), "seq2seq")
+        encoder = Seq2SeqTextEncoder(AutoTokenizer.from_pretrained(weights))
         extractor = AutoFeatureExtractor.from_pretrained(weights)
         start = self.model().config.decoder_start_token_id
         self.batches = SpeechBatches((), extractor, encoder, start)

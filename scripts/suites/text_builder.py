@@ -15,7 +15,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from fusion_bench_featcal.data.generation import answer_texts
 from fusion_bench_featcal.data.text_formats import read_row
-from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
+from fusion_bench_featcal.data.text_samples import (
+    CausalTextEncoder,
+    Sample,
+    Seq2SeqTextEncoder,
+    TextEncoder,
+    pad_samples,
+)
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.suites import text
 from fusion_bench_featcal.suites.text import load_text_split
@@ -72,8 +78,8 @@ class TextBuilder(Builder):
     def __init__(self, *args: Any) -> None:
         """Load the tokenizer."""
         super().__init__(*args)
-        kind = "seq2seq" if self.suite == "flan-t5-mini" else "causal"
-        self.encoder = TextEncoder(AutoTokenizer.from_pretrained(self.folder), kind)
+        encoder_class = Seq2SeqTextEncoder if self.suite == "flan-t5-mini" else CausalTextEncoder
+        self.encoder = encoder_class(AutoTokenizer.from_pretrained(self.folder))
 
     def rows(self, task: str, split: str) -> Any:
         """Return a task's prompts and targets."""

@@ -11,7 +11,7 @@ from transformers import BartConfig, GenerationConfig
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.data.generation import targets_of
 from fusion_bench_featcal.data.text_formats import Text
-from fusion_bench_featcal.data.text_samples import Sample, TextEncoder
+from fusion_bench_featcal.data.text_samples import Sample, Seq2SeqTextEncoder
 
 A, B, END, IGNORED = 7, 8, 2, -100
 ROW = Text("row 1", "prompt", "a", "a b")
@@ -24,7 +24,7 @@ def of(tokenizer: Any, language: str) -> int:
 @NEEDS_RELEASE_5
 def test_a_target_has_the_language_of_its_side():
     tokenizer, (source, target) = nllb_tokenizer(), LANGUAGES
-    sample = TextEncoder(tokenizer, "seq2seq", model_start=of(tokenizer, target)).sample(ROW)
+    sample = Seq2SeqTextEncoder(tokenizer, model_start=of(tokenizer, target)).sample(ROW)
     assert sample.ids == [of(tokenizer, source), A, END]
     assert sample.labels == [of(tokenizer, target), A, B, END]
 
@@ -32,7 +32,7 @@ def test_a_target_has_the_language_of_its_side():
 @NEEDS_RELEASE_5
 def test_a_target_in_another_language_than_answers_is_refused():
     tokenizer = nllb_tokenizer(tgt_lang=None)  # then it takes the prompt's
-    encoder = TextEncoder(tokenizer, "seq2seq", model_start=of(tokenizer, "bb_Latn"))
+    encoder = Seq2SeqTextEncoder(tokenizer, model_start=of(tokenizer, "bb_Latn"))
     message = "row 1: the target begins with aa_Latn, but the models begin answers with bb_Latn"
     with pytest.raises(CalibrationError, match=f"{message}.* tgt_lang into tokenizer_config.json"):
         encoder.sample(ROW)
@@ -44,7 +44,7 @@ def test_a_target_in_another_language_than_answers_is_refused():
 @NEEDS_RELEASE_5
 def test_an_answer_is_a_target_as_the_tokenizer_writes_it():
     for tokenizer in (nllb_tokenizer(), mbart_tokenizer()):
-        encoder = TextEncoder(tokenizer, "seq2seq")
+        encoder = Seq2SeqTextEncoder(tokenizer)
         labels = encoder.sample(ROW).labels or []
         answer = encoder.until_end(labels)
         assert encoder.answered(Sample([A]), answer, "row 1").labels == labels

@@ -16,7 +16,7 @@ from fusion_bench_featcal.data.speech import Speech, SpeechBatches, read_sound, 
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import positions_of
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import Seq2SeqTextEncoder
 
 END = WORDS.index("</s>")
 
@@ -48,7 +48,7 @@ def test_other_columns_are_not_read_if_both_are_named():
 def labels(text: str, **options: Any) -> list[int]:
     tokenizer = speech_tokenizer()
     tokenizer.add_tokens(["<s>", "<en>"], special_tokens=True)  # so that it finds them in texts
-    encoder = TextEncoder(tokenizer, "seq2seq", **options)
+    encoder = Seq2SeqTextEncoder(tokenizer, **options)
     row = Speech(Text("row", "prompt", text, text), b"")
     return SpeechBatches([row], EXTRACTOR, encoder, START).labels_of(row)[0].tolist()
 

@@ -18,7 +18,7 @@ from fusion_bench_featcal.data import templates
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_formats import Text, read_row
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import CausalTextEncoder
 
 A, B, C, D, END = 3, 4, 5, 6, 1
 PAIR = {"prompt": "a b", "target": "c"}
@@ -86,7 +86,7 @@ def test_rows_without_a_usable_sample_are_named(row: Any, options: dict[str, Any
 
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_named_with_both_limits():
-    encoder = TextEncoder(word_tokenizer(model_max_length=8), "causal")
+    encoder = CausalTextEncoder(word_tokenizer(model_max_length=8))
     with pytest.raises(CalibrationError, match=r"a: 6 tokens.*is 8, with 3 for the answer"):
         encoder.prompt(read_row({"prompt": " ".join("abcdef")}, "a"), 3)
 
@@ -121,7 +121,7 @@ def test_pairs_of_a_classifier_have_types_and_are_cut_together():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_target_are_tokenised_as_one_text(kind: str):
-    tokenizer, encoder = trained_tokenizer(kind), TextEncoder(trained_tokenizer(kind), "causal")
+    tokenizer, encoder = trained_tokenizer(kind), CausalTextEncoder(trained_tokenizer(kind))
 
     def encoded(row: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Token ids, and those of them that are targets, which come last."""
@@ -155,7 +155,7 @@ def test_an_answer_ends_where_the_template_ends_it(kind: str, end: str):
         "{% for m in messages %}[INST]{{ m.role }} {{ m.content }}" + end + "{% endfor %}"
         "{% if add_generation_prompt %}[INST]assistant {% endif %}"
     )
-    encoder, mark = TextEncoder(tokenizer, "causal"), end.strip().partition("\n")[0]
+    encoder, mark = CausalTextEncoder(tokenizer), end.strip().partition("\n")[0]
     chat = [{"role": "user", "content": "river"}, {"role": "assistant", "content": "blue lamp"}]
     targets = [t for t in encoder.sample(read_row({"messages": chat}, "")).labels or () if t >= 0]
     assert tokenizer.decode(targets).replace(" ", "") == f"bluelamp{mark}"
@@ -184,9 +184,7 @@ def test_a_template_shows_tools_and_keys_or_they_are_named():
         sample({"messages": TURNS, "tools": [{"name": "e"}]}, **IN_CHAT)
     turns = [{**turn, "mark": "e"} for turn in TURNS]
     text = read_row({"messages": turns}, "")
-    shown, hidden = (
-        TextEncoder(word_tokenizer(**o), "causal").sample(text) for o in (NOTED, IN_CHAT)
-    )
+    shown, hidden = (CausalTextEncoder(word_tokenizer(**o)).sample(text) for o in (NOTED, IN_CHAT))
     assert not shown.unread and "e" in words(shown.ids)
     assert hidden.unread == ("mark of turns, which the template does not show",)
 
@@ -249,7 +247,7 @@ def test_samples_by_length_are_read_once(monkeypatch) -> None:
     original = TextRows.read
     monkeypatch.setattr(TextRows, "read", counted)
     rows = TextRows([{"prompt": "a " * n, "target": "b"} for n in (3, 2, 1)], "data")
-    encoder = TextEncoder(word_tokenizer(), "causal")
+    encoder = CausalTextEncoder(word_tokenizer())
     batches = TextBatches(rows, drawn, FeatCalSettings(), encoder, torch.nn.Identity)
     ordered, order = batches.by_length()
     assert ordered.indices == [2, 1, 0] and order == [0, 2, 1]

@@ -15,7 +15,7 @@ from tiny_texts import WORDS
 
 from fusion_bench_featcal.data.speech import Speech, SpeechBatches
 from fusion_bench_featcal.data.text_formats import Text
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import Seq2SeqTextEncoder
 from fusion_bench_featcal.data.transcripts import Transcripts
 
 SAID = ("a b", "c d e f", "g")
@@ -27,7 +27,7 @@ def examples(folder: Path, extractor: Any, start: int) -> SpeechBatches:
         file = folder / f"{number}.wav"
         soundfile.write(file, sound(number)[: 2000 + 500 * number], RATE)
         rows.append(Speech(Text("row", "prompt", text, text), file))
-    return SpeechBatches(rows, extractor, TextEncoder(tokenizer(), "seq2seq"), start)
+    return SpeechBatches(rows, extractor, Seq2SeqTextEncoder(tokenizer()), start)
 
 
 @pytest.mark.parametrize("size", [1, 2])

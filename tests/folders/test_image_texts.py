@@ -19,7 +19,7 @@ from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.image_texts import ImageTextBatches
 from fusion_bench_featcal.data.pictures import read_image
 from fusion_bench_featcal.data.text_formats import Text
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import CausalTextEncoder
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_errors_of_processors_name_the_row():
 
     tokenizer: Any = llava_processor().tokenizer
     tokenizer.chat_template = CHAT
-    encoder = TextEncoder(tokenizer, "causal")
+    encoder = CausalTextEncoder(tokenizer)
     text = Text("the row", "prompt", "u", "v")
     with pytest.raises(CalibrationError, match=r"^the row: the processor fails .*no image left"):
         ImageTextBatches([text], fails, encoder, 64).inputs_of(text)

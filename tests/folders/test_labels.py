@@ -13,7 +13,7 @@ from tiny_images import channels_first, picture, write_class_folders
 from tiny_texts import word_tokenizer
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import ClassifierTextEncoder
 from fusion_bench_featcal.folders.images import open_image_task
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.texts import open_class_task
@@ -78,7 +78,7 @@ def test_data_to_evaluate_on_without_rows_are_refused(tmp_path: Path) -> None:
 
 def opened_texts(folder: Path, labels: Any, heads: Any) -> Any:
     """The task of equal texts with labels: a table with class names, or lines of JSON."""
-    file, encoder = folder / "a.parquet", TextEncoder(word_tokenizer(), "classification")
+    file, encoder = folder / "a.parquet", ClassifierTextEncoder(word_tokenizer())
     if isinstance(labels, datasets.Dataset):
         labels.add_column("text", ["a b"] * len(labels)).to_parquet(file)  # type: ignore[call-arg]
     else:
@@ -165,7 +165,7 @@ def test_labels_that_name_no_class_are_not_scored(tmp_path, labels, heads, reaso
     rows = ({"text": f"a cat {n}", "label": label} for n, label in enumerate(labels))
     file = write_rows(tmp_path / "a.jsonl", rows)
     asked = Request(expert={"a": "x"}, data={"a": str(file)})
-    encoder = TextEncoder(word_tokenizer(), "classification")
+    encoder = ClassifierTextEncoder(word_tokenizer())
     task = open_class_task("a", asked, encoder, heads, pads=True)
     assert task.tests is None and task.samples == 10
     assert re.search(f"a: not scored, as {reason}", "; ".join(task.notes))

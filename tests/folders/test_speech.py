@@ -32,7 +32,7 @@ from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.data.speech import Speech, SpeechBatches, read_sound
 from fusion_bench_featcal.data.text_formats import Text
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import Seq2SeqTextEncoder
 from fusion_bench_featcal.families.base import NO_TARGET
 
 
@@ -133,7 +133,7 @@ def test_rows_and_models_that_cannot_be_used_are_named(folder: Path, tmp_path: P
 
 
 def batches(*rows: Speech) -> SpeechBatches:
-    return SpeechBatches(rows, EXTRACTOR, TextEncoder(speech_tokenizer(), "seq2seq", 16), START)
+    return SpeechBatches(rows, EXTRACTOR, Seq2SeqTextEncoder(speech_tokenizer(), 16), START)
 
 
 def speech(audio: object, words: str = "a b") -> Speech:

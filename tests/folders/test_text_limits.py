@@ -13,7 +13,7 @@ from tiny_texts import NAMES, TASKS, WORDS, causal_pool, with_data, word_tokeniz
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
 from fusion_bench_featcal.data.generation import greedy_answers
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, positions_of
-from fusion_bench_featcal.data.text_samples import Sample, TextEncoder
+from fusion_bench_featcal.data.text_samples import CausalTextEncoder, Sample, Seq2SeqTextEncoder
 
 OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 MOST = 12
@@ -59,6 +59,7 @@ RELATIVE: dict[str, tuple[Any, dict[str, Any]]] = {
     "t5": (PAIRS, {"vocab_size": len(WORDS), "d_model": 8, "d_kv": 3, "d_ff": 10, "num_heads": 2,
                    "num_layers": 1, "n_positions": MOST, "decoder_start_token_id": 0}),
 }  # fmt: skip
+ENCODERS = {"gpt2": CausalTextEncoder, "bart": Seq2SeqTextEncoder}
 
 
 def made(kind: str, maker: Any, shape: dict[str, Any]) -> Any:
@@ -89,18 +90,18 @@ def test_relative_positions_have_no_limit(kind):
     assert positions_of(model) == NO_LIMIT and run(model, 5 * MOST).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bart"])
+@pytest.mark.parametrize("kind", ENCODERS)
 @pytest.mark.parametrize("length", [3, 50])
 def test_answers_end_at_the_last_position(kind, length):
     maker, shape, most = KINDS[kind]
-    model, text = made(kind, maker, shape), "seq2seq" if kind == "bart" else "causal"
+    model, encoder_class = made(kind, maker, shape), ENCODERS[kind]
     model.generation_config.eos_token_id = None
-    encoder = TextEncoder(word_tokenizer(), text, most, positions_of(model))
-    room = most if text == "seq2seq" else max(most - length, most // 2)
+    encoder = encoder_class(word_tokenizer(), most, positions_of(model))
+    room = most if kind == "bart" else max(most - length, most // 2)
     answer = greedy_answers(model, [[5] * room], encoder, length)[0]
     prompt = Sample([5] * room)
     assert 0 < len(answer) <= length
-    assert len(answer) + room * (text == "causal") <= most
+    assert len(answer) + room * (kind == "gpt2") <= most
     assert run(model, len(encoder.answered(prompt, answer, "x").ids)).isfinite().all()
 
 
@@ -109,9 +110,9 @@ def test_answers_stop_at_every_end_token():
     maker, shape, most = KINDS["gpt2"]
     model = made("gpt2", maker, shape)
     model.generation_config.eos_token_id = None
-    long = greedy_answers(model, [[5]], TextEncoder(word_tokenizer(), "causal", most), 5)[0]
+    long = greedy_answers(model, [[5]], CausalTextEncoder(word_tokenizer(), most), 5)[0]
     ends = frozenset(long[:1])
-    encoder = TextEncoder(word_tokenizer(), "causal", most, model_ends=ends)
+    encoder = CausalTextEncoder(word_tokenizer(), most, model_ends=ends)
     assert len(long) > 1 and greedy_answers(model, [[5]], encoder, 5) == [long[:1]]
 
 

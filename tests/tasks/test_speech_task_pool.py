@@ -13,7 +13,7 @@ from tiny_texts import TASKS
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from fusion_bench_featcal.data.speech import SpeechBatches
-from fusion_bench_featcal.data.text_samples import TextEncoder
+from fusion_bench_featcal.data.text_samples import Seq2SeqTextEncoder
 from fusion_bench_featcal.data.word_errors import word_errors
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.lab.rivals.ridge_surgery import RidgeSurgery
@@ -60,7 +60,7 @@ def test_scores_are_those_of_each_sound_alone(tables: dict[str, str]):
     pool = SpeechTaskPool(tables, processor=processor, batch_size=4)
     report = pool.evaluate(model)
     for task in TASKS:
-        encoder = TextEncoder(processor.tokenizer, "seq2seq")
+        encoder = Seq2SeqTextEncoder(processor.tokenizer)
         rows = pool.test_dataloaders[task]
         alone = SpeechBatches(rows, processor.feature_extractor, encoder, START)
         accuracy, losses = by_hand(model, alone)

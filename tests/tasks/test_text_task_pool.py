@@ -147,5 +147,5 @@ def test_targets_end_at_the_ends_of_all_models_of_the_pool():
     pool._program = SimpleNamespace(modelpool=modelpool)
     pool.setup()
     for model in models:
-        batches, _ = pool._opened("a", "causal", model)
+        batches, _ = pool._tokenize("a", model)
         assert batches.encoder.ends == {1, 5}

@@ -13,7 +13,11 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.fusionbench.processors import GENERATORS, is_of_speech, text_kind
+from fusion_bench_featcal.fusionbench.processors import (
+    generates_text,
+    is_of_speech,
+    text_encoder_class,
+)
 from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.lab.rivals.corrected_model import CorrectedModel
 from fusion_bench_featcal.lab.rivals.features import (
@@ -111,16 +115,16 @@ class FeatureCorrection(SampleSettings, Texts):
         Raises:
             CalibrationError: If the models have none.
         """
-        models, kind = inputs.models, text_kind(inputs.modelpool)
-        if is_of_speech(inputs.modelpool):
+        models, modelpool = inputs.models, inputs.modelpool
+        if is_of_speech(modelpool):
             raise CalibrationError(f"{self.name} corrects no speech models: leave it out")
-        if kind in GENERATORS and not self.language_models:
-            raise CalibrationError(f"{self.name} corrects no language models: leave it out")
-        if kind in GENERATORS:
+        if generates_text(modelpool):
+            if not self.language_models:
+                raise CalibrationError(f"{self.name} corrects no language models: leave it out")
             return partial(FinalState, find_final_norm(models, self.final_norm))
         if (pooling := inputs.pooling) is not None:
             return lambda: pooling
-        if kind == "classification":
+        if text_encoder_class(modelpool) is not None:
             raise CalibrationError(
                 f"{self.name} corrects no classifiers: leave it out. For encoders without a head "
                 "set taskpool.pooling, or add the files of sentence-transformers (modules.json) to "
@@ -136,7 +140,7 @@ class FeatureCorrection(SampleSettings, Texts):
     def batches(self, inputs: MethodInputs) -> dict[str, Any]:
         """Draw each task's samples, which are FeatCal's with the same seed, split and number."""
         settings = self.calibration_settings.replace(calibration_split=self.split)
-        if self.split == "test" and text_kind(inputs.modelpool) in GENERATORS:
+        if self.split == "test" and generates_text(inputs.modelpool):
             # Targets of the test data would reveal the correct answers.
             settings = settings.replace(calibration_targets="generated")
         return inputs.batches(settings)
