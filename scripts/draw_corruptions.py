@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from fusion_bench_featcal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt, random_of
+from fusion_bench_featcal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt, seeded_random
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.suites.image import load_split
 
@@ -24,7 +24,7 @@ def draw() -> Figure:
     grid = figure.subplots(len(rows), 1 + len(SEVERITIES))
     for line, (name, task, position) in zip(grid, rows, strict=True):
         clean = load_split(task, "train")[position]["image"]
-        corrupted = [corrupt(clean, name, s, random_of(42, task, position)) for s in SEVERITIES]
+        corrupted = [corrupt(clean, name, s, seeded_random(42, task, position)) for s in SEVERITIES]
         for axes, picture in zip(line, [clean, *corrupted], strict=True):
             axes.imshow(picture, interpolation="nearest")
             axes.set(xticks=[], yticks=[])

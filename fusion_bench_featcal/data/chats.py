@@ -1,4 +1,4 @@
-"""Turns of chats: their speakers and contents."""
+"""Turns of chats: their roles and contents."""
 
 from base64 import b64decode
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ _SPEAKERS = {
 _ROLES = {name: role for role, names in _SPEAKERS.items() for name in names.split()}
 _KEYS = ("role", "from", "content", "value")
 _FLAGS = ("weight", "loss", "train", "training", "loss_mask")
-"""Keys of turns, and 0 or false for answers that do not count."""
+"""Keys of turns whose value is 0 or false if an answer does not count."""
 MASKS = (
     "loss_mask", "label_mask", "completion_mask", "response_mask", "assistant_mask",
     "assistant_masks", "train_detail", "training_detail",
 )  # fmt: skip
 """Columns and keys of turns that choose tokens of an answer."""
-MARK = "<image>"
-"""Place of an image in a text, as in LLaVA's chats."""
+IMAGE_MARK = "<image>"
+"""Marks the place of an image in a text, as in LLaVA's chats."""
 _IMAGES = ("bytes", "image", "image_url", "url", "path")
-AS_PART = '{"type": "image", "path": "FILE"}'
-AS_LABELS = "Give the row as input_ids and labels, -100 for tokens that do not count"
+PART_FORM = '{"type": "image", "path": "FILE"}'
+USE_LABELS = "Give the row as input_ids and labels, -100 for tokens that do not count"
 
 
 def is_chat(value: Any) -> bool:
-    """Return whether a value is a list of turns, or a list of values for each key of turns."""
+    """Return whether a value is a list of turns, or maps each key of turns to a list of values."""
     turns = [value] if isinstance(value, Mapping) else value
     is_list = isinstance(turns, list | tuple) and all(isinstance(turn, Mapping) for turn in turns)
     return is_list and bool(turns) and bool({"role", "from"} & turns[0].keys())
@@ -44,14 +44,14 @@ def read_turns(chat: object, name: str, images: list[Any] | None = None) -> list
     Args:
         chat: A list of turns, a list of values for each key, or either as a JSON text. Turns have
             `role` and `content`, or `from` and `value`.
-        name: The row's name in messages.
-        images: A list to which the images of parts are added, None for those that only mark a
-            place. A mark is written into the text for each. Without a list they are refused.
+        name: The example's name in messages.
+        images: A list to which images of parts are appended: None for a part that only marks a
+            place. Each image leaves a mark in the text. Without a list, images are refused.
 
     Raises:
-        CalibrationError: If it has another form, a speaker is unknown, or a turn calls tools.
+        CalibrationError: If the chat has another form, a role is unknown, or a turn calls tools.
     """
-    chat = parsed(chat, f"{name}: messages")
+    chat = parse_json(chat, f"{name}: messages")
     if isinstance(chat, Mapping) and all(isinstance(part, list) for part in chat.values()):
         if len({len(part) for part in chat.values()}) > 1:
             raise CalibrationError(f"{name}: the lists of {', '.join(chat)} differ in length")
@@ -61,14 +61,14 @@ def read_turns(chat: object, name: str, images: list[Any] | None = None) -> list
             f"{name}: messages must be a list of turns, each with role and content, got "
             f"{str(chat)[:60]!r}"
         )
-    return [_turn(turn, f"{name}, turn {number}", images) for number, turn in enumerate(chat)]
+    return [_read_turn(turn, f"{name}, turn {index}", images) for index, turn in enumerate(chat)]
 
 
-def parsed(value: object, name: str) -> object:
-    """Return a list or mapping, which some tables contain as a JSON text, or None.
+def parse_json(value: object, name: str) -> object:
+    """Parse the JSON text of a list or mapping. Return other values unchanged.
 
     Raises:
-        CalibrationError: If it is another text.
+        CalibrationError: If the value is another text.
     """
     if not isinstance(value, str):
         return value
@@ -81,15 +81,16 @@ def parsed(value: object, name: str) -> object:
     return content
 
 
-def answered_turns(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | None]:
-    """Split a chat into the turns before its last answer, and the answer if it comes last.
+def split_answer(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | None]:
+    """Split a chat into the turns before its answer, and the answer.
 
-    Turns after the last answer that counts are left out if the last one has weight 0 or the like.
+    The answer is the last answer that counts. Without one as last turn, it is None. Answers after
+    it, with weight 0 or loss false, are left out.
 
     Raises:
-        CalibrationError: If nothing comes before the answer, or no answer counts.
+        CalibrationError: If there is no turn before the answer, or no answer counts.
     """
-    counts = [not any([is_no(turn.pop(key, None)) for key in _FLAGS]) for turn in turns]
+    counts = [not any([is_false_flag(turn.pop(key, None)) for key in _FLAGS]) for turn in turns]
     answers = [n for n, turn in enumerate(turns) if turn["role"] == "assistant" and counts[n]]
     answer = None
     if turns and turns[-1]["role"] == "assistant":
@@ -102,24 +103,24 @@ def answered_turns(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | Non
     return turns, answer
 
 
-def unused_column(name: str, column: str, place: str, advice: str) -> CalibrationError:
-    """Return the error of a row with a column or key that changes the input and is not used."""
+def column_error(name: str, column: str, place: str, advice: str) -> CalibrationError:
+    """Return the error for an unread column or key that would change the input."""
     return CalibrationError(
         f"{name}: column {column} has no place in {place}. {advice}, or leave the column out"
     )
 
 
 def has_value(value: object) -> bool:
-    """Return whether a column or key has something in a row."""
+    """Return whether a value is neither missing nor empty."""
     return hasattr(value, "shape") or (value is not None and value not in ("", [], {}))
 
 
-def is_no(value: object) -> bool:
-    """Return whether a flag of tables is 0 or false."""
+def is_false_flag(value: object) -> bool:
+    """Return whether a flag is 0 or false, as a text, number or bool."""
     return str(value).lower() in ("0", "0.0", "false")
 
 
-def _turn(turn: Mapping[str, object], name: str, images: list[Any] | None) -> Turn:
+def _read_turn(turn: Mapping[str, object], name: str, images: list[Any] | None) -> Turn:
     values = {key: value for key, value in turn.items() if value is not None}
     speaker = values.get("role", values.get("from"))
     role = _ROLES.get(str(speaker).strip().lower())
@@ -132,22 +133,29 @@ def _turn(turn: Mapping[str, object], name: str, images: list[Any] | None) -> Tu
         raise CalibrationError(f"{name}: tool_calls are not read. Write them into the content")
     for key in (*_FLAGS, *MASKS) if role == "assistant" else ():
         if isinstance(values.get(key), list | Mapping):
-            raise unused_column(name, key, "a turn", AS_LABELS)
-    other = {key: value for key, value in values.items() if key not in _KEYS}
+            raise column_error(name, key, "a turn", USE_LABELS)
+    others = {key: value for key, value in values.items() if key not in _KEYS}
     content = values.get("content", values.get("value"))
-    return {"role": role, "content": _content(content, name, list(turn), images), **other}
+    return {"role": role, "content": _read_content(content, name, list(turn), images), **others}
 
 
-def _content(content: object, name: str, keys: list[str], images: list[Any] | None) -> str:
-    """Return a turn's content, a text or a list of parts, as one text with marks for images."""
+def _read_content(content: object, name: str, keys: list[str], images: list[Any] | None) -> str:
+    """Return a turn's content as one text with marks for images.
+
+    Args:
+        content: A text, or a list of parts.
+        name: The turn's name in messages.
+        keys: Keys of the turn, for messages.
+        images: As for `read_turns`.
+    """
     texts = []
     for part in content if isinstance(content, list | tuple) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
         if images is not None and isinstance(part, Mapping) and _is_image(part):
-            images.append(_image_in(part, name, images.count(None)))
-            text = MARK
+            images.append(_read_image_part(part, name, images.count(None)))
+            text = IMAGE_MARK
         if not isinstance(text, str):
-            advice = "" if images is None else f". Write an image as {AS_PART}"
+            advice = "" if images is None else f". Write an image as {PART_FORM}"
             raise CalibrationError(
                 f"{name}: the content must be a text or a list of text parts, got "
                 f"{str(part)[:60]!r} (keys of the turn: {', '.join(keys)}){advice}"
@@ -157,26 +165,26 @@ def _content(content: object, name: str, keys: list[str], images: list[Any] | No
 
 
 def _is_image(part: Mapping[str, Any]) -> bool:
-    """Return whether a part is an image by its type, or by its keys if it has none."""
+    """Return whether a part is an image, by its type or, without a type, by its keys."""
     return "image" in str(part.get("type") or [key for key in part if has_value(part[key])])
 
 
-def _image_in(part: Mapping[str, Any], name: str, place: int) -> Any:
+def _read_image_part(part: Mapping[str, Any], name: str, place: int) -> Any:
     """Return the image of a part, or None if the part only marks the place of an image."""
     values = {k: v for k, v in part.items() if has_value(v) and (k, v) != ("index", place)}
     keys = [key for key in values if key != "type"]
     if keys and (len(keys) > 1 or keys[0] not in _IMAGES):
         raise CalibrationError(
-            f"{name}: the image has {', '.join(keys)}, which are not read. Write it as {AS_PART}"
+            f"{name}: the image has {', '.join(keys)}, which are not read. Write it as {PART_FORM}"
         )
-    return stored_image(values[keys[0]], name) if keys else None
+    return image_source(values[keys[0]], name) if keys else None
 
 
-def stored_image(value: Any, name: str) -> Any:
-    """Return an image as a file's path or bytes, or as the value that it is.
+def image_source(value: Any, name: str) -> Any:
+    """Return the path or bytes of an image that is a URL or data URI, or any other value unchanged.
 
     Raises:
-        CalibrationError: If it is the address of a page, or a damaged data URI.
+        CalibrationError: If the image is on the web, or in a damaged data URI.
     """
     value = value.get("url", value) if isinstance(value, Mapping) else value
     if not isinstance(value, str):
@@ -188,6 +196,6 @@ def stored_image(value: Any, name: str) -> Any:
         raise CalibrationError(f"{name}: {value[:60]!r} is damaged: {error}. Replace it") from error
     if "://" in (path := value.removeprefix("file://")):
         raise CalibrationError(
-            f"{name}: {value[:60]!r} is not downloaded. Save the image, and write it as {AS_PART}"
+            f"{name}: {value[:60]!r} is not downloaded. Save the image, and write it as {PART_FORM}"
         )
     return path

@@ -1,4 +1,4 @@
-"""Datasets whose rows are computed when they are read."""
+"""Datasets whose examples are computed when they are read."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,19 +7,19 @@ import torch
 
 
 class ComputedRows(torch.utils.data.Dataset[Any]):
-    """A map-style dataset of a number of rows and a function of their position."""
+    """A map-style dataset of a length and a function from an index to an example."""
 
-    def __init__(self, number: int, make: Callable[[int], object]) -> None:
-        """Store number and function."""
-        self.number, self.make = number, make
+    def __init__(self, length: int, make: Callable[[int], object]) -> None:
+        """Store length and function."""
+        self.length, self.make = length, make
 
     def __len__(self) -> int:
-        return self.number
+        return self.length
 
     def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self.number:
+        if not 0 <= index < self.length:
             raise IndexError(index)
         return self.make(index)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.make, range(self.number))
+        return map(self.make, range(self.length))

@@ -65,7 +65,7 @@ def corrupted(
     def change(picture: Image.Image, position: int) -> Image.Image:
         if size is not None:
             picture = ImageOps.scale(picture, size / min(picture.size), Image.Resampling.BICUBIC)
-        return corrupt(picture, corruption, severity, random_of(seed, task, position))
+        return corrupt(picture, corruption, severity, seeded_random(seed, task, position))
 
     return ImageItems(data, name=f"data of corruption {corruption}").changed(change)
 
@@ -82,7 +82,7 @@ def corrupt(
     return Image.fromarray(np.rint(np.clip(pixels, 0, 1) * 255).astype(np.uint8))
 
 
-def random_of(seed: int, task: str, position: int) -> np.random.Generator:
+def seeded_random(seed: int, task: str, position: int) -> np.random.Generator:
     """Return random numbers of one picture, independent of the order in which they are read."""
     digest = hashlib.sha256(f"{seed}:{task}:{position}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "big"))

@@ -1,4 +1,4 @@
-"""Choice of samples: in random order, or spread evenly."""
+"""Choice of samples: in random order, or evenly spaced."""
 
 import hashlib
 
@@ -13,6 +13,6 @@ def sample_order(available: int, task: str, seed: int) -> list[int]:
 
 
 def evenly_spaced(count: int, most: int | None) -> list[int]:
-    """Return positions of at most `most` of `count` rows, evenly spread."""
-    kept = count if most is None else min(count, most)
-    return [number * count // kept for number in range(kept)]
+    """Return at most `most` of `count` positions, evenly spaced."""
+    size = count if most is None else min(count, most)
+    return [index * count // size for index in range(size)]

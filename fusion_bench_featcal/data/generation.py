@@ -1,4 +1,4 @@
-"""Answers of language models to prompts, and their scores: match, rank correlation, loss."""
+"""Greedy answers of language models, and their scores: match, rank correlation, loss."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,14 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 def greedy_answers(
     model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
 ) -> list[list[int]]:
-    """Answer prompts by greedy search, in token ids up to and including an end token.
+    """Answer prompts by greedy search. Answers are token ids up to and including an end token.
 
-    Prompts are those of `encoder.prompt`, which leave room for the answers. An answer ends at the
-    first of `encoder.ends`, of which the model's own config may lack some.
+    Args:
+        model: The model.
+        prompts: Token ids of `encoder.prompt`, which leave room for the answers.
+        encoder: The encoder. An answer ends at the first of its `ends`, of which the model's own
+            config may lack some.
+        most: Maximum number of tokens of an answer.
     """
     batch = to_device(padded_left(prompts, encoder.pad_id), device_of(model))
     ends: Any = {"pad_token_id": encoder.pad_id, "eos_token_id": sorted(encoder.ends) or None}
@@ -41,7 +45,7 @@ def greedy_answers(
 
 
 def padded_left(prompts: Sequence[list[int]], pad_id: int) -> dict[str, Tensor]:
-    """Return token ids and mask, `[batch, length]` int64, padded on the left for decoders."""
+    """Return token ids and attention mask, `[batch, length]` int64, padded on the left."""
     mask = pad_rows([[1] * len(prompt) for prompt in prompts], 0, left=True)
     return {"input_ids": pad_rows(prompts, pad_id, left=True), "attention_mask": mask}
 
@@ -62,20 +66,20 @@ def answer_texts(
     return answers
 
 
-def targets_of(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def logits_and_targets(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return logits `[batch, positions, vocabulary]` and their target tokens, -100 for none.
 
-    For texts without `labels`, all tokens are targets. Of an encoder-decoder's these are the ones
-    that greedy search chooses: not a forced first token, nor what is behind the end.
+    For texts without `labels`, all tokens are targets. Targets of an encoder-decoder are the tokens
+    that greedy search chooses: neither a forced first token nor tokens after the end.
     """
     if model.config.is_encoder_decoder:
         labels = batch["labels"]
         ends = torch.tensor(sorted(end_tokens(model)), device=labels.device)
         is_end = torch.isin(labels, ends).long()
-        is_given = is_end.cumsum(dim=1) > is_end
+        is_forced = is_end.cumsum(dim=1) > is_end
         if (start := declared("forced_bos_token_id", model)) is not None:
-            is_given[:, 0] |= labels[:, 0] == start
-        return model(**batch).logits, labels.masked_fill(is_given, NO_TARGET)
+            is_forced[:, 0] |= labels[:, 0] == start
+        return model(**batch).logits, labels.masked_fill(is_forced, NO_TARGET)
     inputs = dict(batch)
     labels = inputs.pop("labels", None)
     if labels is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import (
     Processor,
-    is_of_transformers,
+    is_transformers_processor,
     stack_pixels,
     to_pixels,
 )
@@ -46,7 +46,7 @@ class ImageBatches:
         """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as threads:
             # a function of the user's may not be safe in threads
-            apply = threads.map if is_of_transformers(self.processor) else map
+            apply = threads.map if is_transformers_processor(self.processor) else map
             for start in range(0, len(self.indices), self.batch_size):
                 numbers = self.indices[start : start + self.batch_size]
                 stored = [self.items.read(index)[0] for index in numbers]

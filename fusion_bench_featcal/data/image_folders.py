@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 
 from fusion_bench_featcal.data.labels import sort_names
-from fusion_bench_featcal.data.tables import is_saved, read_saved, read_table
+from fusion_bench_featcal.data.tables import is_saved, load_saved, read_table
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.words import user_term
 
@@ -32,7 +32,7 @@ def read_folder(
 ) -> tuple[datasets.Dataset, str | None]:
     """Return a table of the images in a folder, and the split, None without splits."""
     if is_saved(root):
-        return read_saved(root, split, usual_split), split
+        return load_saved(root, split, usual_split), split
     images = _images(root)
     folders = sort_names({image.parts[0] for image in images if len(image.parts) > 1})
     if split is None and folders and {*folders} <= SPLIT_FOLDERS:

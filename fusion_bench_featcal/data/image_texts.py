@@ -1,4 +1,4 @@
-"""Samples of texts with images, by a model's own processor, one in a batch."""
+"""Samples of texts with images, converted by the model's processor, one per batch."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_featcal.data.chats import MARK, Turn
+from fusion_bench_featcal.data.chats import IMAGE_MARK, Turn
 from fusion_bench_featcal.data.media_batches import MediaBatches
-from fusion_bench_featcal.data.pictures import digest_of, read_image, refuse_depth
-from fusion_bench_featcal.data.templates import Chat, rendered_chat
+from fusion_bench_featcal.data.pictures import digest_image, read_image, refuse_depth
+from fusion_bench_featcal.data.templates import Chat, render_chat
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
@@ -17,11 +17,12 @@ from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import NO_TARGET
 
 
-def _turns(text: Text) -> list[Turn]:
-    """Return prompt and answer as turns of parts. Images are parts without a value.
+def _read_turns(text: Text) -> list[Turn]:
+    """Return prompt and answer as turns whose content is a list of parts, as templates take it.
 
     Raises:
-        CalibrationError: If there is no answer, it has an image, or the texts have other images.
+        CalibrationError: If there is no answer, the answer has an image, or there are more or fewer
+            marks than images.
     """
     name, prompt, target = text.name, text.prompt, text.target
     if text.form not in ("prompt", "chat") or target is None:
@@ -32,27 +33,27 @@ def _turns(text: Text) -> list[Turn]:
     if text.form == "prompt":
         prompt = [{"role": "user", "content": prompt}]
         target = {"role": "assistant", "content": target}
-    if MARK in target["content"] or not target["content"].strip():
-        fault = f"has an image ({MARK})" if MARK in target["content"] else "is empty"
+    if IMAGE_MARK in target["content"] or not target["content"].strip():
+        fault = f"has an image ({IMAGE_MARK})" if IMAGE_MARK in target["content"] else "is empty"
         raise CalibrationError(
             f"{name}: the answer {fault}, but models write texts. Correct it, or leave the row out"
         )
     turns = [dict(turn) for turn in (*prompt, target)]
-    marks = sum(turn["content"].count(MARK) for turn in turns)
-    if not marks:  # they come first
+    marks = sum(turn["content"].count(IMAGE_MARK) for turn in turns)
+    if not marks:  # images come first
         user_turn = next(turn for turn in turns if turn["role"] == "user")
-        user_turn["content"] = MARK * len(text.images) + user_turn["content"]
+        user_turn["content"] = IMAGE_MARK * len(text.images) + user_turn["content"]
     elif marks != len(text.images):
         raise CalibrationError(
-            f"{name}: its texts have {marks} {MARK}, and it has {len(text.images)} images. "
-            f"Write {MARK} once for each, or nowhere"
+            f"{name}: its texts have {marks} {IMAGE_MARK}, and it has {len(text.images)} images. "
+            f"Write {IMAGE_MARK} once for each, or nowhere"
         )
-    return [turn | {"content": _parts(turn["content"])} for turn in turns]
+    return [turn | {"content": _split_at_marks(turn["content"])} for turn in turns]
 
 
-def _parts(content: str) -> list[dict[str, str]]:
-    """Return a text as parts, with an image in place of each mark."""
-    first, *others = content.split(MARK)
+def _split_at_marks(content: str) -> list[dict[str, str]]:
+    """Split a text into text parts, with an image part in place of each mark."""
+    first, *others = content.split(IMAGE_MARK)
     parts = [{"type": "text", "text": first}]
     for text in others:
         parts += [{"type": "image"}, {"type": "text", "text": text.removeprefix("\n")}]
@@ -64,8 +65,8 @@ class ImageTextBatches(MediaBatches):
     """One task's samples with images, which are marked in their texts.
 
     Attributes:
-        rows: The samples' texts with images as paths, bytes or pictures.
-        limit: Longest row in tokens, with those of images.
+        rows: The texts of the examples, with images as paths, bytes or pictures.
+        limit: Maximum number of tokens of an example, image tokens included.
     """
 
     rows: Sequence[Text]
@@ -79,35 +80,35 @@ class ImageTextBatches(MediaBatches):
     @property
     def unread(self) -> list[str]:
         """Columns that are not read, and keys of turns that the template does not show."""
-        read = [*self.rows, *map(self._chat, self.rows)]
+        read = [*self.rows, *map(self._render, self.rows)]
         return list(dict.fromkeys(name for row in read for name in row.unread))
 
-    def content(self, row: Text) -> Hashable:
-        """Return what the row says and shows, which tells repeated ones.
+    def dedup_key(self, row: Text) -> Hashable:
+        """Return the rendered chat and digests of the images.
 
         Raises:
             CalibrationError: If the text cannot be rendered, or an image's header cannot be read.
         """
-        chat = self._chat(row)
+        chat = self._render(row)
         for image in row.images:
             read_image(image, row.name, refuse_depth)
-        return chat.prompt, chat.answer, *map(digest_of, row.images)
+        return chat.prompt, chat.answer, *map(digest_image, row.images)
 
-    def _chat(self, text: Text) -> Chat:
-        *prompt, answer = _turns(text)
-        return rendered_chat(self.encoder.tokenizer, replace(text, prompt=prompt, target=answer))
+    def _render(self, text: Text) -> Chat:
+        *prompt, answer = _read_turns(text)
+        return render_chat(self.encoder.tokenizer, replace(text, prompt=prompt, target=answer))
 
-    def inputs_of(self, row: Text) -> dict[str, Tensor]:
-        """Return a row as a batch of the model's inputs, with labels of its answer.
+    def encode(self, row: Text) -> dict[str, Tensor]:
+        """Return an example as a batch of the model's inputs, with labels of its answer.
 
         Raises:
             CalibrationError: If the template renders the prompt differently once there is an
-                answer, the row is too long, or an image cannot be read.
+                answer, the example is too long, or an image cannot be read.
         """
-        chat, name = self._chat(row), row.name
+        chat, name = self._render(row), row.name
         pictures = [read_image(image, name) for image in row.images]
-        prompt = self._encoded(chat.prompt, pictures, name)
-        whole = self._encoded(f"{chat.prompt}{chat.answer}", pictures, name)
+        prompt = self._process(chat.prompt, pictures, name)
+        whole = self._process(f"{chat.prompt}{chat.answer}", pictures, name)
         start, ids = prompt["input_ids"].shape[1], whole["input_ids"]
         if prompt["input_ids"].tolist() != ids[:, :start].tolist():
             raise CalibrationError(
@@ -126,7 +127,7 @@ class ImageTextBatches(MediaBatches):
         labels[:, :start] = NO_TARGET
         return inputs | {"labels": labels}
 
-    def _encoded(self, text: str, pictures: list[Any], name: str) -> dict[str, Tensor]:
+    def _process(self, text: str, pictures: list[Any], name: str) -> dict[str, Tensor]:
         options: Any = {"add_special_tokens": False, "return_tensors": "pt"}
         try:
             return dict(self.processor(text=[text], images=pictures or None, **options))

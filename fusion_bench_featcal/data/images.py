@@ -11,12 +11,12 @@ from PIL import Image
 
 from fusion_bench_featcal.data.image_folders import read_folder, with_files
 from fusion_bench_featcal.data.labels import class_numbers, encode_labels
-from fusion_bench_featcal.data.pictures import digest_of, read_image, refuse_depth
+from fusion_bench_featcal.data.pictures import digest_image, read_image, refuse_depth
 from fusion_bench_featcal.data.tables import (
-    from_hub,
+    load_from_hub,
     read_table,
-    require_numbered,
-    split_of,
+    require_indexable,
+    split_location,
 )
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint
@@ -55,7 +55,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             ValueError: If the column of the images does not exist.
             CalibrationError: If `rows` has no length or several splits, or a label is not a class.
         """
-        require_numbered(rows, name)
+        require_indexable(rows, name)
         self.name, self.classnames = name, None if classnames is None else list(classnames)
         self.has_labels, self._labels = label_column is not None, None
         self._rows, self._image_column, self._label_column = rows, image_column, label_column
@@ -151,7 +151,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
     def digest(self, index: int) -> bytes:
         """Return a digest of a stored image, which tells repeated ones."""
-        return digest_of(self.read(index)[0])
+        return digest_image(self.read(index)[0])
 
     def picture(self, stored: object, index: int) -> Image.Image:
         """Return the RGB picture of a stored image.
@@ -207,13 +207,13 @@ def load_images(
         CalibrationError: If the data cannot be read, or a label is not a class.
     """
     if split is None:
-        path, split = split_of(path)
+        path, split = split_location(path)
     source = Path(path).expanduser()
     if source.is_dir():
         rows, split = read_folder(source, split, usual_split, image_column, label_column)
     elif not source.is_file():
         split = split or usual_split
-        rows = from_hub(path, source, split)
+        rows = load_from_hub(path, source, split)
     else:
         rows = with_files(read_table(source, split, label_column), source.parent, image_column)
     name = f"data {path!r}" + (f", split {split!r}" if split else "")

@@ -1,4 +1,4 @@
-"""Samples with images or sounds beside their texts, one in a batch."""
+"""Samples that combine texts with images or sounds, one per batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.generation import targets_of
+from fusion_bench_featcal.data.generation import logits_and_targets
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.streams.inputs import check_token_ids
@@ -18,9 +18,9 @@ class MediaBatches(ABC):
     """One task's samples. Images and sounds are read when they are used.
 
     Attributes:
-        rows: The samples.
-        processor: A processor of transformers for the images or sounds.
-        encoder: The tokenizer, with end tokens.
+        rows: The examples.
+        processor: The transformers processor of the images or sounds.
+        encoder: Converts texts to token ids.
     """
 
     rows: Sequence[Any]
@@ -36,7 +36,7 @@ class MediaBatches(ABC):
         return len(self.rows)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return map(self.inputs_of, self.rows)
+        return map(self.encode, self.rows)
 
     def checked(self, model: nn.Module) -> Iterator[dict[str, Tensor]]:
         """Yield the batches for a model.
@@ -48,26 +48,26 @@ class MediaBatches(ABC):
             check_token_ids(batch, model, lambda _, name=text.name: name)
             yield batch
 
-    def targets_of(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return logits and targets of a batch, as the function of this name."""
-        return targets_of(model, batch)
+    def logits_and_targets(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return logits and target tokens of a batch, as `generation.logits_and_targets`."""
+        return logits_and_targets(model, batch)
 
-    def labels_of(self, row: Any) -> Tensor:
-        """Return a row's labels, `[1, tokens]`."""
-        return self.inputs_of(row)["labels"]
+    def encode_target(self, row: Any) -> Tensor:
+        """Return the labels of an example, `[1, tokens]`."""
+        return self.encode(row)["labels"]
 
     @abstractmethod
-    def content(self, row: Any) -> Hashable:
-        """Return what tells repeated rows.
+    def dedup_key(self, row: Any) -> Hashable:
+        """Return a key that repeated examples share.
 
         Raises:
-            CalibrationError: If the row cannot be used.
+            CalibrationError: If the example cannot be used.
         """
 
     @abstractmethod
-    def inputs_of(self, row: Any) -> dict[str, Tensor]:
-        """Return a row as a batch of the model's inputs, with labels of its answer.
+    def encode(self, row: Any) -> dict[str, Tensor]:
+        """Return an example as a batch of the model's inputs, with labels of its answer.
 
         Raises:
-            CalibrationError: If the row cannot be used.
+            CalibrationError: If the example cannot be used.
         """

@@ -19,12 +19,12 @@ MOST_PIXELS = 80_000_000
 Processor = ProcessorMixin | BaseImageProcessor | Callable[[Image.Image], Tensor]
 
 
-def is_of_transformers(processor: object) -> bool:
+def is_transformers_processor(processor: object) -> bool:
     """Return whether a processor is one of transformers, not a function of one picture."""
     return isinstance(processor, ProcessorMixin | BaseImageProcessor)
 
 
-def digest_of(value: Any) -> bytes:
+def digest_image(value: Any) -> bytes:
     """Return the SHA-256 of a dataset's image: of its file, or of the pixels of a PIL image."""
     value = _stored(value)
     if isinstance(value, str | Path):
@@ -39,7 +39,7 @@ def _stored(value: object) -> object:
     return value
 
 
-def file_in(home: Path, value: object) -> Any:
+def resolve_file(home: Path, value: object) -> Any:
     """Return an image or sound as a dataset stores it. Relative paths start at a folder."""
     value = _stored(value)
     return home / Path(value).expanduser() if isinstance(value, str) else value
@@ -110,7 +110,7 @@ def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
     """
     transform: Any = processor
     try:
-        if not is_of_transformers(processor):
+        if not is_transformers_processor(processor):
             return transform(picture)
         mean = getattr(getattr(transform, "image_processor", transform), "image_mean", None)
         if isinstance(mean, list | tuple) and len(mean) == 1:
@@ -134,7 +134,7 @@ def check_channels(processor: Any, channels: object, option: str) -> None:
     Raises:
         CalibrationError: If they differ, naming both.
     """
-    if channels is None or not is_of_transformers(processor):
+    if channels is None or not is_transformers_processor(processor):
         return
     picture = Image.new("RGB", (64, 64))
     found = to_pixels(picture, processor, f"the image processor of {option}").shape[0]

@@ -22,16 +22,16 @@ class Score(NamedTuple):
         accuracy: Share of correct samples or, for long or free texts, of correct tokens, 0 to 1.
         losses: Mean cross-entropy of each sample's targets, float64 `[samples]`.
         correct: Whether each sample is correct, bool `[samples]`. None if accuracy counts tokens.
-        unended: Number of samples of which all tokens are correct but the end token.
-        shares: Each sample's part in an accuracy that counts words, float64 `[samples]`. Their mean
-            is the accuracy, which may be below 0 here. None for other accuracies.
+        unended: Number of samples in which only the end token is wrong.
+        word_scores: Terms of a word accuracy, float64 `[samples]`. The accuracy is their mean, but
+            at least 0. None for other accuracies.
     """
 
     accuracy: float
     losses: Tensor
     correct: Tensor | None
     unended: int = 0
-    shares: Tensor | None = None
+    word_scores: Tensor | None = None
 
     @property
     def loss(self) -> float:
@@ -51,7 +51,7 @@ class Tests:
         targets: Returns logits `[batch, n, choices]` of a model and target numbers `[batch, n]`,
             -100 for none.
         by_token: Whether accuracy counts tokens, not samples.
-        order: Number of each sample in the batches, if they are not in order.
+        order: Index of each sample of the batches, if they are not in order.
         ends: End tokens of targets.
     """
 
@@ -106,7 +106,7 @@ def class_tests(
         batch_size: Samples per batch.
         labels: The labels of all samples.
         logits: Returns class logits of a model for a batch.
-        order: Number of each sample in the batches, if they are not in order.
+        order: Index of each sample of the batches, if they are not in order.
     """
     chosen = labels if order is None else [labels[number] for number in order]
     numbers = torch.tensor(chosen).split(batch_size)

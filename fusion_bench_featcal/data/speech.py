@@ -1,4 +1,4 @@
-"""Samples of speech: sounds with their texts, one in a batch."""
+"""Speech samples: sounds with their texts, one per batch."""
 
 import hashlib
 import io
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_featcal.data.chats import has_value, unused_column
+from fusion_bench_featcal.data.chats import column_error, has_value
 from fusion_bench_featcal.data.media_batches import MediaBatches
-from fusion_bench_featcal.data.pictures import file_in
+from fusion_bench_featcal.data.pictures import resolve_file
 from fusion_bench_featcal.data.templates import special_ids
 from fusion_bench_featcal.data.text_formats import NEEDED, PROMPTS, Text, read_row
 from fusion_bench_featcal.data.text_limits import longest_text
@@ -35,10 +35,10 @@ _NEEDED = (*NEEDED, *PROMPTS, "start", "end", "offset", "duration", "language", 
 
 @dataclass(frozen=True)
 class Speech:
-    """A row with its sound.
+    """An example of speech.
 
     Attributes:
-        text: What is said, as prompt and target.
+        text: The transcript, as prompt and target.
         audio: Path of a sound's file, or its bytes.
     """
 
@@ -47,11 +47,11 @@ class Speech:
 
 
 def read_speech(rows: TextRows, index: int, home: Path) -> Speech:
-    """Read a row of a dataset. The relative path of a sound starts at a folder.
+    """Read an example of a dataset. Relative paths of sounds start at the folder `home`.
 
     Raises:
-        CalibrationError: If it has no sound or no text, or a column that would change the sound or
-            the text. If both columns have been named, no others are read.
+        CalibrationError: If the example has no sound, no text, or another column that would change
+            them. If `--columns` names both columns, no other column is read.
     """
     name, values = rows.row_name(index), dict(rows[index])
     audio, text = (rows.columns.get(column, column) for column in COLUMNS)
@@ -60,86 +60,86 @@ def read_speech(rows: TextRows, index: int, home: Path) -> Speech:
             f"{name}: no {column}. A row of speech needs audio and text: name their columns "
             "by --columns audio=COLUMN,text=COLUMN, or leave the row out"
         )
-    sound = file_in(home, values.pop(audio))
+    sound = resolve_file(home, values.pop(audio))
     needed = () if len(rows.columns) == len(COLUMNS) else _NEEDED
     for column in (column for column in needed if has_value(values.get(column))):
         advice = "Name both columns by --columns audio=COLUMN,text=COLUMN to read no others"
-        raise unused_column(name, column, "speech", advice)
+        raise column_error(name, column, "speech", advice)
     read = read_row(values, name, {"text": text})
     return Speech(replace(read, form="prompt", target=read.prompt), sound)
 
 
 @dataclass(eq=False)
 class SpeechBatches(MediaBatches):
-    """One task's samples of speech, by a feature extractor of transformers.
+    """One task's speech samples, with a transformers feature extractor as processor.
 
     Attributes:
-        start: Token with which decoders begin. Tokenizers may write it in front of targets.
+        start: The decoder's start token. Some tokenizers write it before targets.
     """
 
     start: int | None
 
-    def content(self, row: Speech) -> Hashable:
-        """Return tokens and digest of the sound, which tell repeated rows.
+    def dedup_key(self, row: Speech) -> Hashable:
+        """Return the target's tokens and a digest of the sound.
 
         Raises:
             CalibrationError: If sound or text cannot be used.
         """
-        return *self.labels_of(row)[0].tolist(), hashlib.sha256(self._wave(row)).digest()
+        return *self.encode_target(row)[0].tolist(), hashlib.sha256(self._read_wave(row)).digest()
 
-    def inputs_of(self, row: Speech) -> dict[str, Tensor]:
-        """Return a row as a batch of the model's inputs, with its text as labels.
+    def encode(self, row: Speech) -> dict[str, Tensor]:
+        """Return an example as a batch of the model's inputs, with its text as labels.
 
         Raises:
             CalibrationError: If sound or text cannot be used.
         """
-        return self.joined([row])
+        return self.collate([row])
 
-    def joined(self, rows: Sequence[Speech]) -> dict[str, Tensor]:
-        """Return several rows as one batch, with -100 behind labels."""
-        rate, sounds = self.processor.sampling_rate, [*map(self._wave, rows)]
+    def collate(self, rows: Sequence[Speech]) -> dict[str, Tensor]:
+        """Return several examples as one batch. Labels are padded with -100 on the right."""
+        rate, sounds = self.processor.sampling_rate, [*map(self._read_wave, rows)]
         features = self.processor(sounds, sampling_rate=rate, return_tensors="pt")
-        labels = [self.labels_of(row)[0].tolist() for row in rows]
+        labels = [self.encode_target(row)[0].tolist() for row in rows]
         return {**features, "labels": pad_rows(labels, NO_TARGET, left=False)}
 
-    def labels_of(self, row: Speech) -> Tensor:
-        """Return a row's labels, `[1, tokens]`, without reading the sound.
+    def encode_target(self, row: Speech) -> Tensor:
+        """Return the labels of an example, `[1, tokens]`, without reading the sound.
 
         Raises:
             CalibrationError: If the text is empty, contains special tokens, or does not fit.
         """
         encoder, tokenizer, text = self.encoder, self.encoder.tokenizer, str(row.text.target)
-        labels, alone = self._tokens(text), Counter(self._tokens(""))
+        labels, affixes = self._target_ids(text), Counter(self._target_ids(""))
         content = {tokenizer.unk_token_id} - encoder.ends  # Whisper's unknown token is its end
-        special = {*special_ids(tokenizer), *alone, self.start} - content
-        extra = Counter(filter(special.__contains__, labels)) - alone
-        found = " ".join(tokenizer.convert_ids_to_tokens([*extra]))
-        most = encoder.max_length or longest_text(tokenizer, encoder.positions)[0]
+        special = {*special_ids(tokenizer), *affixes, self.start} - content
+        extra = Counter(filter(special.__contains__, labels)) - affixes
+        names = " ".join(tokenizer.convert_ids_to_tokens([*extra]))
+        limit = encoder.max_length or longest_text(tokenizer, encoder.positions)[0]
         _refuse(row.text.name, "Change it, or leave the row out", {
             "the text is empty": not text.strip(),
-            f"the text contains special tokens ({found}), which the tokenizer writes itself": extra,
-            f"the text has {len(labels)} tokens, more than {most}, the positions of the model or "
-            f"tokenizer, or {option('max_length')}": len(labels) > most,
+            f"the text contains special tokens ({names}), which the tokenizer writes itself": extra,
+            f"the text has {len(labels)} tokens, more than {limit}, the positions of the model or "
+            f"tokenizer, or {option('max_length')}": len(labels) > limit,
         })  # fmt: skip
         return torch.tensor([labels])
 
-    def targets_of(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return logits and targets, without the first tokens, which are no words."""
-        logits, targets = super().targets_of(model, batch)
+    def logits_and_targets(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return logits and target tokens. The first tokens are no words and do not count."""
+        logits, targets = super().logits_and_targets(model, batch)
         targets[:, : len(self.prefix)] = NO_TARGET
         return logits, targets
 
     @cached_property
     def prefix(self) -> list[int]:
-        """Tokens in front of all texts, such as the language, behind the start."""
-        return [token for token in self._tokens("") if token not in self.encoder.ends]
+        """Tokens between the start token and all texts, such as the language."""
+        return [token for token in self._target_ids("") if token not in self.encoder.ends]
 
-    def _tokens(self, text: str) -> list[int]:
-        """Return a text's tokens without the start."""
+    def _target_ids(self, text: str) -> list[int]:
+        """Return a text's tokens without the start token."""
         ids = list(self.encoder.tokenizer(text_target=text, verbose=False)["input_ids"])
         return ids[1:] if ids[:1] == [self.start] else ids
 
-    def _wave(self, row: Speech) -> Any:
+    def _read_wave(self, row: Speech) -> Any:
         rate, name = self.processor.sampling_rate, row.text.name
         wave = read_sound(row.audio, name, rate)
         longest = getattr(self.processor, "n_samples", len(wave))  # Whisper's cuts what is longer
@@ -151,19 +151,19 @@ class SpeechBatches(MediaBatches):
 
 
 def read_sound(audio: Any, name: str, rate: int) -> Any:
-    """Read a sound by `soundfile`, the mean of its channels.
+    """Read a sound with `soundfile`, and average its channels.
 
     Args:
         audio: Path of a file in any of the library's formats, or its bytes.
         name: Name of the row in messages.
-        rate: Sampling rate to which the sound is resampled.
+        rate: Sampling rate of the result.
 
     Returns:
         Float32 `[samples]`.
 
     Raises:
-        CalibrationError: If the library is missing or cannot read the sound, which has no frames,
-            fewer than its header promises, or an unusual sampling rate.
+        CalibrationError: If the library is missing or cannot read the sound, or the sound has no
+            frames, fewer frames than its header promises, or an unusual sampling rate.
     """
     from scipy.signal import resample_poly  # slow to import
 
@@ -181,20 +181,20 @@ def read_sound(audio: Any, name: str, rate: int) -> Any:
         ) from error
     # Headers of compressed sounds are estimates. Those of streams have sizes of gigabytes.
     sizes = re.findall(r"(\d+) \(should be (\d+)\)", header)
-    parts = [int(real) / int(size) for size, real in sizes if 0 < int(size) < 2**30]
-    part = min([len(wave) / max(frames, 1), *parts])
-    # The filter of a change of rates has 20 coefficients a step.
+    fractions = [int(real) / int(size) for size, real in sizes if 0 < int(size) < 2**30]
+    fraction = min([len(wave) / max(frames, 1), *fractions])
+    # The resampling filter has 20 coefficients per step.
     steps = stored_rate // math.gcd(stored_rate, rate)
     is_usual = 1_000 <= stored_rate <= 192_000 and steps <= 50_000
     _refuse(f"{name}: {file}", "Repair or remove it", {
         "it has no sound": not len(wave),
-        f"it has {part:.0%} of the sound that its header promises": part < 0.99,
+        f"it has {fraction:.0%} of the sound that its header promises": fraction < 0.99,
         f"it has an unusual sampling rate, {stored_rate} Hz": not is_usual,
     })  # fmt: skip
     return resample_poly(wave.mean(axis=1), rate, stored_rate)
 
 
 def _refuse(name: str, advice: str, problems: Mapping[str, object]) -> None:
-    """Refuse an example with the first of these problems that it has."""
-    for problem in (problem for problem, is_there in problems.items() if is_there):
+    """Refuse an example because of the first problem whose condition is true."""
+    for problem in (problem for problem, is_true in problems.items() if is_true):
         raise CalibrationError(f"{name}: {problem}. {advice}")

@@ -40,7 +40,7 @@ class FileRows(list[dict[str, Any]]):
         return list(dict.fromkeys(name for row in self for name in row))
 
 
-def require_numbered(rows: object, name: str) -> None:
+def require_indexable(rows: object, name: str) -> None:
     """Refuse anything but one dataset with a length and numbered items.
 
     Raises:
@@ -55,7 +55,7 @@ def require_numbered(rows: object, name: str) -> None:
         )
 
 
-def split_of(location: str) -> tuple[str, str | None]:
+def split_location(location: str) -> tuple[str, str | None]:
     """Return path or hub id of `PATH:SPLIT` or `ID:SPLIT`, and the split, or None without one."""
     name, colon, split = location.rpartition(":")
     if not colon or Path(location).expanduser().exists():
@@ -68,7 +68,7 @@ def parent_folder(data: object) -> Path:
 
     Those of other data start at the working directory.
     """
-    return Path(split_of(data)[0]).expanduser().parent if isinstance(data, str) else Path()
+    return Path(split_location(data)[0]).expanduser().parent if isinstance(data, str) else Path()
 
 
 def load_texts(path: str, split: str = "train") -> FileRows | datasets.Dataset:
@@ -84,13 +84,13 @@ def load_texts(path: str, split: str = "train") -> FileRows | datasets.Dataset:
         ValueError: If there is no such file, folder or split.
         CalibrationError: If it cannot be read.
     """
-    name, named = split_of(path)
+    name, named = split_location(path)
     source = Path(name).expanduser()
     if source.is_file():
         return read_rows(source, named)
     if source.is_dir():
-        return read_saved(source, named, split)
-    return from_hub(name, source, named or split)
+        return load_saved(source, named, split)
+    return load_from_hub(name, source, named or split)
 
 
 def is_saved(folder: Path) -> bool:
@@ -98,7 +98,7 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def read_saved(folder: Path, split: str | None, usual_split: str | None) -> datasets.Dataset:
+def load_saved(folder: Path, split: str | None, usual_split: str | None) -> datasets.Dataset:
     """Read a folder written by `save_to_disk`.
 
     Args:
@@ -226,7 +226,7 @@ def _json_lines(text: str) -> Iterator[tuple[str, object]]:
             raise ValueError(f"line {number}: {error}") from error
 
 
-def from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
+def load_from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
     """Load a split of a hub dataset. `source` is the path without a file or folder.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Calibration samples for language models: texts with targets from the data or the expert."""
+"""Samples of language models: texts with targets from the data or the expert."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from logging import getLogger
 
 import torch
@@ -26,7 +26,7 @@ class TextBatches:
     """One task's samples. Texts are read and tokenised once, when they are first needed."""
 
     rows: TextRows
-    indices: list[int]  # positions of the samples in the rows
+    indices: list[int]  # of the samples in the rows
     settings: FeatCalSettings
     encoder: TextEncoder
     load_expert: Callable[[], nn.Module]  # called if the expert writes the targets
@@ -39,91 +39,90 @@ class TextBatches:
 
     @property
     def are_generated(self) -> bool:
-        """True if the expert writes the targets."""
+        """Whether the expert generates the targets."""
         return self.settings.calibration_targets == "generated"
 
-    def row_name(self, number: int) -> str:
+    def row_name(self, index: int) -> str:
         """Return the name of a sample in messages."""
-        return self.rows.row_name(self.indices[number])
+        return self.rows.row_name(self.indices[index])
 
     @cached_property
     def texts(self) -> list[Text]:
-        """The samples' rows.
+        """The samples as texts.
 
         Raises:
-            CalibrationError: If a row is not a usable text.
+            CalibrationError: If a sample is not a usable text.
         """
         return [self.rows.read(index) for index in self.indices]
 
     @property
     def columns(self) -> list[str]:
-        """Columns of all samples that are read."""
+        """Names of the columns that are read in any sample."""
         return list(dict.fromkeys(name for text in self.texts for name in text.columns))
 
     @property
     def unread(self) -> list[str]:
-        """Other columns with a value, and keys of chats' turns that no template shows."""
+        """Unread columns with a value, and keys of turns that the template does not show."""
         rows = [*self.texts, *self.inputs]
         return list(dict.fromkeys(name for row in rows for name in row.unread))
 
     @property
     def inputs(self) -> list[Sample]:
-        """Inputs of models: the prompts if the expert writes the targets, else the samples."""
+        """The prompts if the expert generates the targets, else prompts with targets."""
         return self.prompts if self.are_generated else self.encoded
 
-    def remark_on_length(self, inputs: Sequence[Sample]) -> str:
-        """Return a sentence on inputs that are cut, or no text."""
+    def truncation_note(self, inputs: Sequence[Sample]) -> str | None:
+        """Return a sentence on inputs that are cut, or None if none is."""
         cut, texts = sum(sample.is_cut for sample in inputs), pluralize(self.samples, "text")
         limit = option("max_length", self.encoder.max_length)
-        return f"{cut} of {texts} are longer than {limit}, and cut" if cut else ""
+        return f"{cut} of {texts} are longer than {limit}, and cut" if cut else None
 
-    def _noted(self, inputs: list[Sample]) -> list[Sample]:
-        """Warn once of what is left out of samples. `featcal calibrate` has notes instead."""
+    def _with_warnings(self, inputs: list[Sample]) -> list[Sample]:
+        """Warn once about unread keys and cut inputs. `featcal calibrate` shows notes instead."""
         unread = dict.fromkeys(key for sample in inputs for key in sample.unread)
-        for remark in filter(None, (*unread, self.remark_on_length(inputs))):
-            _warn_once("%s: %s", self.rows.name, remark)
+        for warning in filter(None, (*unread, self.truncation_note(inputs))):
+            _warn_once("%s: %s", self.rows.name, warning)
         return inputs
 
     @cached_property
     def prompts(self) -> list[Sample]:
         """The prompts that the expert answers."""
-        most = self.settings.generated_tokens
-        prompt = partial(self.encoder.prompt, reserved=most)
-        return self._noted([prompt(text) for text in self.texts])
+        reserved = self.settings.generated_tokens
+        return self._with_warnings([self.encoder.prompt(text, reserved) for text in self.texts])
 
     @cached_property
     def encoded(self) -> list[Sample]:
         """The samples in token ids.
 
         Raises:
-            CalibrationError: If a row is not a usable text, or has no target and needs one.
+            CalibrationError: If a sample is not a usable text, or lacks a required target.
         """
         if not self.are_generated:
-            return self._noted([self.encoder.sample(text) for text in self.texts])
+            return self._with_warnings([self.encoder.sample(text) for text in self.texts])
         names = [text.name for text in self.texts]
-        return list(map(self.encoder.answered, self.prompts, self._answers(), names))
+        return list(map(self.encoder.answered, self.prompts, self._generate_answers(), names))
 
     def by_length(self) -> tuple["TextBatches", list[int]]:
-        """Return the samples by their length, which pads batches little, and their numbers here."""
+        """Return the samples in order of length, to save padding, and their indices here."""
         lengths = self.lengths()
         order = sorted(range(self.samples), key=lengths.__getitem__)
-        return self.some(order), order
+        return self.select(order), order
 
-    def some(self, numbers: Sequence[int]) -> "TextBatches":
-        """Return some of the samples, in the given order, with what was read of them."""
-        batches = replace(self, indices=[self.indices[number] for number in numbers])
+    def select(self, indices: Sequence[int]) -> "TextBatches":
+        """Return the samples at these indices, in this order, with what is cached of them."""
+        batches = replace(self, indices=[self.indices[index] for index in indices])
         for name in {"texts", "prompts", "encoded"} & vars(self).keys():
-            vars(batches)[name] = [vars(self)[name][number] for number in numbers]
+            vars(batches)[name] = [vars(self)[name][index] for index in indices]
         return batches
 
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each text, with the longest possible answer of the expert.
+        """Return the number of tokens of each sample, with the expert's longest possible answer.
 
         Raises:
-            CalibrationError: If a row is not a usable text.
+            CalibrationError: If a sample is not a usable text.
         """
-        more = self.settings.generated_tokens if self.are_generated else 0
-        return [len(sample.ids) + more for sample in self.inputs]
+        answer = self.settings.generated_tokens if self.are_generated else 0
+        return [len(sample.ids) + answer for sample in self.inputs]
 
     @cached_property
     def batch_size(self) -> int:
@@ -147,20 +146,20 @@ class TextBatches:
             CalibrationError: If a token id is not in its vocabulary.
         """
         batches = list(self)
-        for number, batch in enumerate(batches):
-            self._check(batch, model, number * self.batch_size)
+        for index, batch in enumerate(batches):
+            self._check_token_ids(batch, model, index * self.batch_size)
         return batches
 
-    def _answers(self) -> list[list[int]]:
+    def _generate_answers(self) -> list[list[int]]:
         """Return the expert's greedy answers to all prompts."""
         expert = self.load_expert()
         expert = expert if self.device is None else expert.to(self.device)
         answers: list[list[int]] = []
         for start in range(0, self.samples, self.batch_size):
             prompts = [p.ids for p in self.prompts[start : start + self.batch_size]]
-            self._check(padded_left(prompts, self.encoder.pad_id), expert, start)
+            self._check_token_ids(padded_left(prompts, self.encoder.pad_id), expert, start)
             answers += greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
         return answers
 
-    def _check(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
+    def _check_token_ids(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
         check_token_ids(batch, model, lambda row: self.row_name(start + row))

@@ -1,4 +1,4 @@
-"""Common formats of rows with texts: prompts with answers, chats, plain texts, token ids."""
+"""Common formats of text examples: prompts with answers, chats, plain texts, token ids."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,27 +7,27 @@ from string import ascii_uppercase
 from typing import Any, Literal
 
 from fusion_bench_featcal.data.chats import (
-    AS_LABELS,
-    AS_PART,
     MASKS,
+    PART_FORM,
+    USE_LABELS,
     Turn,
-    answered_turns,
+    column_error,
     has_value,
+    image_source,
     is_chat,
-    is_no,
-    parsed,
+    is_false_flag,
+    parse_json,
     read_turns,
-    stored_image,
-    unused_column,
+    split_answer,
 )
 from fusion_bench_featcal.errors import CalibrationError
 
 CHATS = ("messages", "conversations")
 PROMPTS = ("prompt", "instruction", "question")
 FORMATS = ("input_ids", *CHATS, *PROMPTS, "text", "chosen")
-"""Columns for texts, one of which a row must have. The first one has priority."""
+"""Columns for texts, one of which an example must have. The first one has priority."""
 TARGETS = ("target", "completion", "response", "output", "answer", "answerKey", "chosen")
-"""Names of the column with the answer to a row's prompt."""
+"""Names of the column with the answer to a prompt."""
 FLAGGED = ("weight", "label", *PROMPTS, *TARGETS)
 """Columns that `is_left_out` reads."""
 _CONTEXTS = ("input", "context")
@@ -40,30 +40,30 @@ IMAGES = ("image", "images")
 _MEDIA = (*IMAGES, "audio", "video", "videos")
 STANDARD = {name: names[0] for names in (CHATS, PROMPTS, _CHOICES, _SYSTEMS) for name in names}
 STANDARD |= {name: "context" for name in _CONTEXTS}
-"""Name of a column -> the one by which a command names it."""
+"""Name of a column -> its name in the option `--columns`."""
 NEEDED = (
     *_CHAT_COLUMNS, *_CHOICES, "A", "B", "context", "text_pair", "article", "document", "passage",
     "paragraph", "story", *_MEDIA, *MASKS,
 )  # fmt: skip
-"""Columns that change the model's input. A row is refused if one has a value that is not used."""
+"""Columns that change the model's input. An example with an unread value in one is refused."""
 _NO_TOWER = "The model reads texts alone: name one with a tower for it"
-_ADVICE: dict[str, str] = {**dict.fromkeys(_MEDIA, _NO_TOWER), **dict.fromkeys(MASKS, AS_LABELS)}
+_ADVICE: dict[str, str] = dict.fromkeys(_MEDIA, _NO_TOWER) | dict.fromkeys(MASKS, USE_LABELS)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A row in one of four formats.
+    """An example in one of four formats.
 
     Attributes:
-        name: Its name in messages.
+        name: The example's name in messages.
         form: `tokens`, `chat`, `prompt` or `text`, which has no target.
         prompt: A text, the turns before the answer, or columns of token ids.
-        target: The answer: a text or a turn. None if there is none.
+        target: The answer: a text or a turn. None without an answer.
         pair: Second text of a classifier's pair.
-        values: Other values of a chat's template: `tools`, `documents`.
+        values: Other variables of the chat template: `tools`, `documents`.
         columns: Names of the columns that are read.
         unread: Names of the other columns with a value.
-        images: Its images as the dataset stores them, in the order of their marks in the texts.
+        images: The images as the dataset stores them, in the order of their marks in the texts.
     """
 
     name: str
@@ -78,44 +78,50 @@ class Text:
 
     @property
     def lacks_target(self) -> bool:
-        """Return whether there is a prompt without an answer, which an expert must generate."""
+        """Whether there is a prompt without an answer, which an expert must generate."""
         return self.form in ("chat", "prompt") and self.target is None
 
 
 def read_row(
     row: object, name: str, columns: Mapping[str, str] | None = None, *, reads_images: bool = False
 ) -> Text:
-    """Read a row of any common format.
+    """Read an example in any common format.
 
     Chats are lists of turns, ShareGPT's `conversations`, or TRL's prompts and completions. Prompts
     may have a context and choices. The target of a preference is its `chosen` answer.
 
     Args:
-        row: The row.
-        name: Its name in messages.
+        row: Column -> value.
+        name: The example's name in messages.
         columns: Standard name of a column -> its name in the row, to read only these.
         reads_images: Whether the model reads images, in columns or in parts of turns.
 
     Raises:
-        CalibrationError: If it has none of these formats, several answers, or a column that would
-            change the input in an unknown way.
+        CalibrationError: If the row has none of these formats, several answers, or a column that
+            would change the input in an unknown way.
     """
     if not isinstance(row, Mapping):
         raise CalibrationError(f"{name}: a text is a mapping, got {type(row).__name__}")
-    return _Reader(row, name, columns or {}, reads_images).text()
+    return _RowReader(row, name, columns or {}, reads_images).read()
 
 
 def is_left_out(row: object) -> bool:
-    """Return whether a row does not count: its weight is 0, or its answer is bad (KTO's label)."""
+    """Return whether an example is left out: its weight is 0, or KTO's label is false."""
     if not isinstance(row, Mapping):
         return False
     has_answer = any(row.get(p) for p in PROMPTS) and any(row.get(t) for t in TARGETS)
     is_bad = has_answer and str(row.get("label")).lower() == "false"
-    return is_bad or is_no(row.get("weight"))
+    return is_bad or is_false_flag(row.get("weight"))
 
 
-class _Reader:
-    """One row, with the columns that were read so far."""
+class _RowReader:
+    """Reads one row.
+
+    Attributes:
+        images: Images in the parts of turns, or None if the model reads no images.
+        values: Standard name of a column -> its value, without missing values.
+        used: Standard names of the columns that have been read so far.
+    """
 
     def __init__(
         self, row: Mapping[str, object], name: str, columns: Mapping[str, str], reads_images: bool
@@ -124,29 +130,30 @@ class _Reader:
         self.images: list[Any] | None = [] if reads_images else None
         self.names = columns or {str(column): str(column) for column in row}
         self.values = {n: row[c] for n, c in self.names.items() if row.get(c) is not None}
-        self.read: list[str] = []
+        self.used: list[str] = []
 
-    def text(self) -> Text:
+    def read(self) -> Text:
+        """Return the example, and refuse unread columns that would change it."""
         if is_left_out(self.values):
             raise CalibrationError(f"{self.name}: weight 0 or label false. Remove the row")
         for flag, yes in (("weight", ("1", "1.0")), ("label", ("true",))):
             if str(self.values.get(flag)).lower() in yes:
-                self.take(flag)  # it says that the row counts, which is no news
+                self.take(flag)  # the row counts, as it does without the column
         if "input_ids" in self.values:
             tokens = {n: self.take(n) for n in ("input_ids", "attention_mask", "labels")}
-            return self.finished(Text(self.name, "tokens", tokens))
-        return self.finished(self.chat() or self.plain())
+            return self.with_columns(Text(self.name, "tokens", tokens))
+        return self.with_columns(self.read_chat() or self.read_plain())
 
     def take(self, *names: str) -> object:
-        """Return the value of the first of these columns, and note that it is read."""
+        """Return the value of the first of these columns that exists, and record its use."""
         name = next((name for name in names if name in self.values), None)
         if name is None:
             return None
-        self.read.append(name)
+        self.used.append(name)
         return self.values[name]
 
-    def chat(self) -> Text | None:
-        """Return a chat, or None if the row is none."""
+    def read_chat(self) -> Text | None:
+        """Return a chat, or None if the row is no chat."""
         form = next((name for name in FORMATS if name in self.values), "")
         if form in CHATS or is_chat(self.values.get(form)):  # TRL, also without a prompt
             turns = read_turns(self.take(form), self.name, self.images)
@@ -154,30 +161,31 @@ class _Reader:
             turns = [{"role": "user", "content": self.as_text(self.take(form), form)}]
         else:
             return None
-        if turns and turns[-1]["role"] != "assistant" and (answer := self.answer()) is not None:
-            turns = self.with_answer(turns, answer)
+        lacks_answer = turns and turns[-1]["role"] != "assistant"
+        if lacks_answer and (answer := self.read_answer()) is not None:
+            turns = self.add_answer(turns, answer)
         if turns and turns[0]["role"] != "system" and (system := self.take(*_SYSTEMS)):
             turns = [{"role": "system", "content": self.as_text(system, "system")}, *turns]
-        question, answer = answered_turns(turns, self.name)
-        values = {n: parsed(self.take(n), f"{self.name}: {n}") for n in _TEMPLATE_COLUMNS}
+        question, answer = split_answer(turns, self.name)
+        values = {n: parse_json(self.take(n), f"{self.name}: {n}") for n in _TEMPLATE_COLUMNS}
         values = {name: value for name, value in values.items() if value}
         return Text(self.name, "chat", question, answer, values=values)
 
-    def with_answer(self, turns: list[Turn], answer: object) -> list[Turn]:
-        """Return turns with their answer, which may repeat them."""
+    def add_answer(self, turns: list[Turn], answer: object) -> list[Turn]:
+        """Return turns and their answer. An answer that repeats the turns replaces them."""
         if not is_chat(answer):
-            return [*turns, {"role": "assistant", "content": self.as_text(answer, self.read[-1])}]
-        before = len(self.images or ())
-        more = read_turns(answer, self.name, self.images)
-        if more[0]["role"] not in ("user", "system"):
-            return [*turns, *more]
-        self.images = self.images and self.images[before:]
-        return more
+            return [*turns, {"role": "assistant", "content": self.as_text(answer, self.used[-1])}]
+        images_before = len(self.images or ())
+        answer_turns = read_turns(answer, self.name, self.images)
+        if answer_turns[0]["role"] not in ("user", "system"):
+            return [*turns, *answer_turns]
+        self.images = self.images and self.images[images_before:]
+        return answer_turns
 
-    def plain(self) -> Text:
+    def read_plain(self) -> Text:
         """Return a prompt with its answer, or a plain text."""
         prompt = self.take(*PROMPTS)
-        prompt_column = next(reversed(self.read), "")
+        prompt_column = next(reversed(self.used), "")
         pair = self.take("text_pair")
         pair = self.as_text(pair, "text_pair") if pair else None
         if prompt is None and "text" not in self.values:
@@ -187,24 +195,24 @@ class _Reader:
             )
         if prompt is None:
             return Text(self.name, "text", self.as_text(self.take("text"), "text"), pair=pair)
-        prompt, target = self.as_text(prompt, prompt_column), self.answer()
-        target_column = self.read[-1]
+        prompt, target = self.as_text(prompt, prompt_column), self.read_answer()
+        target_column = self.used[-1]
         if context := self.take(*_CONTEXTS):
-            prompt = f"{prompt}\n\n{self.as_text(context, self.read[-1])}"
-        if choices := self.choices():
-            prompt, target = self.with_choices(prompt, choices, target)
+            prompt = f"{prompt}\n\n{self.as_text(context, self.used[-1])}"
+        if choices := self.read_choices():
+            prompt, target = self.add_choices(prompt, choices, target)
         target = None if target is None else self.as_text(target, target_column)
         return Text(self.name, "prompt", prompt, target, pair)
 
-    def choices(self) -> object:
+    def read_choices(self) -> object:
         """Return the choices of a question: one column, or a column for each letter."""
         if any(name in self.values for name in _CHOICES):
-            return parsed(self.take(*_CHOICES), f"{self.name}: {self.read[-1]}")
+            return parse_json(self.take(*_CHOICES), f"{self.name}: {self.used[-1]}")
         letters = [*takewhile(self.values.__contains__, ascii_uppercase)]
         return {letter: self.take(letter) for letter in letters} if len(letters) > 1 else None
 
-    def with_choices(self, prompt: str, choices: Any, target: Any) -> tuple[str, Any]:
-        """Return a prompt with a line for each choice, and a number as its letter."""
+    def add_choices(self, prompt: str, choices: Any, target: Any) -> tuple[str, Any]:
+        """Return a prompt with a line for each choice, and the target, an index as its letter."""
         texts, letters = choices, list(ascii_uppercase[: len(choices)])
         if isinstance(choices, Mapping):
             texts, letters = list(choices.values()), list(choices)
@@ -224,11 +232,11 @@ class _Reader:
             target = letters[int(target)]
         return "\n".join([f"{prompt}\n", *lines]), target
 
-    def answer(self) -> Any:
+    def read_answer(self) -> Any:
         """Return the answer to a prompt: its `target`, else another column of `TARGETS`, or None.
 
         Raises:
-            CalibrationError: If several have different answers.
+            CalibrationError: If several columns have different answers.
         """
         answers = {name: self.values[name] for name in TARGETS if name in self.values}
         first = next(iter(answers), "target")
@@ -241,27 +249,27 @@ class _Reader:
         if not isinstance(texts, list | tuple) or is_chat(texts):
             return answer
         if len(distinct := [*dict.fromkeys(map(str, texts))]) != 1:
-            fault = f"{self.names[self.read[-1]]} has {len(distinct)} different answers"
+            fault = f"{self.names[self.used[-1]]} has {len(distinct)} different answers"
             raise CalibrationError(f"{self.name}: {fault}. Write the one to use as target")
         return distinct[0]
 
-    def all_images(self) -> tuple[Any, ...]:
-        """Return the images. Those of columns come where parts only mark a place, then behind."""
+    def read_images(self) -> tuple[Any, ...]:
+        """Return all images. Images of columns fill parts without an image, or come last."""
         if self.images is None:
             return ()
         cells = [cell for cell in map(self.take, IMAGES) if has_value(cell)]
         stored = [i for cell in cells for i in (cell if isinstance(cell, list | tuple) else [cell])]
-        beside = iter([stored_image(image, self.name) for image in stored])
-        images = [next(beside, None) if image is None else image for image in self.images]
+        others = iter([image_source(image, self.name) for image in stored])
+        images = [next(others, None) if image is None else image for image in self.images]
         if lacking := images.count(None):
             raise CalibrationError(
                 f"{self.name}: {lacking} parts mark the places of images that are missing. Give "
-                f"them in the column images, or in the parts: {AS_PART}"
+                f"them in the column images, or in the parts: {PART_FORM}"
             )
-        return *images, *beside
+        return *images, *others
 
     def as_text(self, value: object, column: str) -> str:
-        """Return a text. Tables contain whole numbers without quotes."""
+        """Return a value as text. Tables contain whole numbers without quotes."""
         if not isinstance(value, str) and type(value) is not int:
             raise CalibrationError(
                 f"{self.name}: {self.names.get(column, column)} is {type(value).__name__}, not a "
@@ -269,16 +277,16 @@ class _Reader:
             )
         return str(value)
 
-    def finished(self, text: Text) -> Text:
-        """Return a text with its columns, if nothing that is needed was left unread."""
-        images = self.all_images()
-        columns = dict.fromkeys(self.names[n] for n in self.read if has_value(self.values[n]))
-        changing = NEEDED if text.form != "tokens" else () if "labels" in self.read else MASKS
-        needed = [n for n in changing if n not in self.read and has_value(self.values.get(n))]
+    def with_columns(self, text: Text) -> Text:
+        """Return a text with names of columns and images. Refuse unread columns of `NEEDED`."""
+        images = self.read_images()
+        columns = dict.fromkeys(self.names[n] for n in self.used if has_value(self.values[n]))
+        changing = NEEDED if text.form != "tokens" else () if "labels" in self.used else MASKS
+        needed = [n for n in changing if n not in self.used and has_value(self.values.get(n))]
         if needed:
             as_chat = needed[0] in _CHAT_COLUMNS and text.form != "chat"
             advice = "Write the row as messages" if as_chat else "Write it into the text"
             advice = _ADVICE.get(needed[0], advice)
-            raise unused_column(self.name, self.names[needed[0]], f"a {text.form}", advice)
+            raise column_error(self.name, self.names[needed[0]], f"a {text.form}", advice)
         unread = tuple(str(n) for n, v in self.row.items() if has_value(v) and n not in columns)
         return replace(text, columns=tuple(columns), unread=unread, images=images)

@@ -5,7 +5,7 @@ from typing import Any
 
 import datasets
 
-from fusion_bench_featcal.data.tables import require_numbered
+from fusion_bench_featcal.data.tables import require_indexable
 from fusion_bench_featcal.data.text_formats import FLAGGED, Text, is_left_out, read_row
 from fusion_bench_featcal.errors import CalibrationError
 
@@ -40,7 +40,7 @@ class TextRows:
         Raises:
             CalibrationError: If it is streamed, or is not one split.
         """
-        require_numbered(rows, name)
+        require_indexable(rows, name)
         self.name, self.columns, self._reads_images = name, dict(columns or {}), reads_images
         self._places = getattr(rows, "places", None)
         features = getattr(rows, "features", None) or {}

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fusion_bench_featcal.data.templates import (
     Chat,
-    end_of_answers,
-    head_length,
-    rendered_chat,
+    answer_end_tokens,
+    render_chat,
     special_ids,
+    template_prefix_length,
 )
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, longest_text
@@ -54,13 +54,13 @@ class _TokenizedText:
         prompt: The prompt, as a sample without labels.
         target: Token ids of the target, or None without one.
         labels: Labels of the target, -100 for tokens that do not count. By default `target`.
-        head: Number of the prompt's first tokens that stay if it is cut.
+        prefix_length: Number of the prompt's first tokens that are preserved if it is cut.
     """
 
     prompt: Sample
     target: list[int] | None = None
     labels: list[int] | None = None
-    head: int = 0
+    prefix_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TextEncoder(ABC):
         They are those of the tokenizer and of the models, and the first one that the chat template
         writes after an answer.
         """
-        ends = {self.tokenizer.eos_token_id, *self.model_ends, *end_of_answers(self.tokenizer)}
+        ends = {self.tokenizer.eos_token_id, *self.model_ends, *answer_end_tokens(self.tokenizer)}
         return frozenset(ends - {None})
 
     def prompt(self, text: Text, reserved: int) -> Sample:
@@ -182,11 +182,11 @@ class TextEncoder(ABC):
                 "with a chat template; give rows with prompt and target, or "
                 f"{user_term('template')}"
             )
-        chat = rendered_chat(self.tokenizer, text)
+        chat = render_chat(self.tokenizer, text)
         ids, target = self._tokenize_rendered(chat)
         is_long = len(ids) > self._limit // 2
-        head = head_length(self.tokenizer, text, ids) if is_long else 0
-        return _TokenizedText(Sample(ids, unread=chat.unread), target, head=head)
+        prefix = template_prefix_length(self.tokenizer, text, ids) if is_long else 0
+        return _TokenizedText(Sample(ids, unread=chat.unread), target, prefix_length=prefix)
 
     def _tokenize_rendered(self, chat: Chat) -> tuple[list[int], list[int] | None]:
         """Return prompt and target of a rendered chat. By default the prompt is all of it."""
@@ -224,8 +224,8 @@ class TextEncoder(ABC):
         self._refuse_long(len(ids), room, name)
         if len(ids) <= room:
             return prompt
-        head = min(tokens.head, room // 2)
-        return replace(prompt, ids=ids[:head] + ids[len(ids) - room + head :], is_cut=True)
+        prefix = min(tokens.prefix_length, room // 2)
+        return replace(prompt, ids=ids[:prefix] + ids[len(ids) - room + prefix :], is_cut=True)
 
     def _refuse_long(self, length: int, limit: int, name: str) -> None:
         if self.max_length is None and length > limit and limit < NO_LIMIT:
@@ -263,8 +263,8 @@ class CausalTextEncoder(TextEncoder):
             prompt, target = self._split(text.prompt, text.target, special=True)
             end = self.tokenizer.eos_token_id
             target = self.until_end([*target, *([] if end is None else [end])])
-        head = len([*takewhile(self._special.__contains__, prompt)])
-        return _TokenizedText(Sample(prompt), target, head=head)
+        prefix = len([*takewhile(self._special.__contains__, prompt)])
+        return _TokenizedText(Sample(prompt), target, prefix_length=prefix)
 
     def _tokenize_rendered(self, chat: Chat) -> tuple[list[int], list[int] | None]:
         if chat.answer is None:

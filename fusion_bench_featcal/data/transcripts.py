@@ -17,11 +17,11 @@ from fusion_bench_featcal.streams.inputs import check_token_ids
 
 
 @dataclass
-class Transcripts:
-    """Test examples of speech, which models transcribe by greedy search.
+class TranscriptScorer:
+    """Scores speech models by the words of their transcripts, which greedy search generates.
 
-    A transcript begins with the tokens that the tokenizer writes in front of each text. It is
-    compared in the words of `text_normalizer` for the language that these tokens name.
+    A transcript begins with the tokens that the tokenizer writes before each text. They name the
+    language in which `text_normalizer` compares words.
 
     Attributes:
         batches: The test examples.
@@ -37,29 +37,30 @@ class Transcripts:
     @torch.no_grad()
     def score(self, model: Any) -> Score:
         """Score a model. Accuracy is 1 - word error rate, at least 0."""
-        batches, rows, losses, written = self.batches, self.batches.rows, [], []
-        tokenizer, begin = batches.encoder.tokenizer, [batches.start, *batches.prefix]
-        longest = max(batches.labels_of(row).shape[1] for row in rows)
-        most = min(2 * longest, positions_of(model) - len(begin))
-        for first in range(0, len(rows), self.batch_size):
-            some = rows[first : first + self.batch_size]
-            batch = BatchFeature(batches.joined(some))
-            check_token_ids(batch, model, lambda number, some=some: some[number].text.name)
+        batches, examples, losses, hypotheses = self.batches, self.batches.rows, [], []
+        tokenizer, prefix = batches.encoder.tokenizer, [batches.start, *batches.prefix]
+        longest = max(batches.encode_target(example).shape[1] for example in examples)
+        limit = min(2 * longest, positions_of(model) - len(prefix))
+        for start in range(0, len(examples), self.batch_size):
+            chunk = examples[start : start + self.batch_size]
+            batch = BatchFeature(batches.collate(chunk))
+            check_token_ids(batch, model, lambda index, chunk=chunk: chunk[index].text.name)
             batch.to(device_of(model), next(model.parameters()).dtype)
-            labels, starts = batch.pop("labels"), torch.tensor([begin] * len(some))
+            labels, prefixes = batch.pop("labels"), torch.tensor([prefix] * len(chunk))
             # Sounds are encoded once, for losses and transcripts.
-            heard: Any = {"encoder_outputs": model.get_encoder()(**batch)}
-            losses.append(row_losses(*batches.targets_of(model, heard | {"labels": labels})))
-            heard |= {"decoder_input_ids": starts.to(labels.device), "max_new_tokens": most}
-            tokens = model.generate(**heard, **GREEDY)
-            written += tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        spoken = [str(row.text.target) for row in rows]
+            inputs: Any = {"encoder_outputs": model.get_encoder()(**batch)}
+            logits, targets = batches.logits_and_targets(model, inputs | {"labels": labels})
+            losses.append(row_losses(logits, targets))
+            inputs |= {"decoder_input_ids": prefixes.to(labels.device), "max_new_tokens": limit}
+            tokens = model.generate(**inputs, **GREEDY)
+            hypotheses += tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        references = [str(example.text.target) for example in examples]
         spelling = getattr(tokenizer, "english_spelling_normalizer", None)
         marks = tokenizer.convert_ids_to_tokens(batches.prefix)  # Whisper's name the language
         language = next((code for mark in marks if (code := mark.strip("<|>")) in LANGUAGES), None)
-        normalizer = text_normalizer(spoken, language, spelling)
-        errors = [word_errors(*pair, normalizer) for pair in zip(spoken, written, strict=True)]
-        count = sum(len(normalizer(text).split()) for text in spoken)
-        shares = 1 - torch.tensor(errors).double() * len(rows) / max(count, 1)
-        accuracy = max(0.0, shares.mean().item())
-        return Score(accuracy, torch.cat(losses).double().cpu(), None, shares=shares)
+        normalizer = text_normalizer(references, language, spelling)
+        errors = [word_errors(*p, normalizer) for p in zip(references, hypotheses, strict=True)]
+        words = sum(len(normalizer(text).split()) for text in references)
+        word_scores = 1 - torch.tensor(errors).double() * len(examples) / max(words, 1)
+        accuracy = max(0.0, word_scores.mean().item())
+        return Score(accuracy, torch.cat(losses).double().cpu(), None, word_scores=word_scores)

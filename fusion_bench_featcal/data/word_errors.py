@@ -1,4 +1,4 @@
-"""Errors of words in transcripts, by Whisper's normalizers of texts and `jiwer`."""
+"""Word errors of transcripts, with Whisper's text normalizers and `jiwer`."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -12,20 +12,23 @@ from transformers.models.whisper.english_normalizer import (
 
 from fusion_bench_featcal.errors import CalibrationError
 
+Normalizer = Callable[[str], str]
+
 
 def text_normalizer(
     transcripts: Sequence[str], language: str | None = None, spelling: Any = None
-) -> Callable[[str], str]:
+) -> Normalizer:
     """Return the normalizer of transformers for transcripts in one language.
 
-    English has its own: `$50` is "fifty dollars", and "what's" is "what is". In other languages,
-    letters become small, and punctuation and symbols become blanks. Accents and the vowel signs of
-    Hindi stay, which the normalizer itself would replace by blanks.
+    English has a normalizer of its own: `$50` becomes "fifty dollars", and "what's" becomes "what
+    is". In other languages, letters become small, and punctuation and symbols become blanks.
+    Accents and the vowel signs of Hindi are preserved, which the normalizer of transformers
+    replaces by blanks.
 
     Args:
-        transcripts: Without a language they are English if all their letters are ASCII.
-        language: The language's code in Whisper.
-        spelling: British to American words, as Whisper's tokenizers have them.
+        transcripts: The texts. Without `language` they are English if all their letters are ASCII.
+        language: Whisper's code of the language.
+        spelling: British word -> American word, as in Whisper's tokenizers.
     """
     if language is None and all(c.isascii() or not c.isalpha() for t in transcripts for c in t):
         language = "en"
@@ -39,20 +42,20 @@ def text_normalizer(
     return basic
 
 
-def word_errors(spoken: str, written: str, normalizer: Callable[[str], str] | None = None) -> int:
+def word_errors(reference: str, hypothesis: str, normalizer: Normalizer | None = None) -> int:
     """Return the smallest number of inserted, deleted and replaced words between two texts.
 
     Args:
-        spoken: The transcript.
-        written: The text that is compared with it.
-        normalizer: As of `text_normalizer`, by default that for the transcript.
+        reference: The correct transcript.
+        hypothesis: The model's transcript.
+        normalizer: Result of `text_normalizer`, by default the one for the reference.
 
     Raises:
         CalibrationError: If `jiwer` is missing.
     """
-    normalizer = normalizer or text_normalizer([spoken])
-    compared = speech_library("jiwer").process_words(normalizer(spoken), normalizer(written))
-    return compared.substitutions + compared.deletions + compared.insertions
+    normalizer = normalizer or text_normalizer([reference])
+    alignment = speech_library("jiwer").process_words(normalizer(reference), normalizer(hypothesis))
+    return alignment.substitutions + alignment.deletions + alignment.insertions
 
 
 def speech_library(name: str) -> Any:

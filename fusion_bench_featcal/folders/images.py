@@ -14,7 +14,7 @@ from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.scoring import class_tests, own_logits
-from fusion_bench_featcal.data.tables import split_of
+from fusion_bench_featcal.data.tables import split_location
 from fusion_bench_featcal.data.text_limits import longest_text, positions_of
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import error_context
@@ -81,7 +81,7 @@ def open_image_task(
         images = ImageBatches(rows.tests.rows, rows.tests.indices, size, processor)
         tests = class_tests(lambda _: images, size, labels, logits)
     read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
-    is_folder = Path(split_of(request.data[task])[0]).expanduser().is_dir()
+    is_folder = Path(split_location(request.data[task])[0]).expanduser().is_dir()
     batches = ImageBatches(rows.samples.rows, rows.samples.indices, size, processor)
     return rows.opened(batches, tests, () if is_folder else read, [remark] if remark else [])
 

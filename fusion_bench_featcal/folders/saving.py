@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fusion_bench_featcal.data.contents import files_in
+from fusion_bench_featcal.data.contents import list_files
 from fusion_bench_featcal.files import digest_file
 from fusion_bench_featcal.files.json_files import json_text
 from fusion_bench_featcal.files.untrusted import read_json
@@ -71,7 +71,7 @@ def save_folder(calibrated: CalibratedModel, facts: CardFacts, evaluation: Evalu
         result.log.write(new / REPORT / "calibration_log.jsonl")
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
         # Users edit the card.
-        written = {name: digest_file(new / name) for name in files_in(new) if name != CARD}
+        written = {name: digest_file(new / name) for name in list_files(new) if name != CARD}
         (new / WRITTEN).write_text(json_text(written), encoding="utf-8")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fusion_bench_featcal.data.speech import COLUMNS, SpeechBatches, read_speech
 from fusion_bench_featcal.data.text_samples import TextEncoder
-from fusion_bench_featcal.data.transcripts import Transcripts
+from fusion_bench_featcal.data.transcripts import TranscriptScorer
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task, TaskRows
 from fusion_bench_featcal.folders.texts import folder_of, open_media, open_texts
@@ -37,6 +37,6 @@ def open_speech_task(
     return open_media(rows, calibration, tested, read, notes, _transcripts)
 
 
-def _transcripts(test: SpeechBatches) -> tuple[Transcripts, dict[str, str]]:
+def _transcripts(test: SpeechBatches) -> tuple[TranscriptScorer, dict[str, str]]:
     measure, title = "word accuracy, 1 - word error rate", "word accuracy % (loss)"
-    return Transcripts(test), {"measure": measure, "title": title}
+    return TranscriptScorer(test), {"measure": measure, "title": title}

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from fusion_bench_featcal.data.generation import targets_of
+from fusion_bench_featcal.data.generation import logits_and_targets
 from fusion_bench_featcal.data.image_texts import ImageTextBatches
 from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.media_batches import MediaBatches
-from fusion_bench_featcal.data.pictures import file_in
+from fusion_bench_featcal.data.pictures import resolve_file
 from fusion_bench_featcal.data.scoring import Tests, class_tests
 from fusion_bench_featcal.data.tables import load_texts, parent_folder
 from fusion_bench_featcal.data.text_batches import TextBatches
@@ -52,6 +52,7 @@ def open_texts(
     columns: Mapping[str, str],
     names: Sequence[str],
     usual: Sequence[str],
+    reads_images: bool = False,
 ) -> TextRows:
     """Open a table of texts, optionally with renamed columns.
 
@@ -64,8 +65,10 @@ def open_texts(
             may be missing, because only scores need it.
         names: Standard names that are allowed.
         usual: Standard columns, one of which is needed if `columns` is empty.
+        reads_images: Whether the models read images, whose columns are then allowed and read.
     """
-    refuse_unknown(columns, names, f"{option}: --columns ")
+    images = IMAGES if reads_images else ()
+    refuse_unknown(columns, (*names, *images), f"{option}: --columns ")
     with error_context(option, cause=unloadable):
         table = load_texts(location, split)
     available = {*table.column_names}
@@ -80,10 +83,9 @@ def open_texts(
             f"{option} has the columns {', '.join(table.column_names)}{reason}: name them by "
             f"--columns [NAME:]{','.join(f'{name}=COLUMN' for name in needed)}"
         )
-    reads_images = {*IMAGES} <= {*names}
-    kept = usual if names == usual else IMAGES if reads_images else ()
     if columns:
-        columns = {n: n for n in kept if n in available} | dict(columns)
+        others = usual if names == usual else images
+        columns = {n: n for n in others if n in available} | dict(columns)
     with error_context(option, cause=unloadable):
         return TextRows(table, option, columns, reads_images=reads_images)
 
@@ -104,8 +106,10 @@ def open_language_task(
         load_expert: Loads the task's expert, if it generates the targets.
         image_processor: Returns the processor of texts with images, if the models read images.
     """
-    names = _PROMPT_COLUMNS if image_processor is None else (*_PROMPT_COLUMNS, *IMAGES)
-    open_rows = partial(open_texts, columns=request.columns_of(task), names=names, usual=FORMATS)
+    columns, reads_images = request.columns_of(task), image_processor is not None
+    open_rows = partial(
+        open_texts, columns=columns, names=_PROMPT_COLUMNS, usual=FORMATS, reads_images=reads_images
+    )
     rows = TaskRows.open(task, request, open_rows)
     parts = [
         TextBatches(part.rows, part.indices, request.settings, encoder, load_expert, request.device)
@@ -115,10 +119,10 @@ def open_language_task(
         return _open_image_texts(rows, [part.texts for part in parts], encoder, image_processor())
     calibration, test = map(_with_targets, parts)
     rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
-    test = test.some(places)
+    test = test.select(places)
     tests, described = None, dict[str, str]()
     if test.indices:
-        tests, described = _answers(test, targets_of, _counts_tokens(test))
+        tests, described = _answers(test, logits_and_targets, _counts_tokens(test))
     notes = _notes_of_rows(rows, calibration.unread, calibration, test)
     are_plain = all(text.form == "prompt" for text in calibration.texts)
     if are_plain and getattr(encoder.tokenizer, "chat_template", None):
@@ -128,7 +132,7 @@ def open_language_task(
         )
     if calibration.are_generated:
         unread = calibration.unread
-        stored = {column: name for name, column in request.columns_of(task).items()}
+        stored = {column: name for name, column in columns.items()}
         names = {STANDARD.get(stored.get(c, c), stored.get(c, c)): c for c in calibration.columns}
         pairs = ",".join(f"{name}={column}" for name, column in names.items())
         way = f"--columns {task}:{pairs},target=COLUMN"
@@ -155,7 +159,7 @@ def _open_image_texts(
             f"{option('calibration_targets', 'generated')}, and give the rows answers"
         )
     samples, tested = (
-        [replace(text, images=tuple(file_in(home, i) for i in text.images)) for text in part]
+        [replace(text, images=tuple(resolve_file(home, i) for i in text.images)) for text in part]
         for home, part in zip(map(folder_of, (rows.samples, rows.tests)), texts, strict=True)
     )
     chosen = request.settings.max_length if "max_length" in request.set else None
@@ -179,8 +183,8 @@ def _answers(
 
 
 def _answer_tests(test: MediaBatches) -> tuple[Tests, dict[str, str]]:
-    lengths = [int((test.labels_of(row) != NO_TARGET).sum()) for row in test.rows]
-    return _answers(test, test.targets_of, median(lengths) > LONG)
+    lengths = [int((test.encode_target(row) != NO_TARGET).sum()) for row in test.rows]
+    return _answers(test, test.logits_and_targets, median(lengths) > LONG)
 
 
 def open_media(
@@ -203,7 +207,7 @@ def open_media(
             default answers are right or wrong.
     """
     parts = (calibration.rows, tested)
-    rows, places = rows.without_repeats(*([*map(calibration.content, part)] for part in parts))
+    rows, places = rows.without_repeats(*([*map(calibration.dedup_key, part)] for part in parts))
     test = replace(calibration, rows=[tested[place] for place in places])
     tests, described = tests_of(test) if test.rows else (None, {})
     return rows.opened(calibration, tests, columns, notes, **described)
@@ -237,7 +241,7 @@ def _notes_of_rows(rows: TaskRows, unread: Sequence[str], *batches: TextBatches)
     if left_out := rows.samples.rows.left_out:
         notes.append(f"{pluralize(left_out, 'row')} with weight 0 or label false left out")
     for part, texts in zip(("samples", "rows to evaluate on"), batches, strict=False):
-        if cut := texts.remark_on_length(texts.inputs):
+        if cut := texts.truncation_note(texts.inputs):
             notes.append(f"of the {part}, {cut}")
     return notes
 
@@ -274,7 +278,7 @@ def open_class_task(
     calibration = batches(rows.samples, settings)
     test = batches(rows.tests, settings if pads else settings.replace(batch_size=1))
     rows, places = rows.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
-    test = test.some(places)
+    test = test.select(places)
     if test.indices:
         shares_rows = rows.tests.rows is rows.samples.rows
         more_labels = _labels_of(rows.samples) if shares_rows else []

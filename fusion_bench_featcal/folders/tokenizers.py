@@ -7,7 +7,7 @@ from itertools import chain, product, zip_longest
 from transformers import PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-from fusion_bench_featcal.data.templates import shortest_chat
+from fusion_bench_featcal.data.templates import render_shortest_chat
 from fusion_bench_featcal.data.text_limits import declared
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.folders.model_folder import ModelFolder
@@ -56,7 +56,7 @@ def warnings_on_tokens(
 
 def warnings_on_chats(tokenizers: Tokenizers) -> list[Note]:
     """Warn of experts whose chat template differs from that of all inputs."""
-    rendered = {label: shortest_chat(tokenizer) for label, tokenizer in tokenizers.items()}
+    rendered = {label: render_shortest_chat(tokenizer) for label, tokenizer in tokenizers.items()}
     option, expected = next(iter(rendered.items()))
     texts = [
         f"{label} has another chat template than {option}, which writes {expected!r:.60} where it "

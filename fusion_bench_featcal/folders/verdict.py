@@ -62,7 +62,7 @@ class TaskChange(NamedTuple):
     def of(cls, before: Score, after: Score) -> "TaskChange":
         """Compare the scores of two models on the same rows."""
         accuracy = None
-        flags, shares = (before.correct, after.correct), (before.shares, after.shares)
+        flags, shares = (before.correct, after.correct), (before.word_scores, after.word_scores)
         for (old, new), added in ((flags, ADDED_DIFFERENCES), (shares, None)):
             if old is not None and new is not None:
                 rise = Mean.of(new.double() - old.double(), added)

@@ -17,7 +17,7 @@ from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.speech import SpeechBatches, read_speech
-from fusion_bench_featcal.data.tables import load_texts, parent_folder, split_of
+from fusion_bench_featcal.data.tables import load_texts, parent_folder, split_location
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.data.text_limits import NO_LIMIT
 from fusion_bench_featcal.data.text_rows import TextRows
@@ -168,7 +168,7 @@ def _open(
     with error_context(place, cause=unloadable):
         if isinstance(entry, str) and is_text:
             rows = load_texts(entry, split)
-        elif isinstance(entry, str) and Path(split_of(entry)[0]).expanduser().exists():
+        elif isinstance(entry, str) and Path(split_location(entry)[0]).expanduser().exists():
             rows = load_images(entry, usual_split=split)
         else:  # a configuration or a hub id
             rows = getattr(modelpool, f"load_{split}_dataset")(task)

@@ -116,8 +116,8 @@ def load_split(task: str, split: str, most: int | None = None) -> ComputedRows:
     paint = find_task(task).paint
 
     def item(index: int) -> dict[str, Any]:
-        number = chosen[index]
-        return {"image": Image.fromarray(paint(grey[number])), "label": int(labels[number])}
+        position = chosen[index]
+        return {"image": Image.fromarray(paint(grey[position])), "label": int(labels[position])}
 
     return ComputedRows(len(chosen), item)
 

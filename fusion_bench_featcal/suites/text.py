@@ -107,7 +107,7 @@ def load_text_split(name: str, split: str, style: str = "capitals", most: int | 
 
     task, splits = find_task(name), load_rows(name)
     rows = pick(splits, split, f"{name} split")
-    rows = [rows[number] for number in evenly_spaced(len(rows), most)]
+    rows = [rows[index] for index in evenly_spaced(len(rows), most)]
     if pick(STYLES, style, "style") == "classes":
         names = sorted({label for part in splits.values() for _, label in part})
         texts, labels = zip(*rows, strict=True)

@@ -122,7 +122,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
 
     @cached_property
     def opened(self) -> dict[str, Any]:
-        """The processors are loaded, too.
+        """Task -> its test data. The processors are loaded as well.
 
         Raises:
             ValueError: Also if a task has no class names, or FusionBench has others.
@@ -138,7 +138,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         items = PixelItems(opened.items, self.data_processor)
         if not len(items):
             raise CalibrationError(f"task {task!r} has no test items. Check {opened.items.name}")
-        _ = items[0]
+        next(iter(items))  # raises if the first item cannot be used
         options: Any = self._dataloader_kwargs
         return DataLoader(items, collate_fn=partial(_collate, opened.items.name), **options)
 

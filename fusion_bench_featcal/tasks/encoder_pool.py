@@ -67,14 +67,14 @@ class Head:
 
 @dataclass(frozen=True)
 class EncoderTask:
-    """A task's test items.
+    """A task's test examples.
 
     Attributes:
-        name: Their name in messages.
-        classes: Class names by number.
-        labels: Class numbers.
-        batches: Returns a model's inputs, `batch_size` items each.
-        order: Number of each item in the batches, or None if they are in order.
+        name: The dataset's name in messages.
+        classes: Class names by index.
+        labels: Class indices.
+        batches: Returns a model's inputs, `batch_size` examples each.
+        order: Index of each example of the batches, or None if they are in order.
     """
 
     name: str
@@ -151,15 +151,15 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
 
     @cached_property
     def reader(self) -> Any:
-        """The base, opened by sentence-transformers, which reads texts as it does."""
+        """The base as sentence-transformers opens it, which tokenizes texts like that library."""
         return pooled_encoder(self.folder, self._label)
 
     @cached_property
     def pooling(self) -> Pooling:
-        """The pooling of the setting, else of the base's files.
+        """The pooling from the setting or, without one, from the base's files.
 
         Raises:
-            CalibrationError: If neither the setting nor the base's files say.
+            CalibrationError: If neither names a pooling.
         """
         if self._pooling is not None:
             return Pooling(self._pooling)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
 
     @cached_property
     def opened(self) -> dict[str, EncoderTask]:
-        """The processor and heads in files are loaded, too."""
+        """Task -> its test data. The processor and heads in files are loaded as well."""
         is_image = (self.folder / "preprocessor_config.json").is_file()
         kind = AutoImageProcessor if is_image else AutoTokenizer
         source = str(self.folder) if self._processor is None else self._processor
@@ -206,23 +206,21 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
         starts = range(0, len(texts), self.batch_size)
         return [self.reader.tokenized(texts[start : start + self.batch_size]) for start in starts]
 
-    def _load_models(self) -> None:
-        if self._is_text:
-            _ = self.pooling  # raises before texts are read
-            if self._processor is not None:
-                self.reader.model[0].processor = self.processor
-            self._embed_names()
-
     @torch.no_grad()
-    def _embed_names(self) -> None:
+    def _load_models(self) -> None:
+        """Embed class names with the base, except for images and heads in files."""
+        if not self._is_text:
+            return
+        pooling = self.pooling  # may raise, so it comes before the base
+        if self._processor is not None:
+            self.reader.model[0].processor = self.processor
         base = self.fabric.to_device(self.reader.model.transformers_model)
         for task, items in self.opened.items():
             head = self.heads[task]
             if head.file is None:
-                names = items.classes
-                texts = [head.template.replace("{}", name) for name in names]
+                texts = [head.template.replace("{}", name) for name in items.classes]
                 batches = [to_device(batch, base.device) for batch in self._tokenized(texts)]
-                features = [self.pooling.features(base, batch) for batch in batches]
+                features = [pooling.features(base, batch) for batch in batches]
                 self._vectors[task] = F.normalize(torch.cat(features), dim=-1)
 
     def _score(self, model: Any, task: str) -> Score:
@@ -239,19 +237,19 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
 
 
 def _open_texts(source: object, name: str, head: Head, tokenized: Any, size: int) -> EncoderTask:
-    """Read all texts of a task. Batches are sorted by their length, which pads them little."""
+    """Read all texts of a task. They are sorted by length, which saves padding."""
     rows = TextRows(load_texts(source, "test") if isinstance(source, str) else source, name)
-    values = [rows[number].get(LABEL) for number in range(len(rows))]
+    values = [rows[index].get(LABEL) for index in range(len(rows))]
     _require_labels(values, name)
     names = head.class_names or rows.classes(LABEL)
     labels, classes = encode_labels(values, None, names, name)
-    texts = [_text_of(rows, number) for number in range(len(rows))]
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
-    batches = cache(lambda: tokenized([texts[number] for number in order]))
+    texts = [_read_text(rows, index) for index in range(len(rows))]
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    batches = cache(lambda: tokenized([texts[index] for index in order]))
 
     def checked(model: nn.Module) -> list[dict[str, Tensor]]:
-        for number, batch in enumerate(batches()):
-            first = number * size
+        for index, batch in enumerate(batches()):
+            first = index * size
             check_token_ids(
                 batch, model, lambda row, first=first: rows.row_name(order[first + row])
             )
@@ -260,12 +258,12 @@ def _open_texts(source: object, name: str, head: Head, tokenized: Any, size: int
     return EncoderTask(name, classes or [], labels, checked, order)
 
 
-def _text_of(rows: TextRows, number: int) -> str:
-    """Return a row's text. Raises a CalibrationError that names the row if it has none."""
-    text = rows.read(number).prompt
+def _read_text(rows: TextRows, index: int) -> str:
+    """Read the text of an example. Raises a CalibrationError with its name if there is none."""
+    text = rows.read(index).prompt
     if not isinstance(text, str) or not text.strip():
         raise CalibrationError(
-            f"{rows.row_name(number)}: the text is empty, or no text. Remove the row"
+            f"{rows.row_name(index)}: the text is empty, or no text. Remove the row"
         )
     return text
 
@@ -273,10 +271,10 @@ def _text_of(rows: TextRows, number: int) -> str:
 def _open_images(source: object, name: str, head: Head, processor: Any, size: int) -> EncoderTask:
     rows = load_images(source, usual_split="test") if isinstance(source, str) else source
     items = ImageItems(rows, name=name, classnames=head.class_names)
-    labels = items.labels or [items.read(number)[1] for number in range(len(items))]
+    labels = items.labels or [items.read(index)[1] for index in range(len(items))]
     _require_labels(labels, name)
-    classes = items.classnames or [str(number) for number in range(max(labels) + 1)]  # type: ignore[operator]
-    _ = [*ImageBatches(items, [0], 1, processor)]
+    classes = items.classnames or [str(index) for index in range(max(labels) + 1)]  # type: ignore[operator]
+    list(ImageBatches(items, [0], 1, processor))  # raises if the first image cannot be used
     batches = ImageBatches(items, range(len(items)), size, processor)
     return EncoderTask(name, classes, labels, lambda _: batches)  # type: ignore[arg-type]
 

@@ -22,16 +22,16 @@ from fusion_bench_featcal.fusionbench.processors import build_part
 from fusion_bench_featcal.run.progress import progress_bar
 
 
-def opened_rows(task: str, rows: object, setting: str) -> TextRows:
-    """Open a task's test rows: a table or a data set by its name, or the rows themselves.
+def open_rows(task: str, rows: object, setting: str) -> TextRows:
+    """Open a task's test examples, from a path, a hub id or a dataset.
 
     Args:
         task: The task.
-        rows: A path, a hub id, or rows.
-        setting: The setting that names them, for messages.
+        rows: A path, a hub id, or a dataset.
+        setting: The setting that names it, for messages.
 
     Raises:
-        CalibrationError: If they cannot be loaded, or there are none.
+        CalibrationError: If the data cannot be loaded or are empty.
     """
     if isinstance(rows, str):
         with error_context(setting, cause=unloadable):
@@ -126,7 +126,7 @@ class ItemPool(LightningFabricMixin):
 
         Raises:
             ValueError: If a task has no data in either pool, a path does not exist, there are no
-                tasks, or a key is of another task.
+                tasks, or a key names another task.
         """
         modelpool = getattr(self._program, "modelpool", None)
         shared, named = getattr(modelpool, "_test_datasets", None) or {}, self._named_data
@@ -148,7 +148,7 @@ class ItemPool(LightningFabricMixin):
 
     @property
     def _named_data(self) -> Mapping[str, object]:
-        """Task -> its data in this pool's config, or None for the model pool's."""
+        """Task -> its data in this pool's config, or None to use the model pool's."""
         return self._test_datasets or {}
 
     def _setting(self, task: str) -> str:

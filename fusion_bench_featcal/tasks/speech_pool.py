@@ -16,19 +16,19 @@ from fusion_bench_featcal.data.speech import Speech, SpeechBatches, read_speech
 from fusion_bench_featcal.data.tables import parent_folder
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
 from fusion_bench_featcal.data.text_samples import Seq2SeqTextEncoder
-from fusion_bench_featcal.data.transcripts import Transcripts
+from fusion_bench_featcal.data.transcripts import TranscriptScorer
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.settings.fields import is_integer
-from fusion_bench_featcal.tasks.item_pool import ItemPool, opened_rows
+from fusion_bench_featcal.tasks.item_pool import ItemPool, open_rows
 
 
 class SpeechTaskPool(ItemPool, BaseTaskPool):
     """Evaluates speech models on sounds and what is said in them.
 
-    `accuracy` is word accuracy, as of `Transcripts`: 1 - word error rate of the greedy transcripts,
-    at least 0. Tasks have no `item_correct`. `loss` is the cross-entropy per target token, averaged
-    over rows.
+    `accuracy` is the word accuracy of `TranscriptScorer`: 1 - word error rate of greedy
+    transcripts, at least 0. Tasks have no `item_correct`. `loss` is the cross-entropy per
+    target token, averaged over examples.
     """
 
     _config_mapping = BaseTaskPool._config_mapping | {
@@ -67,12 +67,12 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
 
     @cached_property
     def opened(self) -> dict[str, Any]:
-        """The processor is loaded, too."""
+        """Task -> its test data. The processor is loaded as well."""
         self.processor = load_part("taskpool.processor", self._processor, AutoProcessor)
         return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> list[Speech]:
-        home, opened = parent_folder(rows), opened_rows(task, rows, setting)
+        home, opened = parent_folder(rows), open_rows(task, rows, setting)
         return [read_speech(opened, index, home) for index in range(len(opened))]
 
     def _score(self, model: Any, task: str) -> Score:
@@ -82,4 +82,4 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
         start = model.config.decoder_start_token_id
         batches = SpeechBatches(rows, processor.feature_extractor, encoder, start)
         with self.fabric.autocast():
-            return Transcripts(batches, self.batch_size).score(model)
+            return TranscriptScorer(batches, self.batch_size).score(model)

@@ -17,8 +17,8 @@ from fusion_bench_featcal.data.generation import (
     METRICS,
     Metric,
     answer_texts,
+    logits_and_targets,
     spearman,
-    targets_of,
 )
 from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.data.text_batches import TextBatches
@@ -33,7 +33,7 @@ from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.fields import is_integer
-from fusion_bench_featcal.tasks.item_pool import ItemPool, opened_rows
+from fusion_bench_featcal.tasks.item_pool import ItemPool, open_rows
 
 
 class TextTaskPool(ItemPool, BaseTaskPool):
@@ -102,12 +102,12 @@ class TextTaskPool(ItemPool, BaseTaskPool):
 
     @cached_property
     def opened(self) -> dict[str, Any]:
-        """The tokenizer is loaded, too."""
+        """Task -> its test data. The tokenizer is loaded as well."""
         self.tokenizer = load_part("taskpool.tokenizer", self._tokenizer, AutoTokenizer)
         return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> TextRows:
-        opened = opened_rows(task, rows, setting)
+        opened = open_rows(task, rows, setting)
         _require_target(opened.read(0))
         return opened
 
@@ -124,7 +124,7 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         batches, order = self._batches[key]
         is_corrected = getattr(model, "is_surgery_model", False)
         with self.fabric.autocast(), model.for_task(task) if is_corrected else nullcontext():
-            score = Tests(batches.checked, targets_of, order=order).score(model)
+            score = Tests(batches.checked, logits_and_targets, order=order).score(model)
             if self.metrics.get(task) == "spearman":
                 return Score(self._correlation(model, batches), score.losses, None)
         return score
@@ -132,7 +132,7 @@ class TextTaskPool(ItemPool, BaseTaskPool):
     def _tokenize(self, task: str, model: Any) -> tuple[TextBatches, list[int]]:
         """Tokenize a task's test examples for a kind of model. Return also their order.
 
-        Targets end at the end tokens of all models of the pool, as those of samples.
+        Targets end at the end tokens of all models of the pool, like the targets of samples.
         """
         rows = self.test_dataloaders[task]
         pool = getattr(self._program, "modelpool", None)

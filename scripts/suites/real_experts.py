@@ -279,8 +279,8 @@ class Whisper(Encoder):
 
     def scores(self, model: Any, items: Items, head: Any) -> tuple[Tensor, float]:
         """Return loss and accuracy on a batch's words."""
-        batch = self.batches.joined([row for row, _ in items])
-        logits, targets = self.batches.targets_of(model, batch)
+        batch = self.batches.collate([row for row, _ in items])
+        logits, targets = self.batches.logits_and_targets(model, batch)
         is_target = targets != NO_TARGET
         return loss_and_accuracy(logits[is_target], targets[is_target])
 

@@ -89,7 +89,7 @@ def test_linked_class_folders_count_and_hidden_files_do_not(tmp_path: Path):
 
 def test_of_large_data_both_ends_of_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(contents, "WHOLE", 30)
-    monkeypatch.setattr(contents, "PART", 3)
+    monkeypatch.setattr(contents, "END_BYTES", 3)
     write_media(tmp_path)
     before = digest_data(str(tmp_path))
     for place, counts in ((0, True), (2, True), (5, False), (12, True)):

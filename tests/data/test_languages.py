@@ -9,7 +9,7 @@ from tiny_languages import LANGUAGES, NEEDS_RELEASE_5, mbart_tokenizer, nllb_tok
 from transformers import BartConfig, GenerationConfig
 
 from fusion_bench_featcal import CalibrationError
-from fusion_bench_featcal.data.generation import targets_of
+from fusion_bench_featcal.data.generation import logits_and_targets
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_samples import Sample, Seq2SeqTextEncoder
 
@@ -66,5 +66,5 @@ def test_targets_are_what_greedy_search_chooses(forced, expected):
             return SimpleNamespace(logits=labels)
 
     labels = torch.tensor([[9, A, END, 9], [A, B, B, END]])
-    logits, targets = targets_of(Model(), {"labels": labels})
+    logits, targets = logits_and_targets(Model(), {"labels": labels})
     assert torch.equal(logits, labels) and targets.tolist() == expected

@@ -50,7 +50,7 @@ def labels(text: str, **options: Any) -> list[int]:
     tokenizer.add_tokens(["<s>", "<en>"], special_tokens=True)  # so that it finds them in texts
     encoder = Seq2SeqTextEncoder(tokenizer, **options)
     row = Speech(Text("row", "prompt", text, text), b"")
-    return SpeechBatches([row], EXTRACTOR, encoder, START).labels_of(row)[0].tolist()
+    return SpeechBatches([row], EXTRACTOR, encoder, START).encode_target(row)[0].tolist()
 
 
 @pytest.mark.parametrize(("text", "tokens"), [

@@ -16,7 +16,7 @@ from tiny_texts import WORDS
 from fusion_bench_featcal.data.speech import Speech, SpeechBatches
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_samples import Seq2SeqTextEncoder
-from fusion_bench_featcal.data.transcripts import Transcripts
+from fusion_bench_featcal.data.transcripts import TranscriptScorer
 
 SAID = ("a b", "c d e f", "g")
 
@@ -44,18 +44,18 @@ def test_each_example_has_its_part_in_the_word_accuracy(tmp_path: Path, size: in
         return torch.tensor([row + [0] * (7 - len(row)) for row in tokens])
 
     with mock.patch.object(model, "generate", generate):
-        score = Transcripts(examples(tmp_path, EXTRACTOR, START), size).score(model)
-    assert score.correct is None and score.shares is not None
+        score = TranscriptScorer(examples(tmp_path, EXTRACTOR, START), size).score(model)
+    assert score.correct is None and score.word_scores is not None
     # Two of seven words are wrong in the second example, one in the third.
     assert score.accuracy == pytest.approx(4 / 7)
-    assert score.shares.tolist() == pytest.approx([1, 1 - 3 * 2 / 7, 1 - 3 / 7])
+    assert score.word_scores.tolist() == pytest.approx([1, 1 - 3 * 2 / 7, 1 - 3 / 7])
     assert score.losses.shape == (3,) and score.losses.dtype == torch.float64
 
 
 def test_the_longest_transcript_fits_the_decoder(tmp_path: Path):
     """A decoder with few positions writes up to the last one."""
     model = whisper(max_target_positions=7, eos_token_id=None)
-    score = Transcripts(examples(tmp_path, EXTRACTOR, START)).score(model)
+    score = TranscriptScorer(examples(tmp_path, EXTRACTOR, START)).score(model)
     assert score.losses.isfinite().all() and score.accuracy >= 0
 
 
@@ -71,5 +71,5 @@ def test_models_of_waves_are_scored(tmp_path: Path):
     config = hf.MoonshineConfig(**(sizes | layers | {"vocab_size": len(WORDS) + 2}))
     model = hf.MoonshineForConditionalGeneration(config).eval()
     extractor = hf.Wav2Vec2FeatureExtractor(return_attention_mask=True, sampling_rate=RATE)
-    score = Transcripts(examples(tmp_path, extractor, START)).score(model)
-    assert score.losses.isfinite().all() and score.shares is not None
+    score = TranscriptScorer(examples(tmp_path, extractor, START)).score(model)
+    assert score.losses.isfinite().all() and score.word_scores is not None

@@ -142,7 +142,7 @@ def test_errors_of_processors_name_the_row():
     encoder = CausalTextEncoder(tokenizer)
     text = Text("the row", "prompt", "u", "v")
     with pytest.raises(CalibrationError, match=r"^the row: the processor fails .*no image left"):
-        ImageTextBatches([text], fails, encoder, 64).inputs_of(text)
+        ImageTextBatches([text], fails, encoder, 64).encode(text)
 
 
 def test_advice_on_answers_keeps_question_and_context(folder: Path, tmp_path: Path):

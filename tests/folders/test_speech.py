@@ -147,10 +147,10 @@ def test_words_and_their_end_are_targets(tmp_path: Path):
     (batch,) = of_row.checked(model := speech_model())
     said = [WORDS.index("a"), WORDS.index("b"), 1]
     assert batch["labels"].tolist() == [[LANGUAGE, *said]]
-    logits, targets = of_row.targets_of(model, batch)
+    logits, targets = of_row.logits_and_targets(model, batch)
     assert targets.tolist() == [[NO_TARGET, *said]] and logits.shape[:2] == targets.shape
     with pytest.raises(CalibrationError, match=r"^row: the text is empty"):
-        of_row.content(speech(tmp_path / "a.wav", " "))
+        of_row.dedup_key(speech(tmp_path / "a.wav", " "))
 
 
 def test_sounds_are_read_at_the_rate_of_the_features(tmp_path: Path):

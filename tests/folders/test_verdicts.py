@@ -106,8 +106,8 @@ def test_doubts_and_tasks_without_scores_stand_in_the_verdict():
 @pytest.mark.parametrize(("more", "is_good"), [(0.25, True), (-0.25, False)])
 def test_parts_in_word_accuracies_are_compared_by_example(more, is_good):
     """Losses do not change. The interval is that of the differences."""
-    before = noisy(1.0)._replace(shares=0.5 + NOISE)
-    after = before._replace(shares=before.shares + more + 0.1 * NOISE)
+    before = noisy(1.0)._replace(word_scores=0.5 + NOISE)
+    after = before._replace(word_scores=before.word_scores + more + 0.1 * NOISE)
     verdict = compare({"a": before}, {"a": after}, "")
     half = 10 * 2.0930240544 * float(NOISE.std()) / 20**0.5
     gain = f"accuracy {100 * (more + 0.1 * float(NOISE.mean())):+.1f} ± {half:.1f} points, loss +0"

@@ -37,7 +37,7 @@ def by_hand(model: Any, rows: SpeechBatches) -> tuple[float, list[float]]:
     for row, batch in zip(rows.rows, rows, strict=True):
         features, labels = batch["input_features"], batch["labels"][0]
         written = [START, LANGUAGE]  # as all texts begin
-        most = 2 * max(rows.labels_of(row).shape[1] for row in rows.rows)
+        most = 2 * max(rows.encode_target(row).shape[1] for row in rows.rows)
 
         def logits(ids: list[int], features: torch.Tensor = features) -> torch.Tensor:
             return model(input_features=features, decoder_input_ids=torch.tensor([ids])).logits[0]
