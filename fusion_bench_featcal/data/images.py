@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from fusion_bench_featcal.data.image_folders import read_folder, with_files
-from fusion_bench_featcal.data.labels import class_numbers, encode_labels
+from fusion_bench_featcal.data.labels import class_indices, encode_labels
 from fusion_bench_featcal.data.pictures import digest_image, read_image, refuse_depth
 from fusion_bench_featcal.data.tables import (
     load_from_hub,
@@ -26,14 +26,14 @@ PictureChange = Callable[[Image.Image, int], Image.Image]
 
 
 class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
-    """View of a dataset as items `{"image": RGB picture, "label": int}`, read one by one.
+    """View of a dataset as items `{"image": RGB picture, "label": int}`, which are read one by one.
 
     Labels of `datasets` tables are checked on construction, other labels when they are read.
 
     Attributes:
         name: Name of the dataset in messages.
-        classnames: Class names by number, if there are any.
-        has_labels: False if there are certainly no labels.
+        classnames: Class names by index, or None.
+        has_labels: False if the dataset certainly has no labels.
     """
 
     _values: tuple[Sequence[Any], Sequence[str] | None] | None = None  # labels, and their names
@@ -102,7 +102,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
 
     @property
     def labels(self) -> Sequence[int]:
-        """The labels of a table, without reading images. None of other datasets."""
+        """The labels of a table, which needs no images. Empty for other datasets."""
         return self._labels or ()
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         return item if label is None else item | {"label": label}
 
     def read(self, index: int) -> tuple[Any, int | None]:
-        """Return image `index` as the dataset stores it, for `picture`, and its label if any.
+        """Return image `index` as the dataset stores it, for `picture`, and its label or None.
 
         Raises:
             CalibrationError: If the item has no image, or a label that is not a class.
@@ -135,29 +135,29 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
             return image, self._labels[index]
         if label is None or not self.has_labels:
             return image, None
-        (number,) = class_numbers(
+        (number,) = class_indices(
             [label], self.classnames, lambda _: self.row_name(index), are_own=True
         )
         return image, number
 
     def check(self, indices: Iterable[int]) -> None:
-        """Read the headers of images, of which no pixels are needed to refuse many.
+        """Refuse images whose headers show that they cannot be used. No pixels are read.
 
         Raises:
-            CalibrationError: If one cannot be used, naming its file.
+            CalibrationError: If an image cannot be used. The message names its file.
         """
         for index in indices:
             read_image(self.read(index)[0], self.row_name(index), refuse_depth)
 
     def digest(self, index: int) -> bytes:
-        """Return a digest of a stored image, which tells repeated ones."""
+        """Return a digest of a stored image, to find repeated images."""
         return digest_image(self.read(index)[0])
 
     def picture(self, stored: object, index: int) -> Image.Image:
         """Return the RGB picture of a stored image.
 
         Raises:
-            CalibrationError: If it cannot be read, naming its file.
+            CalibrationError: If it cannot be read. The message names its file.
         """
         picture = read_image(stored, self.row_name(index))
         for change in self._changes:
@@ -194,9 +194,8 @@ def load_images(
         split: The split, if there are several.
         image_column: Column of the images.
         label_column: Column of the labels. If it is missing or None, the items are unlabeled.
-        classnames: Class names by number. Names of folders, texts and the dataset's own names are
-            found among them. By default these are the class names, sorted unless the dataset
-            numbers them.
+        classnames: Class names by index, among which folders, texts and the dataset's own names are
+            looked up. By default the names in the data, in the dataset's order or sorted.
         usual_split: The split if none is named and there are several.
 
     Returns:

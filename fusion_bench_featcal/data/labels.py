@@ -1,4 +1,4 @@
-"""Numbers of classes for labels: one reading for every head, in task pools and commands."""
+"""Class indices of labels, read alike for every head, in task pools and commands."""
 
 import logging
 import re
@@ -28,11 +28,11 @@ def sort_names(names: Iterable[str]) -> list[str]:
 
 
 def are_unnamed(classes: Sequence[str]) -> bool:
-    """Return whether classes have the names of transformers alone: LABEL_0, ...."""
+    """Return whether all classes have default names of transformers: LABEL_0, ...."""
     return all(name.startswith("LABEL_") for name in classes)
 
 
-def class_numbers(
+def class_indices(
     values: Sequence[object],
     classes: Sequence[str] | None,
     item: Callable[[int], str],
@@ -41,71 +41,72 @@ def class_numbers(
     *,
     are_own: bool = False,
 ) -> list[int]:
-    """Return the number of each label's class.
+    """Return the index of each label's class.
 
-    A text is the name of a class or, if no name equals it, of the only one that does in Unicode's
-    form NFC without regard to case. So are true and false. A whole number, also as a text, counts
-    classes from 0 but, if all names are numbers, is a name. If other names have numbers inside,
-    such as `3 stars`, labels have to be names.
+    A text is the name of a class. If no name equals it, it is the only name that equals it in
+    Unicode's form NFC and regardless of case. The same holds for true and false. A whole number,
+    also as a text, is a class index from 0, unless all names are numbers: then it is a name. If
+    names contain digits, such as `3 stars`, labels have to be names.
 
     Args:
         values: Texts, numbers, or tensors of one number.
-        classes: The names of the classes by number, or None if there are none.
-        item: Returns the name of an item in messages, by its position.
-        owner: Of what they are the classes, for the message.
-        advice: End of the message. None names the column.
-        are_own: Whether the names are those of the data, which numbers count in any case.
+        classes: Class names by index, or None without names.
+        item: Returns the name of the example at an index, for messages.
+        owner: Owner of the classes, for the message, such as ` of the model`.
+        advice: End of the message. By default it names the column of labels.
+        are_own: Whether the data define the names, so that numbers are indices in any case.
 
     Raises:
         CalibrationError: If a label is no class.
     """
-    names = _names(tuple(classes or ()))
-    find = names.number if are_own or not names.have_numbers_inside else names.named
-    numbers = [find(value) for value in values]
-    if None not in numbers:
-        return numbers  # type: ignore[return-value]
-    position = numbers.index(None)
+    finder = _cached_finder(tuple(classes or ()))
+    needs_names = finder.have_digits and not are_own
+    find = finder.find_by_name if needs_names else finder.find
+    indices = [find(value) for value in values]
+    if None not in indices:
+        return indices  # type: ignore[return-value]
+    position = indices.index(None)
     value = values[position]
     hint = nearest_hint(value, classes or ()) if isinstance(value, str) else ""
     reason = "is no class number"
-    if names.have_numbers_inside:
-        advice = f". Write labels as names of classes, which have numbers inside{advice}"
+    if needs_names:
+        advice = f". Write labels as names of classes, which have numbers inside{advice or ''}"
     if classes:
         reason = f"is none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
     advice = f". Check {user_term('label_column')}" if advice is None else advice
     raise CalibrationError(f"{item(position)}: label {value!r:.60} {reason}{advice}")
 
 
-class _Names:
-    """Class names, found as `class_numbers` says."""
+class _ClassFinder:
+    """Finds classes by their names or indices, as described in `class_indices`."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._exact = {name: number for number, name in reversed([*enumerate(names)])}
+        self._exact = {name: index for index, name in reversed([*enumerate(names)])}
         self._folded = _unique({n: _folded(name) for n, name in enumerate(names)})
         values = {n: _whole(name) for n, name in enumerate(names)}
         are_numbers = None not in values.values()
         self._numbers = _unique(values) if are_numbers else {n: n for n in values}
-        has_digits = not (are_numbers or are_unnamed(names)) and any(map(_NUMBER.search, names))
-        self.have_numbers_inside = has_digits
+        are_texts = not are_numbers and not are_unnamed(names)
+        self.have_digits = are_texts and any(map(_NUMBER.search, names))
 
-    def named(self, value: object) -> int | None:
-        """Return the class that a text names, or None."""
+    def find_by_name(self, value: object) -> int | None:
+        """Return the index of the class that a text names, or None."""
         if not isinstance(value, str | bool):
             return None
         return self._exact.get(str(value), self._folded.get(_folded(str(value))))
 
-    def number(self, value: Any) -> int | None:
-        """Return the class of a label, or None if there is none."""
+    def find(self, value: Any) -> int | None:
+        """Return the index of a label's class, or None if there is none."""
         value = value.item() if getattr(value, "ndim", None) == 0 else value
-        if (number := self.named(value)) is not None:
-            return number
+        if (index := self.find_by_name(value)) is not None:
+            return index
         if (whole := _whole(value)) is None or self._exact:
             return None if whole is None else self._numbers.get(whole)
         return whole if whole >= 0 else None
 
 
-# Datasets are read item by item, and a head may have a thousand classes.
-_names = lru_cache(maxsize=16)(_Names)
+# Cached, because datasets are read item by item, and a head may have a thousand classes.
+_cached_finder = lru_cache(maxsize=16)(_ClassFinder)
 
 
 def _folded(text: str) -> str:
@@ -113,7 +114,7 @@ def _folded(text: str) -> str:
 
 
 def _whole(value: object) -> int | None:
-    """Return a whole number, also of a text such as `1`, `01` or `1.0`, as pandas writes."""
+    """Return a whole number, also from a text such as `1`, `01` or `1.0`, which pandas writes."""
     if isinstance(value, str):
         if value in _TRUTH:
             return _TRUTH.index(value)
@@ -123,9 +124,9 @@ def _whole(value: object) -> int | None:
 
 
 def _unique(values: Mapping[int, object]) -> dict[object, int]:
-    """Return value -> number, of values that a single number has."""
+    """Return value -> index, for values that occur once."""
     counts = Counter(values.values())
-    return {value: number for number, value in values.items() if counts[value] == 1}
+    return {value: index for index, value in values.items() if counts[value] == 1}
 
 
 def encode_labels(
@@ -134,18 +135,19 @@ def encode_labels(
     classnames: Sequence[str] | None,
     data: str,
 ) -> tuple[list[int], list[str] | None]:
-    """Return the class numbers of a column of labels, and the class names if there are any.
+    """Return the class indices of a column of labels, and the class names if there are any.
 
-    Integers of data with names of its own stand for these, if the class names have all of them.
+    If the class names include all of the data's own names, integers of the data stand for the
+    data's names.
 
     Args:
-        values: The labels, read as `class_numbers` says.
-        names: The data's names of its integers, as a `ClassLabel` has.
+        values: The labels, in the forms of `class_indices`.
+        names: The data's own names of its integers, such as those of a `ClassLabel`.
         classnames: The configured names. By default `names`, or the distinct texts, sorted.
         data: Name of the dataset in messages.
 
     Raises:
-        CalibrationError: If a label is not a class, with the item's number.
+        CalibrationError: If a label is not a class. The message has the item's index.
     """
     if any(isinstance(value, bool) for value in values):
         values = [str(value) if isinstance(value, bool) else value for value in values]
@@ -161,12 +163,12 @@ def encode_labels(
             values = [label_names.get(v, v) if isinstance(v, int) else v for v in values]
         else:
             _warn_of_other_numbers(names, chosen, data)
-    numbers = class_numbers(values, chosen or None, lambda n: f"{data}, item {n}", are_own=True)
-    return numbers, chosen or None
+    indices = class_indices(values, chosen or None, lambda n: f"{data}, item {n}", are_own=True)
+    return indices, chosen or None
 
 
 def _warn_of_other_numbers(names: Sequence[str], classnames: Sequence[str], data: str) -> None:
-    """Warn if a class name has another number in the data."""
+    """Warn if a class name has another index in the data."""
     for number, name in enumerate(names):
         if name in classnames and classnames[number : number + 1] != [name]:
             log.warning(

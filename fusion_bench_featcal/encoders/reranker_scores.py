@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from fusion_bench_featcal.data.draws import evenly_spaced
-from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
+from fusion_bench_featcal.data.labels import are_unnamed, class_indices
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.row_scores import (
@@ -60,7 +60,7 @@ def _pair_class_tests(
     classes = [name for _, name in sorted(merged.transformers_model.config.id2label.items())]
     if targets.kind == "words" and are_unnamed(classes):
         return f"its column {targets.name} has words, and the model's classes have no names"
-    numbers = class_numbers(targets.values, classes, label, owner=" of the model", advice="")
+    numbers = class_indices(targets.values, classes, label, owner=" of the model", advice="")
 
     def evaluate(model: st.CrossEncoder) -> Score:
         return mean_of(torch.from_numpy(_outputs(model, texts).argmax(1) == np.array(numbers)))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from fusion_bench_featcal.data.draws import evenly_spaced, sample_order
-from fusion_bench_featcal.data.labels import are_unnamed, class_numbers
+from fusion_bench_featcal.data.labels import are_unnamed, class_indices
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.folders.request import Request
@@ -221,7 +221,7 @@ def head_numbers(
         more_labels: Labels of further rows of the same data.
 
     Raises:
-        CalibrationError: As `class_numbers`.
+        CalibrationError: As `class_indices`.
     """
     note, texts = "", {value for value in (*values, *more_labels) if isinstance(value, str)}
     names = names or sorted(texts)
@@ -230,7 +230,7 @@ def head_numbers(
         note = f"its expert's head has no names of classes, so they are {order:.200} in this order"
         classes = names
     owner = " of the expert's head"
-    numbers = class_numbers(values, classes, row_name, owner=owner, advice="")
+    numbers = class_indices(values, classes, row_name, owner=owner, advice="")
     labels = [str(value).removesuffix(".0") for value in (*values, *more_labels)]
     pairs = zip(labels, numbers, strict=False)
     # They are numbers of classes, not of their names, and none is 0.

@@ -13,6 +13,7 @@ from tiny_images import channels_first, picture, write_class_folders
 from tiny_texts import word_tokenizer
 
 from fusion_bench_featcal import CalibrationError
+from fusion_bench_featcal.data.labels import encode_labels
 from fusion_bench_featcal.data.text_samples import ClassifierTextEncoder
 from fusion_bench_featcal.folders.images import open_image_task
 from fusion_bench_featcal.folders.request import Request
@@ -175,3 +176,10 @@ def test_images_of_a_head_with_one_output_are_not_scored(tmp_path):
     task = opened(write(tmp_path, [0, 0], []), ["LABEL_0"])
     assert task.tests is None
     assert task.notes[-1].startswith("a: not scored, as its expert's head has one output")
+
+
+def test_a_number_beyond_own_names_with_digits_names_the_label_column() -> None:
+    stars = ["1 star", "2 stars", "3 stars"]
+    assert encode_labels([0, 2], None, stars, "data")[0] == [0, 2]
+    with pytest.raises(CalibrationError, match=r"item 1: label 7 is none of .*label_column'?$"):
+        encode_labels([0, 7], None, stars, "data")
