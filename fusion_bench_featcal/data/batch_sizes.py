@@ -1,11 +1,11 @@
-"""Sizes of calibration batches: the user's, or by the device."""
+"""Sizes of calibration batches: the user's choice, or a default for the device."""
 
 import torch
 
 _ON_CPU = 16
-# A host starts every operation of a GPU, and a small batch keeps it busy longer than the GPU.
+# The CPU launches each GPU kernel, which takes longer than the kernel of a small batch.
 _ON_GPU = 64
-# Padded tokens of a batch. Features within a block are largest where texts are long.
+# Padded tokens of a batch, because features within a block grow with the length of texts.
 _TOKENS_ON_GPU = 8_192
 
 

@@ -25,7 +25,7 @@ _NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)
 _MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
 # Density of the fog, and the factor by which its waves shrink with each halving of their length.
 _FOG = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))
-_STEEPEST = pi / 4  # largest angle of motion from the horizontal
+_MAX_ANGLE = pi / 4  # of motion, from the horizontal
 
 
 def corrupted(
@@ -83,7 +83,7 @@ def corrupt(
 
 
 def seeded_random(seed: int, task: str, position: int) -> np.random.Generator:
-    """Return random numbers of one picture, independent of the order in which they are read."""
+    """Return one picture's random generator, independent of the order of reading."""
     digest = hashlib.sha256(f"{seed}:{task}:{position}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "big"))
 
@@ -96,7 +96,7 @@ def gaussian_noise(pixels: np.ndarray, severity: int, random: np.random.Generato
 def motion_blur(pixels: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Blur pixels `[h, w, channels]` along a random direction, with edge padding."""
     scale = min(pixels.shape[:2]) / PUBLISHED_SIDE
-    kernel = motion_kernel(severity, scale, random.uniform(-_STEEPEST, _STEEPEST))
+    kernel = motion_kernel(severity, scale, random.uniform(-_MAX_ANGLE, _MAX_ANGLE))
     margin = len(kernel) // 2
     padded = np.pad(pixels, ((margin, margin), (margin, margin), (0, 0)), mode="edge")
     return fftconvolve(padded, kernel[:, :, None], mode="valid", axes=(0, 1))

@@ -1,4 +1,4 @@
-"""Embeddings of encoders: pooled token states, compared with a frozen head by their cosine."""
+"""Embeddings of encoders: pooled token states, and their cosines with a frozen head."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,11 +15,11 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class Pooling:
-    """The way from an encoder's token states to one embedding of an input.
+    """Pools an encoder's token states to one embedding of an input.
 
     Attributes:
         mode: `mean` or `max` over the tokens, or the state of the `cls` (first) or `last` token.
-        max_length: Tokens after which texts are cut, or None.
+        max_length: Maximum number of tokens of a text, or None.
     """
 
     mode: Mode = "mean"

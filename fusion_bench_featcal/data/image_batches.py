@@ -1,4 +1,4 @@
-"""Samples of image models, read and processed batch by batch."""
+"""Samples of image models, which are read and processed batch by batch."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,8 @@ class ImageBatches:
 
     Attributes:
         items: The dataset.
-        indices: Positions of the samples in it.
-        batch_size: Samples per batch, possibly fewer in the last one.
+        indices: Indices of the samples in the dataset.
+        batch_size: Samples per batch. The last batch may have fewer.
         processor: Converts a picture to pixels.
     """
 
@@ -45,14 +45,14 @@ class ImageBatches:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield `{"pixel_values": [batch, channels, height, width]}`, floating point."""
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as threads:
-            # a function of the user's may not be safe in threads
+            # a user's function may not be thread-safe
             apply = threads.map if is_transformers_processor(self.processor) else map
             for start in range(0, len(self.indices), self.batch_size):
-                numbers = self.indices[start : start + self.batch_size]
-                stored = [self.items.read(index)[0] for index in numbers]
+                indices = self.indices[start : start + self.batch_size]
+                stored = [self.items.read(index)[0] for index in indices]
                 yield {
                     "pixel_values": stack_pixels(
-                        list(apply(self._pixels, stored, numbers)), self.items.name
+                        list(apply(self._pixels, stored, indices)), self.items.name
                     )
                 }
 

@@ -1,4 +1,4 @@
-"""Folders and tables of images as tables of the images' files, with labels if there are any."""
+"""Tables of image files, with labels if there are any, from folders and tables of images."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SPLIT_FOLDERS = {"train", "training", "val", "valid", "validation", "dev", "test
 
 
 def with_files(table: datasets.Dataset, root: Path, column: str) -> datasets.Dataset:
-    """Return a table whose paths of images, if it has paths, start at the folder `root`."""
+    """Return a table whose image paths, if it has paths, start at the folder `root`."""
     if table.features.get(column) != datasets.Value("string"):
         return table
     paths = [path and str(root / Path(path).expanduser()) for path in table[column]]
@@ -30,10 +30,10 @@ def with_files(table: datasets.Dataset, root: Path, column: str) -> datasets.Dat
 def read_folder(
     root: Path, split: str | None, usual_split: str | None, image_column: str, label: str | None
 ) -> tuple[datasets.Dataset, str | None]:
-    """Return a table of the images in a folder, and the split, None without splits."""
+    """Return a table of the images in a folder, and the split or None."""
     if is_saved(root):
         return load_saved(root, split, usual_split), split
-    images = _images(root)
+    images = _find_images(root)
     folders = sort_names({image.parts[0] for image in images if len(image.parts) > 1})
     if split is None and folders and {*folders} <= SPLIT_FOLDERS:
         if usual_split is None:
@@ -50,12 +50,12 @@ def read_folder(
     folder = root
     if split is not None:
         folder, images = root / split, [Path(*i.parts[1:]) for i in images if i.parts[0] == split]
-    listed = _listed(folder, images, image_column, label)
-    return (_by_class(folder, images) if listed is None else listed), split
+    table = _read_metadata(folder, images, image_column, label)
+    return (_list_classes(folder, images) if table is None else table), split
 
 
-def _images(folder: Path) -> list[Path]:
-    """Return the image files below a folder, relative to it and sorted, but no hidden ones."""
+def _find_images(folder: Path) -> list[Path]:
+    """Return the sorted relative paths of all image files in a folder, without hidden files."""
     files = (
         Path(place, name).relative_to(folder)
         for place, _, names in os.walk(folder, followlinks=True)
@@ -65,12 +65,12 @@ def _images(folder: Path) -> list[Path]:
     return sorted(file for file in files if not any(part[0] == "." for part in file.parts))
 
 
-def _listed(
+def _read_metadata(
     folder: Path, images: Sequence[Path], column: str, label: str | None
 ) -> datasets.Dataset | None:
-    """Return the table of a folder's images, as `imagefolder` has it, or None without one.
+    """Return the table of a folder's images in the format of `imagefolder`, or None.
 
-    Beside class folders it may have other things than labels, such as captions, and is not read.
+    Beside class folders, a table without labels is not read. It may have captions, for example.
     """
     files = [folder / f"metadata.{ending}" for ending in ("csv", "jsonl", "parquet")]
     files = [file for file in files if file.is_file()]
@@ -87,8 +87,8 @@ def _listed(
     return with_files(table, folder, column) if has_labels or not has_classes else None
 
 
-def _by_class(folder: Path, images: Sequence[Path]) -> datasets.Dataset:
-    """Return a table of the images of class folders, or of images alone."""
+def _list_classes(folder: Path, images: Sequence[Path]) -> datasets.Dataset:
+    """Return a table of the images in class folders, or of unlabeled images."""
     examples = {len(image.parts): str(image) for image in images}
     if not examples or len(examples) > 1 or max(examples) > 2:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Images of datasets as upright RGB pictures, and as the tensors that a vision model takes."""
+"""Images of datasets as upright RGB pictures, and as input tensors of vision models."""
 
 import hashlib
 import io
@@ -15,17 +15,17 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.words import user_term
 
 MOST_PIXELS = 80_000_000
-"""Pixels of the largest picture that is read. Pillow takes four bytes for each, in every copy."""
+"""Maximum number of pixels of a picture. Pillow needs four bytes per pixel and copy."""
 Processor = ProcessorMixin | BaseImageProcessor | Callable[[Image.Image], Tensor]
 
 
 def is_transformers_processor(processor: object) -> bool:
-    """Return whether a processor is one of transformers, not a function of one picture."""
+    """Return whether a processor belongs to transformers. Others are functions of one picture."""
     return isinstance(processor, ProcessorMixin | BaseImageProcessor)
 
 
 def digest_image(value: Any) -> bytes:
-    """Return the SHA-256 of a dataset's image: of its file, or of the pixels of a PIL image."""
+    """Return the SHA-256 of an image's file, or of the pixels of a PIL image."""
     value = _stored(value)
     if isinstance(value, str | Path):
         value = Path(value).expanduser().read_bytes()
@@ -33,14 +33,14 @@ def digest_image(value: Any) -> bytes:
 
 
 def _stored(value: object) -> object:
-    """Return the file of a mapping, as `datasets` stores files, or another value as it is."""
+    """Return the file of a mapping as `datasets` stores it, or any other value unchanged."""
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         return value.get("bytes") or value.get("path")
     return value
 
 
 def resolve_file(home: Path, value: object) -> Any:
-    """Return an image or sound as a dataset stores it. Relative paths start at a folder."""
+    """Return a stored image or sound. A path becomes a `Path`, relative to the folder `home`."""
     value = _stored(value)
     return home / Path(value).expanduser() if isinstance(value, str) else value
 
@@ -54,7 +54,7 @@ def refuse_depth(picture: Image.Image) -> None:
 def to_rgb(picture: Image.Image) -> Image.Image:
     """Return a picture upright, in RGB, with 8 bits per channel.
 
-    Transparency is dropped, as by the `convert("RGB")` of pipelines and trainers.
+    Transparency is dropped, as `convert("RGB")` does in pipelines and trainers.
     """
     picture.load()
     refuse_depth(picture)
@@ -65,17 +65,17 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def read_image(value: object, item: str, read: Callable[[Image.Image], object] = to_rgb) -> Any:
-    """Return what a function makes of an image of a dataset, by default an RGB picture.
+    """Open an image of a dataset, and return the result of a function, by default an RGB picture.
 
     Args:
         value: A PIL image, a path, the bytes of an image file, or a mapping with `bytes` or `path`,
             as `datasets` stores images.
         item: Name of the item in messages.
-        read: The function.
+        read: Function of the PIL image.
 
     Raises:
-        CalibrationError: If it is not an image, its file is missing or damaged, or the function
-            refuses it. Its header shows whether it has more than `MOST_PIXELS`.
+        CalibrationError: If the value is not an image, its file is missing or damaged, its header
+            promises more than `MOST_PIXELS`, or the function refuses it.
     """
     value = _stored(value)
     if not isinstance(value, str | Path | bytes | Image.Image):
@@ -103,7 +103,7 @@ def read_image(value: object, item: str, read: Callable[[Image.Image], object] =
 def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
     """Process one RGB picture to pixels `[channels, height, width]`.
 
-    A processor of transformers whose `image_mean` is one number gets it gray.
+    A transformers processor whose `image_mean` is one number gets a gray picture.
 
     Raises:
         CalibrationError: If the processor fails.
@@ -124,24 +124,24 @@ def to_pixels(picture: Image.Image, processor: Processor, item: str) -> Tensor:
 
 
 def check_channels(processor: Any, channels: object, option: str) -> None:
-    """Refuse models with another number of channels than their images have.
+    """Refuse models whose images have another number of channels.
 
     Args:
         processor: The image processor.
-        channels: `num_channels` of the models' config, or None if it has none.
-        option: The model in the words of messages.
+        channels: `num_channels` of the models' config, or None without it.
+        option: The model's name in messages.
 
     Raises:
-        CalibrationError: If they differ, naming both.
+        CalibrationError: If they differ. The message has both.
     """
     if channels is None or not is_transformers_processor(processor):
         return
     picture = Image.new("RGB", (64, 64))
-    found = to_pixels(picture, processor, f"the image processor of {option}").shape[0]
-    if found != channels:
+    count = to_pixels(picture, processor, f"the image processor of {option}").shape[0]
+    if count != channels:
         raise CalibrationError(
             f"{option} takes images with num_channels={channels}, and its image processor gives "
-            f"{found} channels. Images are RGB, or gray if image_mean has one number: correct "
+            f"{count} channels. Images are RGB, or gray if image_mean has one number: correct "
             f"preprocessor_config.json"
         )
 
@@ -150,7 +150,7 @@ def stack_pixels(images: Sequence[Tensor], name: str) -> Tensor:
     """Stack pixels of one size on a new first axis.
 
     Raises:
-        CalibrationError: If they are no tensors of floating-point numbers, or sizes differ.
+        CalibrationError: If they are not floating-point tensors, or their sizes differ.
     """
     try:
         pixels = torch.stack(list(images))

@@ -18,33 +18,33 @@ from fusion_bench_featcal.files import TABLES, can_be_hub_id
 from fusion_bench_featcal.files.untrusted import parse_sample, pointer_text
 from fusion_bench_featcal.models.hub import hub_error, note_data_set, patiently
 
-_SEPARATORS = (";", "\t", "|")  # of tables that are no CSV
+_SEPARATORS = (";", "\t", "|")  # of tables that are not in CSV format
 
 
 class FileRows(list[dict[str, Any]]):
-    """Rows of a text file.
+    """Examples of a text file.
 
     Attributes:
-        places: Name of each row in messages, such as `line 3`.
+        places: Place of each example in messages, such as `line 3`.
     """
 
     def __init__(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Read pairs of place and row."""
+        """Read pairs of place and example."""
         places, values = tuple(zip(*rows, strict=True)) or ((), ())
         super().__init__(values)
         self.places: tuple[str, ...] = places
 
     @property
     def column_names(self) -> list[str]:
-        """Names of all rows' columns."""
+        """Names of the columns of all examples."""
         return list(dict.fromkeys(name for row in self for name in row))
 
 
 def require_indexable(rows: object, name: str) -> None:
-    """Refuse anything but one dataset with a length and numbered items.
+    """Refuse anything but one dataset with a length and indices.
 
     Raises:
-        CalibrationError: If it is streamed, has several splits, or is not a dataset.
+        CalibrationError: If `rows` is streamed, has several splits, or is not a dataset.
     """
     has_items = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     if not has_items or isinstance(rows, str | Mapping):
@@ -56,7 +56,7 @@ def require_indexable(rows: object, name: str) -> None:
 
 
 def split_location(location: str) -> tuple[str, str | None]:
-    """Return path or hub id of `PATH:SPLIT` or `ID:SPLIT`, and the split, or None without one."""
+    """Split `PATH:SPLIT` or `ID:SPLIT` into path or hub id and split. The split may be None."""
     name, colon, split = location.rpartition(":")
     if not colon or Path(location).expanduser().exists():
         return location, None
@@ -64,9 +64,9 @@ def split_location(location: str) -> tuple[str, str | None]:
 
 
 def parent_folder(data: object) -> Path:
-    """Return the folder of a table `PATH` or `PATH:SPLIT`, where relative paths in it start.
+    """Return the folder where relative paths in data start.
 
-    Those of other data start at the working directory.
+    It is the folder of a table `PATH` or `PATH:SPLIT`, and the working directory for other data.
     """
     return Path(split_location(data)[0]).expanduser().parent if isinstance(data, str) else Path()
 
@@ -78,7 +78,7 @@ def load_texts(path: str, split: str = "train") -> FileRows | datasets.Dataset:
         path: A table (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder that `datasets` has saved,
             or the id of a hub dataset, optionally with its config as `ID:CONFIG`. Folders and ids
             may end in `:SPLIT`.
-        split: The split of a folder or hub dataset with several.
+        split: The split of a folder or hub dataset with several splits.
 
     Raises:
         ValueError: If there is no such file, folder or split.
@@ -103,11 +103,11 @@ def load_saved(folder: Path, split: str | None, usual_split: str | None) -> data
 
     Args:
         folder: The folder.
-        split: The split that was named, if one was.
-        usual_split: The one to take otherwise, of a folder with several.
+        split: The split that the user named, or None.
+        usual_split: The split to use otherwise, if the folder has several.
 
     Raises:
-        ValueError: If it is no such folder, or has no such split.
+        ValueError: If the folder is no saved dataset, or has no such split.
     """
     try:
         loaded = datasets.load_from_disk(str(folder))
@@ -170,7 +170,7 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
             raise ValueError(problem)
         if ending == ".parquet":
             return datasets.Dataset(parquet.read_table(file))  # type: ignore[arg-type]
-        text = _decoded(file)
+        text = _read_utf8(file)
         return FileRows(_csv_rows(text) if ending == ".csv" else _json_rows(text))
     except PermissionError:
         raise
@@ -180,7 +180,7 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
         ) from error
 
 
-def _decoded(file: Path) -> str:
+def _read_utf8(file: Path) -> str:
     try:
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -208,7 +208,7 @@ def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, object]]]:
 
 def _json_rows(text: str) -> Iterator[tuple[str, dict[str, object]]]:
     if text.lstrip().startswith("["):
-        numbered = ((f"item {number}", row) for number, row in enumerate(parse_sample(text)))
+        numbered = ((f"item {index}", row) for index, row in enumerate(parse_sample(text)))
     else:
         numbered = _json_lines(text)
     for place, row in numbered:
@@ -227,7 +227,7 @@ def _json_lines(text: str) -> Iterator[tuple[str, object]]:
 
 
 def load_from_hub(name: str, source: Path, split: str | None) -> datasets.Dataset:
-    """Load a split of a hub dataset. `source` is the path without a file or folder.
+    """Load a split of a hub dataset. `source` is the same name as a path, which does not exist.
 
     Raises:
         ValueError: If the name looks like a path, or no split is named.
@@ -245,11 +245,11 @@ def load_from_hub(name: str, source: Path, split: str | None) -> datasets.Datase
 
 
 def load_hub_split(path: str, config: str | None, split: str) -> datasets.Dataset:
-    """Load a split by `datasets`, again if the hub is busy, and record the dataset's commit.
+    """Load a split with `datasets`, with retries if the hub is busy. Record the dataset's commit.
 
     Args:
         path: Hub id or folder.
-        config: The dataset's configuration, if it has several.
+        config: The dataset's configuration, or None.
         split: The split.
 
     Raises:

@@ -47,7 +47,7 @@ NEEDED = (
 )  # fmt: skip
 """Columns that change the model's input. An example with an unread value in one is refused."""
 _NO_TOWER = "The model reads texts alone: name one with a tower for it"
-_ADVICE: dict[str, str] = dict.fromkeys(_MEDIA, _NO_TOWER) | dict.fromkeys(MASKS, USE_LABELS)
+_HINTS: dict[str, str] = {**dict.fromkeys(_MEDIA, _NO_TOWER), **dict.fromkeys(MASKS, USE_LABELS)}
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class _RowReader:
         if needed:
             as_chat = needed[0] in _CHAT_COLUMNS and text.form != "chat"
             advice = "Write the row as messages" if as_chat else "Write it into the text"
-            advice = _ADVICE.get(needed[0], advice)
+            advice = _HINTS.get(needed[0], advice)
             raise column_error(self.name, self.names[needed[0]], f"a {text.form}", advice)
         unread = tuple(str(n) for n, v in self.row.items() if has_value(v) and n not in columns)
         return replace(text, columns=tuple(columns), unread=unread, images=images)

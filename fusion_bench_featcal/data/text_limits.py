@@ -8,11 +8,11 @@ _TABLES = ("position_embeddings", "embed_positions")
 
 
 def longest_text(tokenizer: Any, positions: int = NO_LIMIT) -> tuple[int, str]:
-    """Return the maximum number of tokens of a text, and the limit in words.
+    """Return the maximum number of tokens of a text, and the name of the limit in messages.
 
     Args:
         tokenizer: The tokenizer.
-        positions: Positions of the model, as of `positions_of`.
+        positions: Result of `positions_of` for the model.
     """
     allowed = int(tokenizer.model_max_length)
     if positions < allowed:
@@ -21,7 +21,7 @@ def longest_text(tokenizer: Any, positions: int = NO_LIMIT) -> tuple[int, str]:
 
 
 def end_tokens(*models: object) -> frozenset[int]:
-    """Return the end tokens that models declare: one each, several, or none.
+    """Return the end tokens that models declare. Each may declare one, several, or none.
 
     Args:
         models: Models, or their files, whose `config` and `generation_config` are objects of
@@ -33,10 +33,12 @@ def end_tokens(*models: object) -> frozenset[int]:
 
 
 def declared(key: str, *models: object) -> Any:
-    """Return the first value of a key in configs of models, or None. `generation_config` wins.
+    """Return the first value of a key in the models' configs, or None.
+
+    A model's `generation_config` has priority over its `config`.
 
     Args:
-        key: Such as `forced_bos_token_id`, with which answers begin (NLLB's language).
+        key: For example `forced_bos_token_id`, the first token of answers (NLLB's language).
         models: As for `end_tokens`.
     """
     return next((value for value in _declared(key, models) if value is not None), None)
@@ -52,11 +54,11 @@ def _declared(key: str, models: Sequence[object]) -> list[Any]:
 
 
 def positions_of(model: Any) -> int:
-    """Return the number of tokens for which a model of transformers has positions.
+    """Return the number of positions of a transformers model, its longest input in tokens.
 
-    It is `NO_LIMIT` for models with relative positions, such as T5. Positions of RoBERTa and others
-    begin behind the index of padding, so that fewer are left than the config has. If the encoder
-    reads no texts, as Whisper's, the positions are the decoder's.
+    The result is `NO_LIMIT` for models with relative positions, such as T5. Positions of RoBERTa
+    and others begin after the index of padding, so fewer are usable than the config says. If the
+    encoder reads no texts, as in Whisper, the decoder's positions count.
 
     Args:
         model: The model, with or without weights.

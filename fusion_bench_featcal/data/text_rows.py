@@ -1,4 +1,4 @@
-"""Rows of texts, with their places in files, without rows that do not count."""
+"""Datasets of texts, with places in files for messages, without examples that are left out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,15 @@ from fusion_bench_featcal.errors import CalibrationError
 
 
 class TextRows:
-    """Rows of a dataset of texts.
+    """Examples of a dataset of texts.
 
-    Rows of tables with weight 0 or KTO's label false are left out. Labels of `datasets` are read by
-    their names.
+    Examples with weight 0 or KTO's label false are left out, unless columns are named. Values of a
+    `ClassLabel` are read as class names.
 
     Attributes:
         name: The dataset's name in messages.
-        left_out: Number of rows that are left out.
+        columns: Standard name of a column -> its name in the dataset. Empty to read all columns.
+        left_out: Number of examples that are left out.
     """
 
     def __init__(
@@ -32,13 +33,13 @@ class TextRows:
         """View a dataset.
 
         Args:
-            rows: A table, or other rows with a length and numbers.
-            name: Its name in messages.
+            rows: A table, or another dataset with a length and indices.
+            name: The dataset's name in messages.
             columns: Standard name of a column -> its name in the dataset, to read only these.
             reads_images: Whether the model reads images.
 
         Raises:
-            CalibrationError: If it is streamed, or is not one split.
+            CalibrationError: If the dataset is streamed, or is not one split.
         """
         require_indexable(rows, name)
         self.name, self.columns, self._reads_images = name, dict(columns or {}), reads_images
@@ -53,35 +54,35 @@ class TextRows:
 
     def _counted_positions(self, features: Mapping[str, object]) -> range | list[int]:
         rows: Any = self._rows
-        everything = range(len(rows))
+        positions = range(len(rows))
         if self.columns or not isinstance(rows, list | datasets.Dataset):
-            return everything
+            return positions
         if isinstance(rows, datasets.Dataset):
             if "weight" not in features and features.get("label") != datasets.Value("bool"):
-                return everything
+                return positions
             rows = rows.select_columns([name for name in FLAGGED if name in features])
-        return [n for n in everything if not is_left_out(rows[n])]
+        return [n for n in positions if not is_left_out(rows[n])]
 
     def __len__(self) -> int:
         return len(self._positions)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a row as it is in the dataset, with names of classes in place of numbers."""
+        """Return an example's columns, with class names in place of class indices."""
         row = self._rows[self._positions[index]]
         return {**row, **self._class_names(row)} if self._names else row
 
     def _class_names(self, row: Mapping[str, Any]) -> dict[str, str | None]:
-        numbers = {c: row[c] for c in self._names if row[c] is not None}
-        return {c: self._names[c][n] if n >= 0 else None for c, n in numbers.items()}
+        indices = {c: row[c] for c in self._names if row[c] is not None}
+        return {c: self._names[c][i] if i >= 0 else None for c, i in indices.items()}
 
     def row_name(self, index: int) -> str:
-        """Return the name of a row in messages: its line in a file, else its number."""
+        """Return an example's name in messages: its line in a file, or its position."""
         position = self._positions[index]
         place = f"item {position}" if self._places is None else self._places[position]
         return f"{self.name}, {place}"
 
     def read(self, index: int) -> Text:
-        """Read a row.
+        """Read an example.
 
         Raises:
             CalibrationError: If it cannot be read, or is no text.
@@ -94,5 +95,5 @@ class TextRows:
         return read_row(row, name, self.columns, reads_images=self._reads_images)
 
     def classes(self, column: str) -> list[str] | None:
-        """Return the names of a column's classes, in the dataset's order, if it has any."""
+        """Return the class names of a column by index, or None if it has no `ClassLabel`."""
         return self._names.get(self.columns.get(column, column))

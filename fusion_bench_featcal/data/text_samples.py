@@ -73,9 +73,9 @@ class TextEncoder(ABC):
         tokenizer: The tokenizer.
         max_length: Maximum number of tokens. If it is None, a text beyond the limit of the
             tokenizer, or of the model's positions, is an error.
-        positions: Positions of the model, as of `positions_of`.
-        model_ends: End tokens of the models, as of `end_tokens`.
-        model_start: First token of answers, their `forced_bos_token_id`, or None.
+        positions: Result of `positions_of` for the model.
+        model_ends: End tokens of the models, from `end_tokens`.
+        model_start: First token of answers (`forced_bos_token_id`), or None.
         generates_text: Whether the models generate answers, the targets.
         is_encoder_decoder: Whether the decoder reads the target, apart from the prompt.
     """

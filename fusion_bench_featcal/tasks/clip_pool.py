@@ -29,7 +29,7 @@ from fusion_bench_featcal.tasks.item_pool import ItemPool
 LabelledImages = tuple[Tensor, Tensor]
 
 KEPT_BYTES = 64 * 2**20
-"""Largest size of a task whose pixels stay in memory for the next model."""
+"""Largest size of a task whose pixels are kept in memory for the next model."""
 
 
 class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
@@ -190,7 +190,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
     def _batches(self, task: str) -> Iterable[dict[str, Tensor]]:
         """Return a task's batches, all of them unless `fast_dev_run` is set.
 
-        The pixels of a small task stay in memory for the next model.
+        The pixels of a small task are kept in memory for the next model.
         """
         loader: Any = self.test_dataloaders[task]
         items = loader.dataset
@@ -227,6 +227,6 @@ def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> LabelledImages:
 
 
 def _cast_inputs(projection: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cast features of a vision model of another dtype to the dtype of the head."""
+    """Cast features of a vision model to the dtype of the head."""
     dtype = next(projection.parameters()).dtype
     return tuple(tensor.to(dtype) for tensor in inputs)

@@ -35,7 +35,7 @@ def _are_templates(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDefinition:
-    """One task. Its fields are the keys under `tasks.<name>` in YAML."""
+    """One task. The fields are the keys under `tasks.<name>` in YAML."""
 
     data: Any | None = setting(
         None,
@@ -64,7 +64,7 @@ def parse_tasks(tasks: object, name: str = "taskpool.tasks") -> dict[str, TaskDe
     """Parse the mapping `tasks` of a task pool.
 
     Raises:
-        ValueError: If it has an unknown key or an invalid value, with task, key and value.
+        ValueError: If there is an unknown key or an invalid value. The message names both.
     """
     tasks = plain_config(tasks)
     if not isinstance(tasks, Mapping | None):
@@ -90,17 +90,17 @@ class OpenTask:
 def open_task(name: str, task: TaskDefinition, rows: object, setting: str) -> OpenTask:
     """Open a task's items, with FusionBench's class names and prompts if it knows the task.
 
-    Other tasks are registered there, for all of its CLIP classes.
+    Other tasks are registered with FusionBench, for all of its CLIP classes.
 
     Args:
         name: Name of the task.
         task: Its definition.
-        rows: The dataset, its path or its hub id. A loader may have registered class names.
+        rows: The dataset, its path or its hub id. Loading it may have registered class names.
         setting: The setting with the data, for messages.
 
     Raises:
-        ValueError: If FusionBench has class names and prompts of its own for the task, or nobody
-            has class names.
+        ValueError: If both FusionBench and the definition have class names or prompts, or neither
+            they nor the data have class names.
         CalibrationError: If the data do not exist, cannot be read or are unlabeled, or a label is
             not a class.
     """
@@ -130,7 +130,7 @@ def open_task(name: str, task: TaskDefinition, rows: object, setting: str) -> Op
 def _items(
     task: TaskDefinition, classnames: Sequence[str] | None, rows: object, setting: str
 ) -> ImageItems:
-    """Return a task's items. Only data of the definition may have several splits to choose from."""
+    """Return a task's items. The split `test` is the default for data from `test_datasets`."""
     columns: Any = {"image_column": task.image_column, "label_column": task.label_column}
     columns["classnames"] = classnames
     if isinstance(rows, str):
@@ -148,7 +148,7 @@ class _OwnTask(dict):
 
 
 def _entry(task: str) -> tuple[list[str], Templates] | None:
-    """Return class names and prompts that FusionBench or another plugin has for a task, if any."""
+    """Return class names and prompts of FusionBench or another plugin for a task, or None."""
     table: Mapping[str, object] = CLIPTemplateFactory._dataset_mapping
     if task not in table or isinstance(table[task], _OwnTask):
         return None
@@ -157,7 +157,7 @@ def _entry(task: str) -> tuple[list[str], Templates] | None:
 
 
 def _register(task: str, classnames: list[str], templates: Any) -> Templates:
-    """Enter class names and prompts into FusionBench's table, and return the prompts.
+    """Register class names and prompts in FusionBench's table, and return the prompts.
 
     FusionBench's `register_dataset` fails in release 0.2.33, so its table is written directly.
     """

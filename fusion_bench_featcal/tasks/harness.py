@@ -56,9 +56,9 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
                 `exact_match,none`.
             tokenizer: Folder or hub id of the tokenizer.
             include_path: Folder with YAML files of further lm-eval tasks.
-            batch_size: Rows per batch, or `auto`.
+            batch_size: Examples per batch, or `auto`.
             apply_chat_template: Format prompts with the tokenizer's chat template.
-            limit: Rows per task, by default all.
+            limit: Examples per task, by default all.
             confirm_run_unsafe_code: Run the code that models write, as code tasks require.
             **unknown: Refused, except for keys that all FusionBench configurations have.
 
@@ -107,7 +107,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
 
     @cached_property
     def opened(self) -> tuple[Any, Any]:
-        """The tokenizer, and lm-eval's index of tasks. lm-eval loads data in each evaluation again.
+        """The tokenizer, and lm-eval's index of tasks. Each evaluation loads its data again.
 
         Raises:
             CalibrationError: If lm-eval has no such task, or cannot load its data.

@@ -1,4 +1,4 @@
-"""Base of this package's task pools: keys, loading, and evaluation with flags per item."""
+"""Base of this package's task pools: keys, loading, and evaluation with per-example results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,19 +43,19 @@ def open_rows(task: str, rows: object, setting: str) -> TextRows:
 
 
 class ItemPool(LightningFabricMixin):
-    """Mixin that evaluates a task pool's tasks in turn and stores the correctness of every item.
+    """Mixin that evaluates a pool's tasks in turn and stores which examples are correct.
 
     Attributes:
         item_correct: Result of the last `evaluate` call: task name -> bool tensor `[items]`, in the
             order of the dataset, on the CPU.
-        test_dataloaders: Task name -> its data. `evaluate` uses the tasks in it.
+        test_dataloaders: Task name -> its data. `evaluate` evaluates these tasks.
     """
 
     _is_setup = False
-    _program: Any  # that made the pool, or None; FusionBench sets it
+    _program: Any  # the program that created the pool, or None; set by FusionBench
     _test_datasets: Mapping[str, Any] | None
     _setting_of_data = "taskpool.test_datasets.{}"
-    _keys_by_task: Sequence[str] = ()  # attributes that are mappings of tasks
+    _keys_by_task: Sequence[str] = ()  # attributes that map tasks to values
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Pass all arguments to the task pool."""
@@ -65,10 +65,10 @@ class ItemPool(LightningFabricMixin):
 
     @cached_property
     def opened(self) -> dict[str, Any]:
-        """Task -> its test data, opened up to the first row, for all evaluations.
+        """Task -> its opened test data for all evaluations. The first example is read.
 
         Raises:
-            CalibrationError: If data cannot be loaded, are empty, or have an unusable first row.
+            CalibrationError: If data cannot be loaded or are empty, or a first example is unusable.
             ValueError: If a task has no data.
         """
         opened = {}
@@ -78,7 +78,7 @@ class ItemPool(LightningFabricMixin):
         return opened
 
     def _open(self, task: str, rows: object, setting: str) -> Any:
-        """Open a task's rows, and read the first one."""
+        """Open a task's examples, and read the first one."""
         raise NotImplementedError
 
     def setup(self) -> None:
@@ -122,7 +122,9 @@ class ItemPool(LightningFabricMixin):
 
     @property
     def test_data(self) -> dict[str, object]:
-        """Data of tasks by name: this pool's, else the model pool's. Nothing is opened.
+        """Task -> its data in this pool's config or, without any, in the model pool's.
+
+        Nothing is opened.
 
         Raises:
             ValueError: If a task has no data in either pool, a path does not exist, there are no

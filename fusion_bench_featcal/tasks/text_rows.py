@@ -1,4 +1,4 @@
-"""Rows of public datasets as prompts with targets, or as chats."""
+"""Public datasets as prompts with targets, or as chats."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ GLUE = "nyu-mll/glue"
 def load_glue(name: str, split: str, path: str = GLUE) -> ComputedRows:
     """Load a GLUE task with FusionBench's prompts and answers.
 
-    FusionBench's loader returns the same texts, but first tokenises every row of every split.
+    FusionBench's loader returns the same texts, but first tokenizes every example of every split.
 
     Args:
         name: The task: cola, mnli, mrpc, qnli, qqp, rte, sst2 or stsb.
