@@ -36,7 +36,8 @@ class Pooling:
         if self.mode == "max":
             return states.masked_fill(mask[..., None] == 0, -torch.inf).amax(dim=1)
         # padding may be on either side
-        positions = mask.int().argmax(1) if self.mode == "cls" else _last(mask)
+        first, after_last = mask.int().argmax(1), mask.shape[1] - mask.int().flip(1).argmax(1)
+        positions = first if self.mode == "cls" else after_last - 1
         return states[torch.arange(len(states)), positions]
 
 
@@ -56,7 +57,3 @@ def class_logits(features: Tensor, head: Tensor, temperature: float = TEMPERATUR
     Rows of the head have norm 1.
     """
     return F.normalize(features, dim=-1) @ head.to(features).T / temperature
-
-
-def _last(mask: Tensor) -> Tensor:
-    return mask.shape[1] - 1 - mask.int().flip(1).argmax(1)

@@ -69,11 +69,11 @@ class TextRows:
     def __getitem__(self, index: int) -> Any:
         """Return an example's columns, with class names in place of class indices."""
         row = self._rows[self._positions[index]]
-        return {**row, **self._class_names(row)} if self._names else row
-
-    def _class_names(self, row: Mapping[str, Any]) -> dict[str, str | None]:
+        if not self._names:
+            return row
         indices = {c: row[c] for c in self._names if row[c] is not None}
-        return {c: self._names[c][i] if i >= 0 else None for c, i in indices.items()}
+        names = {c: self._names[c][i] if i >= 0 else None for c, i in indices.items()}
+        return {**row, **names}
 
     def row_name(self, index: int) -> str:
         """Return an example's name in messages: its line in a file, or its position."""

@@ -1,6 +1,5 @@
 """Texts as token ids for a language model, one by one and as padded batches."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -64,10 +63,10 @@ class _TokenizedText:
 
 
 @dataclass(frozen=True)
-class TextEncoder(ABC):
-    """Converts texts of `read_row` to token ids, with one subclass for each kind of model.
+class TextEncoder:
+    """Converts texts of `read_row` to token ids. Each kind of model has a subclass.
 
-    Texts longer than `max_length` are cut.
+    This class has the common steps, and reads no targets. Texts longer than `max_length` are cut.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -171,9 +170,9 @@ class TextEncoder(ABC):
             )
         return tokens
 
-    @abstractmethod
     def _read_ids(self, text: Text) -> _TokenizedText:
-        """Return a text that is stored as token ids, without padding."""
+        """Return a text that is stored as token ids, without padding. Subclasses add the target."""
+        return _TokenizedText(Sample(_unpadded(text, None)[0]))
 
     def _tokenize_chat(self, text: Text) -> _TokenizedText:
         if self.is_encoder_decoder or not getattr(self.tokenizer, "chat_template", None):
@@ -376,9 +375,6 @@ class ClassifierTextEncoder(TextEncoder):
     """
 
     generates_text = False
-
-    def _read_ids(self, text: Text) -> _TokenizedText:
-        return _TokenizedText(Sample(_unpadded(text, None)[0]))
 
 
 def _unpadded(
