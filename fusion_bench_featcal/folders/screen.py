@@ -18,6 +18,7 @@ from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.run import row_of_rule, with_average
+from fusion_bench_featcal.results.tables import Table
 
 
 def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
@@ -59,23 +60,21 @@ def show_downloads(request: Request) -> bool:
 
 
 def show_scores(report: Run, notes: Sequence[Note], title: str) -> None:
-    """Print the verdict, accuracy and loss of every row by task, gains by task, and notes.
+    """Print the verdict, accuracy and loss of every model by task, gains by task, and notes.
 
     The title names both numbers.
     """
     for note in notes:
         if note.is_conclusion:
             print(note.sentence)
-    names, accuracy = list(report.accuracy), report.accuracy
+    accuracy = report.accuracy
     loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
-    lines = [[title, *names]]
-    for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]:
-        cells = [f"{100 * accuracy[n][task]:.1f} ({loss[n][task]:.3f})" for n in names]
-        lines.append([task, *cells])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *cells in lines if names else ():
-        aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        print("  ".join([first.ljust(widths[0]), *aligned]))
+    lines = [
+        (task, [f"{100 * accuracy[name][task]:.1f} ({loss[name][task]:.3f})" for name in accuracy])
+        for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]
+    ]
+    if lines:
+        Table(title, [*accuracy], lines).show()
     for note in notes:
         if not note.is_conclusion:
             print(f"note: {note.sentence}")

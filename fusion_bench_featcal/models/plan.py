@@ -8,8 +8,6 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
-from rich.console import Console
-from rich.table import Table
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.masking import masked
@@ -17,6 +15,7 @@ from fusion_bench_featcal.errors.plurals import bytes_text, pluralize
 from fusion_bench_featcal.files import existing, free_space
 from fusion_bench_featcal.files.budgets import budget_in_bytes
 from fusion_bench_featcal.models.hub import hub_error, hub_models, patiently
+from fusion_bench_featcal.results.tables import Table
 from fusion_bench_featcal.run.log import AsMerged
 
 _NO_DATA = (".md", ".py", ".gitattributes")
@@ -158,21 +157,17 @@ def show_plan(plan: Plan) -> None:
         sizes.append(("to fetch, without unknown ones", sum(size or 0 for _, size in sizes)))
     sizes += [("read from experts, at most", plan.read), ("the calibrated model", plan.output)]
     sizes += [(f"free in {folder}", size) for folder, size in plan.free.items()]
-    table = Table("what", "amount")
-    table.columns[1].justify = "right"
-    for label, size in sizes:
-        table.add_row(label, "unknown" if size is None else bytes_text(size))
+    lines = [(label, ["unknown" if size is None else bytes_text(size)]) for label, size in sizes]
     for row, times in plan.rows.items():
         strengths = (f"{name}={value:g}" for name, value in plan.strengths.get(row, {}).items())
         amount = "once" if times == 1 else pluralize(times, "time")
-        table.add_row(", ".join([f"row {row}", *strengths]), amount)
+        lines.append((", ".join([f"row {row}", *strengths]), [amount]))
     if plan.jobs > 1:
-        table.add_row("jobs of the sweep (sizes and settings: the first job's)", str(plan.jobs))
+        lines.append(("jobs of the sweep (sizes and settings: the first job's)", [str(plan.jobs)]))
     if not plan.downloads:
-        table.add_row("to fetch", "nothing")
-    console = Console()
-    console.print(table)
+        lines.append(("to fetch", ["nothing"]))
+    Table("plan", ["amount"], lines).show()
     if plan.as_merged.names:
-        console.print(plan.as_merged.text, markup=False, highlight=False, soft_wrap=True)
+        print(plan.as_merged.text)
     if any(download.files is None for download in plan.downloads):
-        console.print("unknown: nothing of that name is here, and the hub does not describe it")
+        print("unknown: nothing of that name is here, and the hub does not describe it")

@@ -19,6 +19,7 @@ from fusion_bench_featcal.models.model_files import ModelFiles
 from fusion_bench_featcal.modules.block_modules import find_all_modules
 from fusion_bench_featcal.modules.groups import Group, find_groups, group_of_slot, record
 from fusion_bench_featcal.modules.mixtures import Mixture
+from fusion_bench_featcal.results.tables import Table
 
 _SUMS = 4  # bytes of an entry of a sum, in float32
 
@@ -204,20 +205,15 @@ def _routed(model: nn.Module, mixture: Mixture, rows: int) -> Iterator[GroupShap
 
 def show_shapes(shapes: Shapes, estimates: dict[str, Estimate]) -> None:
     """Print estimates by rule as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(f"{shapes.parameters / 1e9:.3g} billion parameters", *estimates)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    rows = {
+    labels = {
         "read": "read", "passes": "forward passes", "moments": "sums over samples",
         "solves": "solves", "features": "features of the samples",
         "sums": "sums of a block", "weights": "a block of model and expert",
     }  # fmt: skip
     counts = {"passes", "moments", "solves"}
-    for key, label in rows.items():
+    lines = list[tuple[str, list[str]]]()
+    for key, label in labels.items():
         values = [getattr(estimate, key) for estimate in estimates.values()]
         show = (lambda v: f"{v / 1e12:.3g} TFLOP") if key in counts else bytes_text
-        table.add_row(label, *map(show, values))
-    Console().print(table)
+        lines.append((label, [*map(show, values)]))
+    Table(f"{shapes.parameters / 1e9:.3g} billion parameters", [*estimates], lines).show()
