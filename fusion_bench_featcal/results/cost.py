@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fusion_bench_featcal.run.memory import peak_memory
+
 _JOULES_PER_WATT_HOUR = 3_600
 PACKAGES = (
     "fusion-bench-featcal", "fusion-bench", "torch", "transformers", "lightning", "hydra-core",
@@ -71,7 +73,7 @@ def measure() -> Iterator[Cost]:
         for device in devices:  # wait for running kernels before the clock is read
             cuda.synchronize(device)
         cost.seconds = time.perf_counter() - start
-        cost.peak_rss_bytes = _peak_memory()
+        cost.peak_rss_bytes = peak_memory()
         peak = sum(cuda.max_memory_allocated(device) for device in devices)
         cost.peak_accelerator_bytes = peak or None
         cost.gpu_energy_wh = _energy(before, _joules(), cuda, devices)
@@ -87,19 +89,6 @@ def _cuda_devices() -> tuple[Any, list[int]]:
         return None, []
     cuda = torch.cuda
     return cuda, [index for index in range(cuda.device_count()) if cuda.memory_reserved(index) > 0]
-
-
-def _peak_memory() -> int | None:
-    """Return the peak resident memory in bytes: since the reset, on macOS since the start."""
-    if sys.platform == "darwin":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def _joules() -> dict[str, float]:

@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import platform
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.words import option
+from fusion_bench_featcal.run.memory import peak_memory
 
 
 def check_cuda(name: str, setting: str) -> None:
@@ -67,15 +67,10 @@ _PHRASES = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAIL
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the largest memory so far: of torch's allocator on a GPU, else of this process."""
+    """Return the peak memory so far: of torch's allocator on a GPU, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
+    return peak_memory() or psutil.Process().memory_info().rss  # Windows has no record of the peak
 
 
 def return_freed_memory() -> None:
