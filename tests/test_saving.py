@@ -19,9 +19,10 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, files
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.fusionbench.saved_model import check_save_target, save_model
-from fusion_bench_featcal.models.cards import PAPER, CardFacts, card_tags, card_text
+from fusion_bench_featcal.models.cards import PAPER, card_tags, card_text
 from fusion_bench_featcal.models.saving import writing_model
-from fusion_bench_featcal.results import write_run
+from fusion_bench_featcal.results import Frame, accuracy_frame, write_run
+from fusion_bench_featcal.results.run import Facts
 
 
 class Tiny(nn.Module):
@@ -47,23 +48,24 @@ def program_saving_to(path: Path, options: Any = None) -> Any:
 
 
 PLUS = FeatCalSettings.plus(seed=1).with_rule_defaults.as_dict()
-# Facts of a card, its title, a sentence, and its settings.
-CARDS: list[tuple[CardFacts, str, str, str]] = [
-    (CardFacts("featcal_plus", settings=PLUS), "Merged model, repaired by FeatCal+",
+# Name and settings of a model, its card's title, a sentence, and the card's settings.
+CARDS: list[tuple[str, dict[str, Any], str, str, str]] = [
+    ("featcal_plus", PLUS, "Merged model, repaired by FeatCal+",
      f"with FeatCal+, its extension of the paper's FeatCal ({PAPER}), row `featcal_plus`",
      "- seed: `1`"),
-    (CardFacts("featcal", settings=FeatCalSettings().with_rule_defaults.as_dict()),
+    ("featcal", FeatCalSettings().with_rule_defaults.as_dict(),
      "Merged model, repaired by FeatCal", f"with FeatCal ({PAPER})", "- all: `defaults`"),
-    (CardFacts("surgery", settings={"width": 4}), "Merged model (surgery)", "row `surgery`",
-     "- width: `4`"),
+    ("surgery", {"width": 4}, "Merged model (surgery)", "row `surgery`", "- width: `4`"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("facts", "title", "about", "settings"), CARDS)
-def test_a_card_names_its_method_and_changed_settings(facts, title, about, settings, tmp_path):
-    run = make_run(LEVELS | {facts.row: 0.7})
-    run.row(facts.row).facts |= {"rows_share": 0.5, "rows_energy": 2.0}
-    card = card_text(facts, "org/base", {"one": "org/one"}, run)
+@pytest.mark.parametrize(("name", "values", "title", "about", "settings"), CARDS)
+def test_a_card_names_its_method_and_changed_settings(
+    name, values, title, about, settings, tmp_path
+):
+    run = make_run(LEVELS | {name: 0.7})
+    facts = Facts(settings=values, numbers={"rows_share": 0.5, "rows_energy": 2.0})
+    card = card_text(name, facts, "org/base", {"one": "org/one"}, accuracy_frame(run))
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["base_model"] == ["org/base", "org/one"] and head["tags"] == ["merge", "featcal"]
     assert f"\n# {title}\n\n" in card and about in card
@@ -85,7 +87,9 @@ def test_a_card_keeps_the_tags_of_the_merged_model(card: Any, tags: list[str], t
     if card is not None:
         (tmp_path / "README.md").write_text(card)
     assert card_tags(tmp_path) == tags
-    text = card_text(CardFacts("featcal"), "base folder", {"one": "../x"}, tags=tags)
+    text = card_text(
+        "featcal", Facts(), "base folder", {"one": "../x"}, Frame("accuracy"), tags=tags
+    )
     head = yaml.safe_load(text.split("---\n")[1])
     assert head["tags"] == ["mergekit", "merge", "featcal"] and "base_model" not in head
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fusion_bench_featcal.errors import NotImproved
@@ -18,7 +19,6 @@ from fusion_bench_featcal.folders.options import WORDS
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_complete, save_folder
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
-from fusion_bench_featcal.models.cards import CardFacts
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
@@ -149,11 +149,9 @@ def _calibrate(evaluation: Evaluation) -> None:
     evaluation.add(row, calibrated.load, facts, cost.as_dict())
     verdict = evaluation.conclude()
     if is_saved := verdict.is_good or not request.strict:
-        origin = {"merged model": request.merged or request.merge}
         # A pooler that experts do not share belongs to each task's head.
         tail = opened.heads.tail(next(iter(opened.tasks))) if opened.heads else ()
-        as_merged = facts.as_merged.without(tail)
-        card_facts = CardFacts(row, origin, facts.settings, counts, as_merged)
+        card_facts = replace(facts, as_merged=facts.as_merged.without(tail))
         save_folder(calibrated, card_facts, evaluation)
     _remove_blocks(request.checkpoints)
     show_scores(report, report.notes[first_notes:], evaluation.title)

@@ -11,9 +11,10 @@ from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.heads import HEADS
 from fusion_bench_featcal.folders.opened import CalibratedModel
 from fusion_bench_featcal.folders.options import RECIPE
-from fusion_bench_featcal.models.cards import CARD, CardFacts, card_text
+from fusion_bench_featcal.models.cards import CARD, card_text
 from fusion_bench_featcal.models.saving import writing_model, written_bytes
-from fusion_bench_featcal.results import write_run
+from fusion_bench_featcal.results import accuracy_frame, write_run
+from fusion_bench_featcal.results.run import Facts, row_of_rule
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""
@@ -37,36 +38,38 @@ model.load_state_dict(load_file(f"{{head}}/head.safetensors"), strict=False)
 """End of the card of a classifier with heads."""
 
 
-def save_folder(calibrated: CalibratedModel, facts: CardFacts, evaluation: Evaluation) -> None:
+def save_folder(calibrated: CalibratedModel, facts: Facts, evaluation: Evaluation) -> None:
     """Save the calibrated model with heads, card and report, atomically.
 
     Args:
         calibrated: The model, its log and reads.
-        facts: The model's origin.
+        facts: Its settings, samples, numbers, and modules that were not calibrated.
         evaluation: The report, for the model card and `featcal/`, the experts' classifiers, whose
             heads are saved, and the digests of models and data.
     """
     request, report, heads = evaluation.request, evaluation.report, evaluation.heads
-    models, opened_heads = evaluation.opened.models, evaluation.opened.heads
+    opened, opened_heads = evaluation.opened, evaluation.opened.heads
     folder, result = request.folder, calibrated.result
     advice = (
         "Make room and repeat the command with --resume: the finished blocks are in "
         f"{request.checkpoints}"
     )
-    option, needed = f"--out {folder}", written_bytes(models.size)
+    option, needed = f"--out {folder}", written_bytes(opened.models.size)
+    name, origin = row_of_rule(opened.settings.rule), request.merged or request.merge
+    frame, merger = accuracy_frame(report), {"merged model": origin}
     with writing_model(folder, needed, option=option, advice=advice) as new:
         new.mkdir()
         library, tags = calibrated.write(new, heads)
-        card = card_text(facts, request.base, request.expert, report, library, tags)
+        card = card_text(name, facts, request.base, request.expert, frame, merger, library, tags)
         if opened_heads is not None:
             print(f"heads: {folder / HEADS}/NAME. {folder} loads with that of "
                   f"{opened_heads.saved_name}")  # fmt: skip
-            inputs = "Image" if models.title.startswith("image") else "Sequence"
+            inputs = "Image" if opened.models.title.startswith("image") else "Sequence"
             kind = f"AutoModelFor{inputs}Classification"
             card += _HEADS.format(heads=HEADS, own=opened_heads.saved_name, kind=kind)
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
-        write_run(new / REPORT, report, "--out")
+        write_run(new / REPORT, report, "--out", frame)
         write_inputs(new / REPORT, evaluation.digests)
         result.log.write(new / REPORT / "calibration_log.jsonl")
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")

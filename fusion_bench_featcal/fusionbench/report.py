@@ -29,7 +29,9 @@ from fusion_bench_featcal.results import (
     BASE,
     EXPERTS,
     Cost,
+    Frame,
     Run,
+    accuracy_frame,
     describe_device,
     versions,
     write_run,
@@ -184,8 +186,8 @@ class Report:
         row = joined_evaluation(evaluate(taskpool, load_pool_model(pool, t), [t]) for t in tasks)
         self._add(EXPERTS, row, Facts())
 
-    def close(self, folder: Path | None) -> None:
-        """Order the rows, and write them to a folder.
+    def close(self, folder: Path | None) -> Frame:
+        """Order the rows, write them to a folder, and return the frame of their accuracies.
 
         Raises:
             Exception: That of the first row that failed, if there is no other one.
@@ -200,8 +202,10 @@ class Report:
             if merged.seed is None and len(seeds) == 1:  # else it goes with rows of every seed
                 (merged.seed,) = seeds
         run.versions |= commits()
+        frame = accuracy_frame(run)
         if folder is not None:
-            write_run(folder, run)
+            write_run(folder, run, frame=frame)
+        return frame
 
 
 def config_of(pool: object) -> Any:

@@ -17,10 +17,10 @@ from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
-from fusion_bench_featcal.models.cards import CARD, CardFacts, card_tags, card_text
+from fusion_bench_featcal.models.cards import CARD, card_tags, card_text
 from fusion_bench_featcal.models.plan import check_room
 from fusion_bench_featcal.models.saving import correct_configs, writing_model
-from fusion_bench_featcal.results import Run
+from fusion_bench_featcal.results.run import Facts
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +118,15 @@ def save_model(
     log.info("saved the model to %s", target)
 
 
-def write_card(folder: Path, facts: CardFacts, modelpool: BaseModelPool, report: Run) -> None:
-    """Add a model card with the run's accuracies to the folder of a saved model."""
-    models = PoolModels(modelpool)
+def write_card(folder: Path, pool: BaseModelPool, name: str, facts: Facts, **more: Any) -> None:
+    """Add a card to the folder of a saved model. `more` are further arguments of `card_text`."""
+    models = PoolModels(pool)
     base = None if models.base is None else _location(models.base)
     experts = {name: _location(model) for name, model in models.experts.items()}
     folders = models[MERGED_MODEL].folders if MERGED_MODEL in models else ()
     tags = [tag for files in folders for tag in card_tags(files.folder)]
-    write_atomic(folder / CARD, card_text(facts, base, experts, report, tags=tags), SAVE_PATH)
+    text = card_text(name, facts, base, experts, tags=tags, **more)
+    write_atomic(folder / CARD, text, SAVE_PATH)
 
 
 def _location(model: PoolModel) -> str:

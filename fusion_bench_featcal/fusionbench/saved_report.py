@@ -20,11 +20,10 @@ from fusion_bench_featcal.fusionbench.saved_model import (
     save_model,
     write_card,
 )
-from fusion_bench_featcal.models.cards import CardFacts
 from fusion_bench_featcal.results import Cost
 from fusion_bench_featcal.results.remarks import closing_lines
 from fusion_bench_featcal.results.run import Facts
-from fusion_bench_featcal.results.show import show_run
+from fusion_bench_featcal.results.show import show
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class SavedReport(Report):
         super().__init__(inputs, **options)
         self.row, self._folder = row, None if folder is None else Path(folder)
         self._saved: Path | None = None
-        self._card = CardFacts(row)
+        self._facts = Facts()
 
     def add(
         self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
@@ -77,9 +76,7 @@ class SavedReport(Report):
         """
         if name != self.row:
             return
-        counts = {task: entry["samples"] for task, entry in facts.samples.items()}
-        upstream = self._base_method or None
-        self._card = CardFacts(name, upstream, facts.settings, counts, facts.as_merged)
+        self._facts = facts
         self.model, inputs, processor = model, self._inputs, None
         if (target := path_option(inputs.program, SAVE_PATH)) is not None:
             with suppress(CalibrationError):  # some methods need none
@@ -96,14 +93,16 @@ class SavedReport(Report):
             CalibrationError: If a row failed, after everything else is written and shown.
         """
         program, saved = self._inputs.program, self._saved
-        self.close(self._folder)
+        frame = self.close(self._folder)
         if self._inputs.taskpool is None:
             log.info("no task pool: the model is not evaluated")
         if saved is not None and saved.is_dir():
-            write_card(saved, self._card, self._inputs.modelpool, self.run)
+            more = {"frame": frame, "merger": self._base_method}
+            write_card(saved, self._inputs.modelpool, self.row, self._facts, **more)
         if program is not None:
             program.taskpool = None  # FusionBench would evaluate the returned model again
-            show_run(self.run)
+            if frame.lines:
+                show(frame)
             unsaved = [row.name for row in self.run.rows if row.is_repair and row.name != self.row]
             print(*closing_lines(self.row, saved, self._folder, unsaved), sep="\n")
         if self._failed:

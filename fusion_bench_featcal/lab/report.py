@@ -30,9 +30,9 @@ def report(options: argparse.Namespace) -> None:
     if options.html:
         written.append(write_page(Path(options.html), frame, results))
     if options.markdown:
-        print(markdown(frame, results.notes), end="")
+        print(markdown(frame), end="")
         return
-    show(frame, results.notes)
+    show(frame)
     for run in results.runs.values():
         show_diagnosis(run)
     for path in written:

@@ -5,7 +5,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from fusion_bench_featcal.errors.masking import MASK, masked
 from fusion_bench_featcal.files import can_be_hub_id
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import commits
-from fusion_bench_featcal.results import Run, frame_of, versions
-from fusion_bench_featcal.results.joining import join
+from fusion_bench_featcal.results import Frame, versions
 from fusion_bench_featcal.results.notes import VERDICT
-from fusion_bench_featcal.results.run import MERGED
+from fusion_bench_featcal.results.run import MERGED, Facts
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.tables import page
-from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
 
@@ -35,57 +32,52 @@ _WRITTEN = re.compile(r"method\b|(modelpool|taskpool)(\.tasks)?=|-")
 _VALUE = re.compile(r"(?<==).+|^[^=]+$", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    """Origin of a saved model, in plain values."""
-
-    row: str  # in the report
-    upstream: Any = None  # config of the upstream merger, or None for the pool's merged model
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
-    samples: Mapping[str, Any] = field(default_factory=dict)  # task -> number that was used
-    as_merged: AsMerged = field(default_factory=AsMerged)
-
-
 def card_text(
-    facts: CardFacts,
+    name: str,
+    facts: Facts,
     base: str | None,
     experts: Mapping[str, str],
-    report: Run | None = None,
+    frame: Frame,
+    merger: Mapping[str, object] | None = None,
     library: Mapping[str, str] = TRANSFORMERS,
     tags: Iterable[str] = (),
 ) -> str:
     """Return the text of a model card, with full paths cut to the last part.
 
     Args:
-        facts: The model's origin.
+        name: The model's name in its report.
+        facts: Its settings, samples, further numbers, and the modules that were not calibrated.
         base: Folder or hub id of the base.
         experts: Task -> folder or hub id of its expert.
-        report: The accuracies, if the model was evaluated.
+        frame: The accuracies and notes of its report.
+        merger: Config of the upstream merger, or None for the pool's merged model.
         library: Keys of the card's head that name the library to load the model with.
-        tags: Tags of the merged model's card, which this one has, too.
+        tags: Tags of the merged model's card, which this card repeats.
     """
     head: dict[str, object] = {**library, "tags": list(dict.fromkeys([*tags, "merge", "featcal"]))}
-    notes = [] if report is None else report.notes
     named = (location for location in (base, *experts.values()) if location)
     ids = (location.partition("@")[0] for location in named
            if can_be_hub_id(location) and not Path(location).exists())  # fmt: skip
     if hub_ids := [*dict.fromkeys(ids)]:
         head = {"base_model": hub_ids, **head}
+    samples = {task: entry["samples"] for task, entry in facts.samples.items()}
+    tables = tables_of(frame)
+    as_merged = [f"- `{module}`" for module in facts.as_merged.names]
+    as_merged = [f"{facts.as_merged.title.capitalize()}:\n", *as_merged] if as_merged else []
     sections = {
         "Models": _listed({"base": base, **experts}),
-        "Merger": _listed(facts.upstream or {"merged model": "the pool's own"}),
+        "Merger": _listed(merger or {"merged model": "the pool's own"}),
         "Settings": _listed(_changed(facts.settings)),
-        "Samples": _listed(facts.samples) if facts.samples else "",
-        "Calibration": _figures(report, facts.row),
-        "As merged": _as_merged(facts.as_merged),
-        "Accuracy": _accuracies(report),
-        "Verdict": page([n.text for n in notes if n.kind == VERDICT]).strip(),
+        "Samples": _listed(samples) if samples else "",
+        "Calibration": _listed(facts.numbers) if facts.numbers else "",
+        "As merged": "\n".join(as_merged),
+        "Accuracy": page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip(),
+        "Verdict": page([n.text for n in frame.notes if n.kind == VERDICT]).strip(),
         "How it was made": f"{_command()}\n\n{_listed(versions() | commits())}",
     }
     texts = [f"## {title}\n\n{text}" for title, text in sections.items() if text]
-    return masked(
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{page(_about(facts), *texts)}"
-    )
+    about = _about(name, facts.settings.get("rule"))
+    return masked(f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{page(about, *texts)}")
 
 
 def card_tags(folder: Path) -> list[str]:
@@ -96,13 +88,13 @@ def card_tags(folder: Path) -> list[str]:
     return [tag for tag in named if isinstance(tag, str)] if isinstance(named, list) else tags
 
 
-def _about(facts: CardFacts) -> str:
+def _about(name: str, rule: Any) -> str:
     """Return the title and a sentence on the method that made a model."""
-    rule, row = facts.settings.get("rule"), f"row `{facts.row}` of its report"
-    if facts.row == MERGED:
+    row = f"row `{name}` of its report"
+    if name == MERGED:
         return f"# Merged model\n\nAs merged, without calibration: {row}."
     if rule is None:
-        return f"# Merged model ({facts.row})\n\nMade by fusion_bench_featcal, {row}."
+        return f"# Merged model ({name})\n\nMade by fusion_bench_featcal, {row}."
     names = {"paper": "FeatCal", "plus": "FeatCal+, its extension of the paper's FeatCal"}
     method = f"{names.get(rule, 'FeatCal')} ({PAPER})"
     method += "" if rule in names else f" and the rule `{rule}`"
@@ -126,27 +118,6 @@ def _listed(values: Mapping[str, object]) -> str:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         lines.append(f"- {name}: `{' '.join(_ABOVE.sub('', text).split())}`")
     return "\n".join(lines) or "none"
-
-
-def _figures(report: Run | None, name: str) -> str:
-    """Return the further numbers of a row of a report, if it has any."""
-    rows = [] if report is None else report.rows
-    facts = next((row.facts for row in rows if row.name == name), {})
-    return _listed(facts) if facts else ""
-
-
-def _as_merged(as_merged: AsMerged) -> str:
-    """Return the list of modules that were not calibrated, if there are any."""
-    lines = [f"- `{name}`" for name in as_merged.names]
-    return "\n".join([f"{as_merged.title.capitalize()}:\n", *lines]) if lines else ""
-
-
-def _accuracies(report: Run | None) -> str:
-    """Return the table of a report, with gain and worst task of every row."""
-    if report is None or not report.tasks:
-        return ""
-    tables = tables_of(frame_of(join({Path(): report})))
-    return page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip()
 
 
 def _command() -> str:

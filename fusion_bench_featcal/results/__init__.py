@@ -16,6 +16,7 @@ from .cost import describe_device as describe_device
 from .cost import measure as measure
 from .cost import versions as versions
 from .frame import Frame as Frame
+from .frame import accuracy_frame as accuracy_frame
 from .frame import frame_of as frame_of
 from .frame import summary as summary
 from .joining import Results as Results

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ import numpy as np
 from fusion_bench_featcal.errors import ReportError
 
 from .columns import AVERAGE, COST, ROW_COLUMNS, setting_column, value_column
-from .joining import SAMPLES, Results, as_key, label
-from .run import ACCURACY, BASE, EXPERTS, TASK_ID, TEST_CONDITIONS, Row, grouped, with_average
+from .joining import SAMPLES, Results, as_key, join, label
+from .notes import Note
+from .run import ACCURACY, BASE, EXPERTS, TASK_ID, TEST_CONDITIONS, Row, Run, grouped, with_average
 from .statistics import BySeed, Difference, common_seeds, difference, halves
 
 LEAST_GAP = 0.01
@@ -157,11 +159,13 @@ class Frame:
         metric: The metric.
         lines: Base, experts, then each merger before the rows on it, suite by suite.
         labels: Names of the settings that differ between rows of one name.
+        notes: Notes of the runs.
     """
 
     metric: str
-    lines: Sequence[FrameLine]
-    labels: Sequence[str] = field(default=())
+    lines: Sequence[FrameLine] = ()
+    labels: Sequence[str] = ()
+    notes: Sequence[Note] = ()
 
     @property
     def tasks(self) -> list[str]:
@@ -214,8 +218,14 @@ def frame_of(results: Results, metric: str | None = None) -> Frame:
             f"--metric: no row has {metric!r}; there are {', '.join(results.metrics) or 'none'}"
         )
     lines = [line for line in _lines(results, metric) if line.values or not results.metrics]
-    sign = Frame(metric, ()).sign
-    return Frame(metric, [_compared(line, lines, sign) for line in lines], results.labels)
+    compared = [_compared(line, lines, Frame(metric).sign) for line in lines]
+    return Frame(metric, compared, results.labels, results.notes)
+
+
+def accuracy_frame(run: Run) -> Frame:
+    """Return the frame of one run's accuracies, without lines if no model was evaluated."""
+    results = join({Path(): run})
+    return frame_of(results, ACCURACY) if run.tasks else Frame(ACCURACY, notes=results.notes)
 
 
 def summary(results: Results, metric: str | None = None) -> Any:

@@ -21,10 +21,10 @@ from fusion_bench_featcal.files import (
 from fusion_bench_featcal.files.json_files import json_text
 
 from .columns import AVERAGE, COST, DIMENSIONS, VALUE
-from .frame import frame_of
+from .frame import Frame, accuracy_frame
 from .joining import Results, join
 from .notes import Note
-from .run import ACCURACY, Line, Row, Run, check_row
+from .run import Line, Row, Run, check_row
 
 LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
     "lines.csv", "items.npz", "run.json", "report.json",
@@ -38,7 +38,9 @@ _NAMES = {*DIMENSIONS} - {"seed"}
 """Columns of texts, which are no numbers even if they look so."""
 
 
-def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> Path:
+def write_run(
+    folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING, frame: Frame | None = None
+) -> Path:
     """Write the files of a run and return its folder.
 
     `run.json` completes what is read again. `report.json`, which is made from it, comes last.
@@ -47,6 +49,7 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
         folder: The folder, which is created.
         run: The run.
         setting: The setting that chose the folder, for messages.
+        frame: The run's `accuracy_frame`, if the caller has made it.
 
     Raises:
         ReportError: If a value has no JSON form, or a file cannot be written.
@@ -67,15 +70,11 @@ def write_run(folder: str | Path, run: Run, setting: str = LOG_DIR_SETTING) -> P
         write_atomic(folder / ITEMS_FILE, _packed(run.rows), setting)
     for name, text in texts.items():
         write_atomic(folder / name, text, setting)
-    report = {"schema": SCHEMA, "rows": run.accuracy, "recovered_gap": _shares(run, folder)}
+    lines = (accuracy_frame(run) if frame is None else frame).lines
+    shares = {run.title(line.first): line.share for line in lines if line.first.is_repair}
+    report = {"schema": SCHEMA, "rows": run.accuracy, "recovered_gap": shares}
     write_atomic(folder / REPORT_FILE, json_text(report), setting)
     return folder
-
-
-def _shares(run: Run, folder: str | Path) -> dict[str, float | None]:
-    """Return row -> share of the gap from merged model to experts, for rows on a merged model."""
-    lines = frame_of(join({Path(folder): run}), ACCURACY).lines if run.tasks else ()
-    return {run.title(line.first): line.share for line in lines if line.first.is_repair}
 
 
 def read_run(folder: str | Path) -> Run:

@@ -54,8 +54,8 @@ def page_text(frame: Frame, results: Results, folder: Path) -> str:
         title=", ".join(dict.fromkeys(run.suite for run in results.runs.values())),
         tables=[_with_mergers(table) for table in tables_of(frame)],
         figures=figures_of(frame),
-        verdicts=verdicts(frame, results.notes),
-        lines=sentences(frame, results.notes),
+        verdicts=verdicts(frame),
+        lines=sentences(frame),
         machines=list(dict.fromkeys(machines)),
         links=_links(results.runs, folder),
     )

@@ -25,12 +25,12 @@ RARELY = 0.1
 """Accuracy below which an expert's own task is probably not what it was tuned on."""
 
 
-def verdicts(frame: Frame, notes: Iterable[Note]) -> list[str]:
+def verdicts(frame: Frame) -> list[str]:
     """Return the verdicts of the runs, and the best row of each suite with several.
 
     Without verdicts of runs, a single repair of a suite is compared with its merged model.
     """
-    run_notes = [note for note in notes if note.is_conclusion]
+    run_notes = [note for note in frame.notes if note.is_conclusion]
     best = leaders(frame)
     if run_notes:
         return [*sentences_of(run_notes), *chain(*best.values())]
@@ -105,9 +105,9 @@ def _rows_of_texts(texts: Iterable[tuple[FrameLine, str]]) -> str:
     return "; ".join(f"{', '.join(rows)} {text}" for text, rows in used.items() if text)
 
 
-def sentences(frame: Frame, notes: Iterable[Note]) -> list[str]:
+def sentences(frame: Frame) -> list[str]:
     """Return the legend of a frame, the notes but for verdicts, and tasks that are made worse."""
-    chosen = [note for note in notes if not note.is_conclusion]
+    chosen = [note for note in frame.notes if not note.is_conclusion]
     frame_notes = [*weak_experts(frame), *tasks_below_merged(frame)]
     texts = [f"note: {text}" for text in sentences_of([*chosen, *frame_notes])]
     return [*means_text(frame), *legend(frame), *texts]

@@ -9,11 +9,10 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .against import against
 from .columns import AVERAGE
-from .frame import Frame, FrameLine, frame_of
-from .joining import Results, join
+from .frame import Frame, FrameLine
+from .joining import Results
 from .lines import LINES_FILE, RUN_FILE, csv_of, csv_text
-from .notes import Note
-from .run import Run, short_label
+from .run import short_label
 from .sentences import sentences, verdicts
 from .statistics import Difference
 from .tables import ABSENT, Table, Unit, console, page, print_lines, share_text
@@ -108,21 +107,13 @@ def _cost(line: FrameLine, what: str, unit: float, form: str) -> str:
 # ---- all of it
 
 
-def show(frame: Frame, notes: Iterable[Note]) -> None:
+def show(frame: Frame) -> None:
     """Print the verdicts, the tables of a frame, their legend and the notes."""
-    notes = list(notes)
-    print_lines(verdicts(frame, notes))
+    print_lines(verdicts(frame))
     for number, table in enumerate(tables_of(frame, console().width)):
         print("\n" * bool(number), end="")
         table.show()
-    print_lines(sentences(frame, notes))
-
-
-def show_run(run: Run) -> None:
-    """Print the table of one run, if its models were evaluated."""
-    if run.tasks:
-        results = join({Path(): run})
-        show(frame_of(results), results.notes)
+    print_lines(sentences(frame))
 
 
 def show_against(results: Results, name: str, metric: str | None = None) -> None:
@@ -143,13 +134,12 @@ def show_against(results: Results, name: str, metric: str | None = None) -> None
     )  # fmt: skip
 
 
-def markdown(frame: Frame, notes: Iterable[Note]) -> str:
+def markdown(frame: Frame) -> str:
     """Return verdicts, tables, legend and notes as a Markdown page."""
-    notes = list(notes)
-    paragraphs: list[Any] = ["# Report", verdicts(frame, notes)]
+    paragraphs: list[Any] = ["# Report", verdicts(frame)]
     for table in tables_of(frame):
         paragraphs += [f"## {table.title}", table.markdown()]
-    return page(*paragraphs, "## Notes", sentences(frame, notes))
+    return page(*paragraphs, "## Notes", sentences(frame))
 
 
 def write_report(
@@ -167,6 +157,6 @@ def write_report(
         )
     folder = prepare_directory(folder, setting)
     write_atomic(folder / "report.csv", csv_of(frame.columns, frame.records()), setting)
-    write_atomic(folder / "report.md", markdown(frame, results.notes), setting)
+    write_atomic(folder / "report.md", markdown(frame), setting)
     write_atomic(folder / LINES_FILE, csv_text(results.lines()), setting)
     return folder

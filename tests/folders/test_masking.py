@@ -19,8 +19,9 @@ from tiny_texts import TASKS
 
 from fusion_bench_featcal.errors.masking import hide, masked, public
 from fusion_bench_featcal.fusionbench.console import hide_private_texts
-from fusion_bench_featcal.models.cards import CardFacts, card_text
-from fusion_bench_featcal.results import Note, read_run, write_run
+from fusion_bench_featcal.models.cards import card_text
+from fusion_bench_featcal.results import Note, accuracy_frame, read_run, write_run
+from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.suites import image
 
 KEY = "PLANTED"
@@ -98,8 +99,9 @@ def test_a_card_and_a_run_contain_no_secrets_and_no_full_paths(tmp_path, monkeyp
     run.row("featcal").settings |= {"data": {"one": f"{locations['two']}"}}
     run.row("featcal").conditions |= {"path": f"https://h/a?code={KEY}"}
     run.note(Note("verdict", f"read {locations['two']}"))
-    facts = CardFacts("featcal", merger, run.row("featcal").settings, {})
-    (tmp_path / "README.md").write_text(card_text(facts, "org/base", locations, run))
+    facts, frame = Facts(settings=run.row("featcal").settings), accuracy_frame(run)
+    text = card_text("featcal", facts, "org/base", locations, frame, merger)
+    (tmp_path / "README.md").write_text(text)
     write_run(tmp_path, run)
     assert planted(tmp_path) == []
     card = (tmp_path / "README.md").read_text()

@@ -31,10 +31,10 @@ from fusion_bench_featcal.fusionbench.run_settings import suite_of
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, Cell, cells_of
 from fusion_bench_featcal.lab.compare.settings import ComparisonSettings
-from fusion_bench_featcal.results import Note, Run, prepare_directory, write_run
+from fusion_bench_featcal.results import Note, Run, accuracy_frame, prepare_directory, write_run
 from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
-from fusion_bench_featcal.results.show import show_run
+from fusion_bench_featcal.results.show import show
 from fusion_bench_featcal.run.devices import usual_torch
 
 log = logging.getLogger(__name__)
@@ -141,10 +141,11 @@ class ComparisonAlgorithm(DeclaredMethod):
         names = (row.name for row in done.rows if row.name in notes)
         done.note(*(Note(NOTE, notes[name], name) for name in dict.fromkeys(names)))
         if done.rows:
-            write_run(folder, done)
-            lines = closing_lines_of_a_comparison(folder, store)
-            show_run(done)
-            print("\n".join(lines))
+            frame = accuracy_frame(done)
+            write_run(folder, done, frame=frame)
+            if frame.lines:
+                show(frame)
+            print("\n".join(closing_lines_of_a_comparison(folder, store)))
 
 
 def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
