@@ -1,48 +1,21 @@
 """The verdict after `featcal calibrate`, and experts that are worse than the merged model."""
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.folders.tasks import FEW_ROWS
+from fusion_bench_featcal.results import ACCURACY
 from fusion_bench_featcal.results.notes import Note
-from fusion_bench_featcal.results.statistics import ADDED_DIFFERENCES, student
+from fusion_bench_featcal.results.statistics import ADDED_DIFFERENCES, Difference, mean_difference
+from fusion_bench_featcal.results.tables import Unit
 
 _WORSE = 0.1
 """Smallest excess loss of an expert over the merged model. An expert may use other words."""
 LEAST_LOSS = 0.01
 """Smallest change of the loss: that of a right answer's probability by one percent."""
-
-
-class Mean(NamedTuple):
-    """Mean of one value for each row, and half of Student's 95 % interval, infinite for one row."""
-
-    value: float
-    half: float
-
-    @classmethod
-    def of(cls, values: Tensor, added: Mapping[float, float] | None = None) -> "Mean":
-        """Return the mean of float64 values, `[rows]`, with `added` as in `student`."""
-        half = student(values.numpy(), added)[0] if len(values) > 1 else math.inf
-        return cls(float(values.mean()), half)
-
-    def is_above(self, least: float = 0.0) -> bool:
-        """Return whether mean and interval are above 0, the mean by the least, or it is NaN."""
-        return not self.value <= max(self.half, least)
-
-    def is_below(self, least: float = 0.0) -> bool:
-        """Return whether mean and interval are below 0, the mean by the least."""
-        return self.value < -max(self.half, least)
-
-    def text(self, form: str) -> str:
-        """Return mean and interval as text."""
-        interval = f" ± {self.half:{form}}" if math.isfinite(self.half) else ""
-        return f"{self.value:+z{form}}{interval}"
 
 
 class TaskChange(NamedTuple):
@@ -51,12 +24,12 @@ class TaskChange(NamedTuple):
     Attributes:
         rows: Number of rows.
         loss: Rise of the loss.
-        accuracy: Rise of the accuracy, in points. None if it counts tokens.
+        accuracy: Rise of the accuracy. None if it counts tokens.
     """
 
     rows: int
-    loss: Mean
-    accuracy: Mean | None
+    loss: Difference
+    accuracy: Difference | None
 
     @classmethod
     def of(cls, before: Score, after: Score) -> "TaskChange":
@@ -65,14 +38,14 @@ class TaskChange(NamedTuple):
         flags, shares = (before.correct, after.correct), (before.word_scores, after.word_scores)
         for (old, new), added in ((flags, ADDED_DIFFERENCES), (shares, None)):
             if old is not None and new is not None:
-                rise = Mean.of(new.double() - old.double(), added)
-                accuracy = Mean(100 * rise.value, 100 * rise.half)
-        return cls(len(after.losses), Mean.of(after.losses - before.losses), accuracy)
+                accuracy = mean_difference((new.double() - old.double()).numpy(), added)
+        loss = mean_difference((after.losses - before.losses).numpy())
+        return cls(len(after.losses), loss, accuracy)
 
     @property
     def kind(self) -> str:
         """`few`, `worse`, `better` or `unclear`."""
-        accuracy = self.accuracy or Mean(0.0, 0.0)
+        accuracy = self.accuracy or Difference(0.0, 0.0, 1, None)
         if self.rows < FEW_ROWS:
             return "few"
         if self.loss.is_above(LEAST_LOSS) or accuracy.is_below():
@@ -82,8 +55,10 @@ class TaskChange(NamedTuple):
     @property
     def text(self) -> str:
         """Both changes with their intervals."""
-        accuracy = "" if self.accuracy is None else f"accuracy {self.accuracy.text('.1f')} points, "
-        return f"{accuracy}loss {self.loss.text('.3f')}"
+        text = f"loss {Unit.of('loss').difference(self.loss)}"
+        if self.accuracy is None:
+            return text
+        return f"accuracy {Unit.of(ACCURACY).difference(self.accuracy)} points, {text}"
 
 
 class Verdict(NamedTuple):
@@ -158,6 +133,6 @@ def experts_below_merged(experts: Mapping[str, Score], merged: Mapping[str, Scor
         f"{task} (loss {expert.loss:.2f} on {len(expert.losses)} rows, the merged model "
         f"{merged[task].loss:.2f})"
         for task, expert in experts.items()
-        if Mean.of(expert.losses - merged[task].losses - _WORSE).is_above()
+        if mean_difference((expert.losses - merged[task].losses - _WORSE).numpy()).is_above()
         and expert.accuracy <= merged[task].accuracy
     ]

@@ -44,7 +44,8 @@ class Difference:
 
     Attributes:
         value: The mean over common seeds.
-        half: Half of its 95 % interval, or None with two seeds, or one seed without flags.
+        half: Half of its 95 % interval, or None with two seeds, or one seed without flags. NaN if
+            an example's difference is not finite.
         seeds: Number of common seeds.
         p: Two-sided p-value, or None without an interval.
     """
@@ -53,6 +54,25 @@ class Difference:
     half: float | None
     seeds: int
     p: float | None
+
+    def is_above(self, least: float = 0.0) -> bool:
+        """Return whether value and interval are above 0, the value by the least, or it is NaN."""
+        return not self.value <= max(math.inf if self.half is None else self.half, least)
+
+    def is_below(self, least: float = 0.0) -> bool:
+        """Return whether value and interval are below 0, the value by the least."""
+        return self.value < -max(math.inf if self.half is None else self.half, least)
+
+
+def mean_difference(
+    differences: NDArray[Any], added: Mapping[float, float] | None = None
+) -> Difference:
+    """Return the mean of one difference per example, `[examples]`, with Student's interval.
+
+    A single example has no interval. `added` is that of `student`.
+    """
+    half, p = student(differences, added) if len(differences) > 1 else (None, None)
+    return Difference(float(np.mean(differences)), half, 1, p)
 
 
 def difference(row: BySeed, other: BySeed) -> Difference | None:

@@ -1,5 +1,6 @@
 """Numbers as text, and tables of text: on the terminal (rich) and as Markdown."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -142,7 +143,8 @@ class Unit(NamedTuple):
 
     def difference(self, gain: Difference) -> str:
         """Write a difference ± half of its interval, if it has one."""
-        half = "" if gain.half is None else f" ± {self.value(gain.half)}"
+        has_interval = gain.half is not None and not math.isnan(gain.half)
+        half = f" ± {self.value(gain.half)}" if has_interval else ""
         return f"{self.factor * gain.value:+z.{self.digits}f}{half}"
 
     def gain(self, gain: Difference | None, seeds: int = 1) -> str:
