@@ -7,7 +7,7 @@ from result_records import REAL, SUITES, UNLIKE, results_of
 from fusion_bench_featcal.lab.diagnosis.views import by_block, diagnosis_figures
 from fusion_bench_featcal.results import frame_of
 from fusion_bench_featcal.results.figures import ErrorBar, curves, dots, estimate_of, svg
-from fusion_bench_featcal.results.run import ROWS_ERROR, ROWS_SHARE
+from fusion_bench_featcal.results.names import ROWS_ERROR, ROWS_SHARE
 
 DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
               "experts": "experts"}  # fmt: skip

@@ -30,7 +30,7 @@ from fusion_bench_featcal.results import Results, frame_of, summary
 from fusion_bench_featcal.results.against import against
 from fusion_bench_featcal.results.frame import paired
 from fusion_bench_featcal.results.joining import join
-from fusion_bench_featcal.results.run import FEATCAL, FEATCAL_PLUS
+from fusion_bench_featcal.results.names import FEATCAL, FEATCAL_PLUS
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.statistics import LEVEL, difference
 from fusion_bench_featcal.results.tables import Unit, share_text

@@ -16,8 +16,8 @@ from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import Suite, modules_of
 
 from fusion_bench_featcal import FeatCalSettings, Plus
+from fusion_bench_featcal.results.names import IDLE, SLOTS
 from fusion_bench_featcal.results.remarks import calibration_facts
-from fusion_bench_featcal.results.run import IDLE, SLOTS
 
 pytestmark = NEEDS_RELEASE_5
 IN_CI = [pytest.mark.slow, pytest.mark.ci]

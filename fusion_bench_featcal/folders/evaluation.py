@@ -14,8 +14,9 @@ from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.folders.verdict import Verdict, compare, experts_below_merged
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
+from fusion_bench_featcal.results.names import INPUTS, MERGED, row_of_rule
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note, notes_of
-from fusion_bench_featcal.results.run import INPUTS, MERGED, Facts, row_of_rule
+from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.results.sentences import RARELY
 
 _Scores = Mapping[str, Score]

@@ -21,9 +21,9 @@ from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_comple
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.models.hub import fetch_all
 from fusion_bench_featcal.results import measure
+from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
-from fusion_bench_featcal.results.run import row_of_rule
 from fusion_bench_featcal.run.checkpoint import WRITTEN
 from fusion_bench_featcal.run.devices import check_device, usual_torch
 

@@ -14,7 +14,8 @@ from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.models.cards import CARD, card_text
 from fusion_bench_featcal.models.saving import writing_model, written_bytes
 from fusion_bench_featcal.results import accuracy_frame, write_run
-from fusion_bench_featcal.results.run import Facts, row_of_rule
+from fusion_bench_featcal.results.names import row_of_rule
+from fusion_bench_featcal.results.run import Facts
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""

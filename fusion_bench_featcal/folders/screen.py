@@ -16,8 +16,9 @@ from fusion_bench_featcal.models.hub import hub_models
 from fusion_bench_featcal.models.plan import Plan, check_room, read_within, show_plan
 from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.results import AVERAGE, Run
+from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.notes import Note
-from fusion_bench_featcal.results.run import row_of_rule, with_average
+from fusion_bench_featcal.results.rows import with_average
 from fusion_bench_featcal.results.tables import Table
 
 

@@ -16,8 +16,9 @@ from fusion_bench_featcal.fusionbench.data import with_own_data
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.fusionbench.upstream import Upstream
+from fusion_bench_featcal.results.names import calibration_log, file_suffix
 from fusion_bench_featcal.results.remarks import calibration_facts
-from fusion_bench_featcal.results.run import Facts, calibration_log, file_suffix
+from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
 from fusion_bench_featcal.settings import FeatCalSettings
 

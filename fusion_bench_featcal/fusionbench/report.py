@@ -36,8 +36,9 @@ from fusion_bench_featcal.results import (
     versions,
     write_run,
 )
+from fusion_bench_featcal.results.names import INPUTS, REFERENCES
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
-from fusion_bench_featcal.results.run import INPUTS, REFERENCES, Facts, conditions_of
+from fusion_bench_featcal.results.run import Facts, conditions_of
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.results.run import TASK_ID, Facts, training_lines
+from fusion_bench_featcal.results.names import TASK_ID
+from fusion_bench_featcal.results.run import Facts, training_lines
 from fusion_bench_featcal.settings import Blocks, FeatCalSettings, PoolDraw, Texts
 from fusion_bench_featcal.settings.fields import Settings, setting
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.files.names import refuse_unusable_names
 from fusion_bench_featcal.results import BASE, EXPERTS, FEATCAL
-from fusion_bench_featcal.results.run import FEATCAL_PLUS, MERGED, row_of_rule
+from fusion_bench_featcal.results.names import FEATCAL_PLUS, MERGED, row_of_rule
 from fusion_bench_featcal.settings import RULE_SETTINGS, FeatCalSettings
 from fusion_bench_featcal.settings.fields import (
     Settings,

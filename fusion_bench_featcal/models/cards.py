@@ -15,8 +15,9 @@ from fusion_bench_featcal.files import can_be_hub_id
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Frame, versions
+from fusion_bench_featcal.results.names import MERGED
 from fusion_bench_featcal.results.notes import VERDICT
-from fusion_bench_featcal.results.run import MERGED, Facts
+from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.settings import FeatCalSettings

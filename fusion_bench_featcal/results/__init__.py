@@ -25,11 +25,11 @@ from .lines import join_folders as join_folders
 from .lines import load as load
 from .lines import read_run as read_run
 from .lines import write_run as write_run
+from .names import ACCURACY as ACCURACY
+from .names import BASE as BASE
+from .names import EXPERTS as EXPERTS
+from .names import FEATCAL as FEATCAL
 from .notes import Note as Note
-from .run import ACCURACY as ACCURACY
-from .run import BASE as BASE
-from .run import EXPERTS as EXPERTS
-from .run import FEATCAL as FEATCAL
-from .run import Line as Line
-from .run import Row as Row
+from .rows import Line as Line
+from .rows import Row as Row
 from .run import Run as Run

@@ -1,4 +1,4 @@
-"""Differences of all rows from one row."""
+"""Differences of all models from one model."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -14,21 +14,21 @@ _COLUMNS = ("suite", "row", "difference", "half", "seeds", "p", "adjusted")
 
 
 def against(results: Results, name: str, metric: str | None = None) -> Any:
-    """Return every row's difference from one row, with Holm's correction over all of them.
+    """Return every model's difference from one model, with Holm's correction over all of them.
 
     Args:
-        results: Joined runs of one point. Several suites are compared each by itself.
-        name: The row, `merger/row`, or only the row's name if one merger has it.
+        results: Joined runs of one point. Each suite is compared separately.
+        name: The model, `merger/name`, or only its name if a single merger has such a model.
         metric: As in `frame_of`.
 
     Returns:
         A pandas DataFrame with the columns `suite`, `row`, `difference`, `half`, `seeds`, `p` and
-        `adjusted`. Rows without a seed in common with the named row, or of other tests, are left
-        out. `attrs` has the `metric`.
+        `adjusted`. Models that share no seed or no tests with the named model are left out. `attrs`
+        has the `metric`.
 
     Raises:
-        ReportError: If settings differ between rows of one name, or no row or several have the
-            name, or nothing was scored.
+        ReportError: If settings differ between models of one name, if the name fits no model or
+            several, or if nothing was scored.
     """
     from pandas import DataFrame  # slow to import
 
@@ -40,9 +40,9 @@ def against(results: Results, name: str, metric: str | None = None) -> Any:
     records: list[dict[str, Any]] = []
     if not any(line.values for line in frame.lines):
         raise ReportError("--against: nothing was scored, so there are no rows to compare")
-    for suite, part in frame.by_suite().items():
-        reference = _find(part.lines, name)
-        for line in part.lines:
+    for suite, suite_frame in frame.by_suite().items():
+        reference = _find_line(suite_frame.lines, name)
+        for line in suite_frame.lines:
             if line is reference or not share_tests(line, reference):
                 continue
             compared = difference(*paired(line, reference))
@@ -57,7 +57,7 @@ def against(results: Results, name: str, metric: str | None = None) -> Any:
     return differences
 
 
-def _find(lines: Sequence[FrameLine], name: str) -> FrameLine:
+def _find_line(lines: Sequence[FrameLine], name: str) -> FrameLine:
     titles = [line.first.title for line in lines]
     matches = [line for line in lines if line.first.title == name]
     matches = matches or [line for line in lines if line.first.name == name]

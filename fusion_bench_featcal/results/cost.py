@@ -1,6 +1,6 @@
-"""Cost of a stretch of code (time, memory, energy), and the machine and packages it ran with.
+"""Time, memory and energy of a block of code, and the machine and packages that it ran with.
 
-What cannot be measured is missing, never 0.
+Costs that cannot be measured are missing, never 0.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ PACKAGES = (
 
 @dataclass
 class Cost:
-    """Cost of a block, filled when its `measure` ends. What was not measured is None."""
+    """Cost of a block of code, filled when its `measure` ends. None stands for unmeasured costs."""
 
     seconds: float | None = None
     """Wall time."""
@@ -41,7 +41,7 @@ class Cost:
     """Further entries of the caller, for example {"expert_bytes": 10}."""
 
     def as_dict(self) -> dict[str, float]:
-        """Return what was measured, for `Row.cost`."""
+        """Return the measured costs, for `Row.cost`."""
         measured = {key: value for key, value in vars(self).items() if key != "more"} | self.more
         return {key: value for key, value in measured.items() if value is not None}
 
@@ -62,7 +62,7 @@ def measure() -> Iterator[Cost]:
     for device in devices:
         cuda.synchronize(device)
         cuda.reset_peak_memory_stats(device)
-    before = _joules()
+    joules = _joules()
     with contextlib.suppress(OSError):  # on Linux, the kernel's record of the peak begins again
         Path("/proc/self/clear_refs").write_text("5")
     start = time.perf_counter()
@@ -76,7 +76,7 @@ def measure() -> Iterator[Cost]:
         cost.peak_rss_bytes = peak_memory()
         peak = sum(cuda.max_memory_allocated(device) for device in devices)
         cost.peak_accelerator_bytes = peak or None
-        cost.gpu_energy_wh = _energy(before, _joules(), cuda, devices)
+        cost.gpu_energy_wh = _energy(joules, _joules(), cuda, devices)
 
 
 def _cuda_devices() -> tuple[Any, list[int]]:
@@ -105,7 +105,7 @@ def _joules() -> dict[str, float]:
                 with contextlib.suppress(nvml.NVMLError):  # older devices have no counter
                     handle = nvml.nvmlDeviceGetHandleByIndex(index)
                     millijoules = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-                    joules[_bare(nvml.nvmlDeviceGetUUID(handle))] = millijoules / 1000
+                    joules[_uuid_text(nvml.nvmlDeviceGetUUID(handle))] = millijoules / 1000
             nvml.nvmlShutdown()
     return joules
 
@@ -114,7 +114,7 @@ def _energy(
     before: dict[str, float], after: dict[str, float], cuda: Any, devices: list[int]
 ) -> float | None:
     """Return the watt-hours of the devices in use, or None if one of them was not measured."""
-    used = [_bare(getattr(cuda.get_device_properties(n), "uuid", "")) for n in devices]
+    used = [_uuid_text(getattr(cuda.get_device_properties(n), "uuid", "")) for n in devices]
     joules = [after[uuid] - before[uuid] for uuid in used if uuid in before and uuid in after]
     # The counter moves in steps, so a shorter block was not measured. A partial sum would look
     # like the total.
@@ -122,8 +122,8 @@ def _energy(
     return sum(joules) / _JOULES_PER_WATT_HOUR if is_whole else None
 
 
-def _bare(uuid: object) -> str:
-    """Remove NVML's prefix `GPU-` from a UUID. Older releases return bytes."""
+def _uuid_text(uuid: object) -> str:
+    """Return a UUID without NVML's prefix `GPU-`. Older releases of NVML return bytes."""
     text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
     return text.removeprefix("GPU-")
 
@@ -148,26 +148,22 @@ def describe_device(device: object = "cpu") -> dict[str, Any]:
 
     Returns:
         `device`, `accelerator` (its marketing name, on a GPU), `cpu`, `cpu_cores` usable by this
-        process, `torch_threads`, `platform`, as far as they are known.
+        process, `torch_threads`, `platform`. Unknown entries are missing.
     """
     torch = sys.modules.get("torch")
     name, affinity = str(device), getattr(os, "sched_getaffinity", None)
-    facts = {
+    cpu = platform.processor()
+    with contextlib.suppress(OSError):
+        pairs = (s.partition(":") for s in Path("/proc/cpuinfo").read_text().splitlines())
+        cpu = next((value.strip() for key, _, value in pairs if key.strip() == "model name"), cpu)
+    description = {
         "device": name,
-        "cpu": _cpu_model(),
+        "cpu": cpu,
         "cpu_cores": len(affinity(0)) if affinity else os.cpu_count(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
     if torch is not None:
-        facts["torch_threads"] = torch.get_num_threads()
+        description["torch_threads"] = torch.get_num_threads()
         if name.startswith("cuda") and torch.cuda.is_available():
-            facts["accelerator"] = torch.cuda.get_device_name(device)
-    return {key: value for key, value in facts.items() if value}
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+            description["accelerator"] = torch.cuda.get_device_name(device)
+    return {key: value for key, value in description.items() if value}

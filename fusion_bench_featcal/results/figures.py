@@ -1,9 +1,9 @@
 """Figures in matplotlib: values by category, and curves along an axis.
 
-Marks of all rows have equal areas and lines, and are hollow, so that intervals are visible in front
-of them. References and FeatCal's rows have fixed colours and shapes, and other rows the next of a
-list. Figures have a white background. matplotlib comes with the extra `lab` and is only imported
-for drawing.
+The marks of all models have equal areas and lines, and are hollow, so that intervals are visible in
+front of them. References and FeatCal's models have fixed colours and shapes. Other models take the
+next of a list. Figures have a white background. matplotlib comes with the extra `lab` and is only
+imported for drawing.
 """
 
 import io
@@ -23,7 +23,7 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .columns import AVERAGE
 from .frame import Frame, FrameLine
-from .run import BASE, MERGED
+from .names import BASE, MERGED
 from .tables import Unit, without_codes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _LOOKS = {
     "base": ("#7a7a7a", "X"), "experts": (_INK, "P"), MERGED: ("#6b6b6b", "s"),
     "featcal": ("#0072b2", "o"), "featcal_plus": ("#c2410c", "D"),
 }  # fmt: skip
-"""Colour and shape of rows. Shapes differ, too, for readers with colour blindness."""
+"""Colour and shape of models. Shapes differ, too, for readers with colour blindness."""
 _OTHER_COLOURS = ("#00795c", "#a03c78", "#8a6100", "#5b4db1", "#00798c")
 _OTHER_MARKS = ("^", "v", "<", ">", "p", "h")
 _SIZES = (
@@ -64,33 +64,33 @@ class ErrorBar(NamedTuple):
 
 
 Panels = Mapping[str, Mapping[str, Mapping[Any, ErrorBar]]]
-"""Panel -> row -> category or position -> value."""
+"""Panel -> model -> category or position -> value."""
 
 
 def figures_of(frame: Frame) -> "dict[str, Figure]":
     """Draw a frame: its metric by task, or the average along settings with numbers.
 
-    Bars are 95 % intervals of the values, over test items and from three seeds on over seeds.
+    Bars are 95 % intervals of the values, over test examples and from three seeds on over seeds.
     """
     metric, suites = frame.metric, frame.by_suite()
     unit = f"{metric}, %" if Unit.of(metric).factor == 100 else metric
     bars = "\nbars: 95 % interval" * any(line.halves for line in frame.lines)
     figures: dict[str, Figure] = {}
-    for suite, part in suites.items() if frame.tasks else ():
+    for suite, suite_frame in suites.items() if frame.tasks else ():
         ending = f"-{suite}" if len(suites) > 1 else ""
-        if not part.labels:
-            figures[f"{metric}{ending}"] = dots(_by_task(part), unit + bars)
-        for key in part.labels:
-            if panels := _along(part, key):
+        if not suite_frame.labels:
+            figures[f"{metric}{ending}"] = dots(_values_by_task(suite_frame), unit + bars)
+        for key in suite_frame.labels:
+            if panels := _averages_along(suite_frame, key):
                 name = f"{metric}-{key}{ending}"
                 figures[name] = curves(panels, key + bars, f"average {unit}")
     return figures
 
 
-def _by_task(frame: Frame) -> Panels:
+def _values_by_task(frame: Frame) -> Panels:
     """Return the values of a suite's rows, a panel for each merger with repairs.
 
-    Mergers without repairs are rows of every panel. The base is left out, because it is so far
+    Merged models without repairs are in every panel. The base is left out, because it is so far
     below the others that their differences would be invisible.
     """
     lines = [line for line in frame.lines if line.first.name != BASE] or frame.lines
@@ -106,18 +106,18 @@ def _by_task(frame: Frame) -> Panels:
 
 
 def estimate_of(line: FrameLine, task: str = AVERAGE) -> ErrorBar:
-    """Return a line's value with its interval, in the unit of its metric."""
+    """Return a model's value with its interval, in the unit of its metric."""
     unit = Unit.of(line.metric).factor
     return ErrorBar(unit * line.values[task], unit * line.halves.get(task, 0.0))
 
 
 def name_of(line: FrameLine) -> str:
-    """Return a row's name in figures."""
+    """Return a model's name in figures."""
     name = MERGED if line.is_merged else line.first.name
     return f"{name} (task id)" if line.needs_task_id else name
 
 
-def _along(frame: Frame, key: str) -> Panels:
+def _averages_along(frame: Frame, key: str) -> Panels:
     """Return averages along a setting, at the first values of the other settings."""
     panels = dict[str, Any]()
     lines = [line for line in frame.lines if AVERAGE in line.values and line.first.name != BASE]
@@ -134,7 +134,7 @@ def _along(frame: Frame, key: str) -> Panels:
         return {}
     for merger in dict.fromkeys(line.first.merger for line in lines if line.first.merger):
         for line in (line for line in lines if line.first.merger in ("", merger)):
-            # A row without the setting has the same value everywhere.
+            # A model without the setting has the same value everywhere.
             xs = [line.first.labels[key]] if key in line.first.labels else sorted(labels)
             row_panel = panels.setdefault(merger, {}).setdefault(name_of(line), {})
             row_panel |= dict.fromkeys(xs, estimate_of(line))
@@ -162,25 +162,25 @@ def dots(panels: Panels, label: str) -> "Figure":
     """Draw values with their intervals, a line for each category.
 
     Args:
-        panels: Panel -> row -> category -> value.
+        panels: Panel -> model -> category -> value.
         label: Label of the horizontal axis.
     """
-    categories = _names(values for rows in panels.values() for values in rows.values())
-    styles = marks(_names(panels.values()))
+    categories = _unique(values for rows in panels.values() for values in rows.values())
+    styles = marks(_unique(panels.values()))
     height = 0.5 + len(categories) * (0.2 + 0.13 * max(map(len, panels.values())))
-    figure, grid = _frame(panels, (2.75, height), label)
+    figure, grid = _make_panels(panels, (2.75, height), label)
     for axes, rows in zip(grid, panels.values(), strict=True):
         for number, (row, values) in enumerate(rows.items()):
             shift = 0.7 * ((number + 0.5) / len(rows) - 0.5)
             heights = [categories.index(name) + shift for name in values]
-            means, halves = ([part[n] for part in values.values()] for n in (0, 1))
-            axes.errorbar(means, heights, xerr=_bars(halves), linestyle="none", **_BARS,
-                          **styles[row])  # fmt: skip
+            means, halves = ([bar[i] for bar in values.values()] for i in (0, 1))
+            axes.errorbar(means, heights, xerr=halves if any(halves) else None, linestyle="none",
+                          **_BARS, **styles[row])  # fmt: skip
         axes.grid(visible=False, axis="y")
-    _begin(grid, label)
+    _share_axis(grid, label)
     grid[0].set_yticks(range(len(categories)), categories)
     grid[0].set_ylim(len(categories) - 0.5, -0.5)
-    _legend(figure, styles, "none")
+    _add_legend(figure, styles, "none")
     return figure
 
 
@@ -189,27 +189,30 @@ def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> 
     """Draw lines with intervals. An axis of positive numbers over a wide range is logarithmic.
 
     Args:
-        panels: Panel -> row -> position (a number, or the name of a block) -> value.
+        panels: Panel -> model -> position (a number, or the name of a block) -> value.
         xlabel: Label of the horizontal axis.
         ylabel: Label of the vertical axis.
-        joined: Draw lines between the points of a row.
+        joined: Draw lines between the points of a model.
     """
-    styles = marks(_names(panels.values()))
-    figure, grid = _frame(panels, (2.8, 2.3), xlabel)
+    styles = marks(_unique(panels.values()))
+    figure, grid = _make_panels(panels, (2.8, 2.3), xlabel)
     figure.supylabel(ylabel, fontsize=9)
     line = "-" if joined else "none"
     for axes, rows in zip(grid, panels.values(), strict=True):
         for row, values in rows.items():
-            means, halves = ([part[n] for part in values.values()] for n in (0, 1))
-            axes.errorbar(list(values), means, yerr=_bars(halves), linewidth=1.5, linestyle=line,
-                          **_BARS, **styles[row])  # fmt: skip
-        _scale(axes, _names(rows.values()))
-    _legend(figure, styles, line)
+            means, halves = ([bar[i] for bar in values.values()] for i in (0, 1))
+            axes.errorbar(list(values), means, yerr=halves if any(halves) else None, linewidth=1.5,
+                          linestyle=line, **_BARS, **styles[row])  # fmt: skip
+        _set_ticks(axes, _unique(rows.values()))
+    _add_legend(figure, styles, line)
     return figure
 
 
-def _begin(grid: "Sequence[Axes]", label: str) -> None:
-    """Give all panels one horizontal axis, which begins a little below all values and says so."""
+def _share_axis(grid: "Sequence[Axes]", label: str) -> None:
+    """Give all panels one horizontal axis, which begins a little below the smallest value.
+
+    A note below the axis names a start above 0.
+    """
     ends = np.concatenate([np.asarray(line.get_xdata()) for ax in grid for line in ax.get_lines()])
     lowest, highest = float(ends.min()), float(ends.max())
     step = 10 ** math.floor(math.log10(highest - lowest or 1)) / 5
@@ -220,11 +223,8 @@ def _begin(grid: "Sequence[Axes]", label: str) -> None:
             axes.set_xlabel(f"{label}\naxis begins at {start:g}")
 
 
-def _bars(halves: Sequence[float]) -> Sequence[float] | None:
-    return halves if any(halves) else None
-
-
-def _scale(axes: "Axes", positions: Sequence[Any]) -> None:
+def _set_ticks(axes: "Axes", positions: Sequence[Any]) -> None:
+    """Choose scale and ticks of a horizontal axis of names or numbers."""
     if any(isinstance(position, str) for position in positions):
         step = math.ceil(len(positions) / 8)
         axes.set_xticks(range(0, len(positions), step), positions[::step], rotation=60)
@@ -236,7 +236,7 @@ def _scale(axes: "Axes", positions: Sequence[Any]) -> None:
 
 
 def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the look of each row, as keywords of `Axes.plot`."""
+    """Return the look of each model, as keywords of `Axes.plot`."""
     others = zip(cycle(_OTHER_COLOURS), cycle(_OTHER_MARKS), strict=False)
     styles: dict[str, dict[str, object]] = {}
     for name in names:
@@ -246,12 +246,12 @@ def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def _names(groups: Iterable[Iterable[object]]) -> list[Any]:
-    """Return every name of some groups once, in order of appearance."""
+def _unique(groups: Iterable[Iterable[object]]) -> list[Any]:
+    """Return every name of several groups once, in order of appearance."""
     return list(dict.fromkeys(name for group in groups for name in group))
 
 
-def _frame(
+def _make_panels(
     panels: Mapping[str, object], size: tuple[float, float], xlabel: str
 ) -> "tuple[Figure, list[Axes]]":
     """Create a figure with a panel of a size in inches for each name, three side by side."""
@@ -271,8 +271,8 @@ def _frame(
     return figure, grid[: len(panels)]
 
 
-def _legend(figure: "Figure", styles: Mapping[str, Mapping[str, Any]], linestyle: Any) -> None:
-    """Put a legend of rows below the panels and make room for it."""
+def _add_legend(figure: "Figure", styles: Mapping[str, Mapping[str, Any]], linestyle: Any) -> None:
+    """Put a legend of the models below the panels and make room for it."""
     from matplotlib.lines import Line2D
 
     columns = max(1, int(12 * figure.get_figwidth() / (max(map(len, styles)) + 6)))

@@ -12,9 +12,11 @@ import numpy as np
 from fusion_bench_featcal.errors import ReportError
 
 from .columns import AVERAGE, COST, ROW_COLUMNS, setting_column, value_column
-from .joining import SAMPLES, Results, as_key, join, label
+from .joining import SAMPLES, Results, as_key, grouped, join, label
+from .names import ACCURACY, BASE, EXPERTS, TASK_ID, TEST_CONDITIONS
 from .notes import Note
-from .run import ACCURACY, BASE, EXPERTS, TASK_ID, TEST_CONDITIONS, Row, Run, grouped, with_average
+from .rows import Row, with_average
+from .run import Run
 from .statistics import BySeed, Difference, common_seeds, difference, halves
 
 LEAST_GAP = 0.01

@@ -2,10 +2,10 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.errors.plurals import pluralize
@@ -14,8 +14,13 @@ from fusion_bench_featcal.settings.rules import STRENGTHS
 
 from .columns import DIMENSIONS, VALUE, setting_column
 from .cost import PACKAGES
+from .names import INPUTS, TEST_CONDITIONS, label_texts
 from .notes import NOTE, Note
-from .run import INPUTS, TEST_CONDITIONS, Line, Row, Run, grouped, label_texts
+from .rows import Line, Row
+from .run import Run
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +108,14 @@ def join(runs: Mapping[Path, Run]) -> Results:
         for note in _notes(run, [rows[key].labels for key in keys.get(folder, ())])
     )
     return Results(_without_copies(joined), runs, [*notes, *_versions(runs.values())])
+
+
+def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return values by a key, in order of appearance."""
+    groups: dict[K, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 def _several(runs: Iterable[Run]) -> dict[str, list[str]]:

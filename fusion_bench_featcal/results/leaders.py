@@ -7,7 +7,7 @@ from fusion_bench_featcal.errors.plurals import pluralize
 
 from .columns import AVERAGE
 from .frame import Frame, FrameLine, paired, share_tests
-from .run import ACCURACY, REFERENCES, label_texts
+from .names import ACCURACY, REFERENCES, label_texts
 from .statistics import BySeed, Difference, difference
 from .tables import Unit
 

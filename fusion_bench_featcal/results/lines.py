@@ -24,7 +24,8 @@ from .columns import AVERAGE, COST, DIMENSIONS, VALUE
 from .frame import Frame, accuracy_frame
 from .joining import Results, join
 from .notes import Note
-from .run import Line, Row, Run, check_row
+from .rows import Line, Row, check_row
+from .run import Run
 
 LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
     "lines.csv", "items.npz", "run.json", "report.json",

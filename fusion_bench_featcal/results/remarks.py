@@ -12,18 +12,10 @@ from fusion_bench_featcal.run.log import AsMerged, distances, exchanged_samples,
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
 
+from .names import DISTANCE, IDLE, ROWS_ENERGY, ROWS_ERROR, ROWS_SHARE, SLOTS, WEIGHT
 from .notes import NOTE, WARNING, Note
-from .run import (
-    DISTANCE,
-    IDLE,
-    ROWS_ENERGY,
-    ROWS_ERROR,
-    ROWS_SHARE,
-    SLOTS,
-    WEIGHT,
-    Facts,
-    Line,
-)
+from .rows import Line
+from .run import Facts
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes

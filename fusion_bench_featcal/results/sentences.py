@@ -6,17 +6,10 @@ from itertools import chain
 from fusion_bench_featcal.errors.plurals import pluralize
 
 from .frame import LEAST_GAP, Frame, FrameLine
+from .joining import grouped
 from .leaders import leaders
+from .names import ACCURACY, DRIFT, EXPERTS, INPUTS, REFERENCES, label_texts
 from .notes import WARNING, Note, sentences_of
-from .run import (
-    ACCURACY,
-    DRIFT,
-    EXPERTS,
-    INPUTS,
-    REFERENCES,
-    grouped,
-    label_texts,
-)
 from .tables import ABSENT, Unit, share_text
 
 _SHOWN = 0.0005

@@ -12,7 +12,7 @@ from .columns import AVERAGE
 from .frame import Frame, FrameLine
 from .joining import Results
 from .lines import LINES_FILE, RUN_FILE, csv_of, csv_text
-from .run import short_label
+from .names import short_label
 from .sentences import sentences, verdicts
 from .statistics import Difference
 from .tables import ABSENT, Table, Unit, console, page, print_lines, share_text

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from .run import ACCURACY
+from .names import ACCURACY
 from .statistics import Difference
 
 if TYPE_CHECKING:

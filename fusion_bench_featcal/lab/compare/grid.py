@@ -20,7 +20,7 @@ from fusion_bench_featcal.fusionbench.run_settings import (
 from fusion_bench_featcal.lab.compare.settings import ComparisonSettings
 from fusion_bench_featcal.lab.rivals import Method
 from fusion_bench_featcal.results import FEATCAL
-from fusion_bench_featcal.results.run import REFERENCES
+from fusion_bench_featcal.results.names import REFERENCES
 from fusion_bench_featcal.settings import PoolDraw
 
 NONE = "none"  # in method.post_merging: the merger alone, which always runs

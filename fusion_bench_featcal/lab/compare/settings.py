@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_bench_featcal.results.run import REFERENCES
+from fusion_bench_featcal.results.names import REFERENCES
 from fusion_bench_featcal.settings import PoolDraw
 from fusion_bench_featcal.settings.fields import (
     is_integer,

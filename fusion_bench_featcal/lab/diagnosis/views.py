@@ -7,7 +7,7 @@ import pandas as pd
 
 from fusion_bench_featcal.results import AVERAGE, BASE, EXPERTS, Run
 from fusion_bench_featcal.results.figures import MERGED, ErrorBar, curves, dots
-from fusion_bench_featcal.results.run import ROWS_SHARE
+from fusion_bench_featcal.results.names import ROWS_SHARE
 from fusion_bench_featcal.results.tables import Table, print_lines, share_text
 
 if TYPE_CHECKING:
