@@ -7,7 +7,7 @@ from typing import Any
 
 from fusion_bench_featcal.results import Results, summary
 from fusion_bench_featcal.results.joining import join
-from fusion_bench_featcal.results.lines import find, read_run
+from fusion_bench_featcal.results.lines import find_runs, read_run
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 SUITES = {
@@ -68,7 +68,7 @@ def results_of(name: str) -> Results:
 
     Times of files differ between checkouts.
     """
-    return join({folder: read_run(folder) for folder in find([RESULTS / name])})
+    return join({folder: read_run(folder) for folder in find_runs([RESULTS / name])})
 
 
 def suites_with(kind: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The frame of results: a line for each model over its seeds, from which every view is made."""
+"""The frame of results: a line for each model over its seeds. Every view shows this frame."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ _LOWER = ("loss", "perplexity", "error", "drift")
 
 
 class Worst(NamedTuple):
-    """The task with the smallest share of its gap, or without shares the smallest gain."""
+    """The task with the smallest share of its gap or, without shares, with the smallest gain."""
 
     task: str
     share: float | None
@@ -35,13 +35,13 @@ class Worst(NamedTuple):
 
 @dataclass(frozen=True)
 class FrameLine:
-    """One model: rows that differ in their seed alone.
+    """One model over its seeds.
 
     Attributes:
-        rows: The rows.
+        rows: The model's results, one per seed.
         metric: The metric of its values.
-        gain: Average minus that of the merged model, over the seeds that both have.
-        gains: Task -> value minus that of the merged model, over these seeds. Positive is better.
+        gain: Average minus the merged model's average, over the seeds that both have.
+        gains: Task -> gain over the merged model, over these seeds. Positive is better.
         share: Part of the gap from merged model to experts that is recovered, on the average.
         worst: The task that gains least.
     """
@@ -55,17 +55,17 @@ class FrameLine:
 
     @property
     def first(self) -> Row:
-        """One of the rows, for what they share."""
+        """Results of one seed, for the values that all seeds share."""
         return self.rows[0]
 
     @property
     def is_merged(self) -> bool:
-        """True for the row of a merger itself."""
+        """True for a merged model itself."""
         return bool(self.first.merger) and self.first.name == self.first.merger
 
     @cached_property
     def values(self) -> dict[str, float]:
-        """Task (and `average`) -> mean over the seeds, for tasks that all rows have."""
+        """Task (and `average`) -> mean over the seeds, for tasks that all seeds have."""
         return with_average(_means([row.scores.get(self.metric, {}) for row in self.rows]))
 
     @cached_property
@@ -75,18 +75,18 @@ class FrameLine:
 
     @property
     def cost(self) -> dict[str, float]:
-        """Means over the seeds of what all rows measured."""
+        """Cost -> mean over the seeds, for costs that were measured with all seeds."""
         return _means([row.cost for row in self.rows])
 
     @property
     def needs_task_id(self) -> bool | None:
-        """True if inference needs the task of each input, None if that is unknown."""
+        """True if inference needs the task of each input. None if this is unknown."""
         value = self.cost.get(TASK_ID)
         return None if value is None else bool(value)
 
     @property
     def samples(self) -> str:
-        """The samples per task and their split, such as `256 train`, or nothing."""
+        """The samples per task and their split, such as `256 train`, or "" without samples."""
         used = [entry for row in self.rows for entry in row.samples.values()]
         counts = sorted({int(entry["samples"]) for entry in used})
         if not counts:
@@ -96,11 +96,11 @@ class FrameLine:
 
     @property
     def has_flags(self) -> bool:
-        """True if every test item has a flag."""
+        """True if every test example has a flag."""
         return self.metric == ACCURACY and all(row.correct for row in self.rows)
 
     def by_seed(self, has_flags: bool) -> BySeed:
-        """Return seed -> task -> flags per item, or a value of the whole test set."""
+        """Return seed -> task -> flags per example, or one value of the whole test set."""
         return {
             row.seed: {
                 task: (row.correct or {})[task] if has_flags else np.array([value])
@@ -110,14 +110,15 @@ class FrameLine:
         }
 
     def with_seeds(self, seeds: Sequence[object]) -> "FrameLine":
-        """Return the line with the rows of some seeds. A row without randomness has all."""
+        """Return the line over some seeds only. Results without randomness count for all seeds."""
         return replace(self, rows=[row for row in self.rows if row.seed in (None, *seeds)])
 
     def is_partner(self, other: "FrameLine") -> bool:
         """Return whether this line's model may be the merged model or the experts of another line.
 
-        What both have must be equal: labels, and settings of this line with the other's conditions,
-        where the merger's name stands before a setting that both methods have.
+        Values that both have must be equal: their labels, and this line's settings and the other
+        line's conditions. In these conditions, the merger's name precedes a setting that both
+        methods have.
         """
         row, merger = other.first, self.first.merger
         other_columns: dict[str, Any] = {
@@ -133,7 +134,7 @@ class FrameLine:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the line by the names of its columns."""
+        """Return column -> value."""
         row, gain, worst = self.first, self.gain, self.worst
         values = {value_column(self.metric, task): value for task, value in self.values.items()}
         gain_columns = {"gain": gain.value, "half": gain.half} if gain else {}
@@ -147,10 +148,10 @@ class FrameLine:
         }  # fmt: skip
 
 
-def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each value that all rows have."""
-    shared = (key for key in rows[0] if all(key in row for row in rows))
-    return {key: fmean(row[key] for row in rows) for key in shared}
+def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each value that all mappings have."""
+    shared = (key for key in values[0] if all(key in mapping for mapping in values))
+    return {key: fmean(mapping[key] for mapping in values) for key in shared}
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,8 @@ class Frame:
 
     Attributes:
         metric: The metric.
-        lines: Base, experts, then each merger before the rows on it, suite by suite.
-        labels: Names of the settings that differ between rows of one name.
+        lines: Base, experts, then each merged model before its repairs, suite by suite.
+        labels: Names of the settings that differ between models of one name.
         notes: Notes of the runs.
     """
 
@@ -177,11 +178,11 @@ class Frame:
 
     @property
     def sign(self) -> int:
-        """1 if higher values are better, -1 for losses and the like."""
+        """1 if higher values are better, -1 if lower values are (losses, errors)."""
         return -1 if any(word in self.metric for word in _LOWER) else 1
 
     def by_suite(self) -> dict[str, "Frame"]:
-        """Return suite -> the part of the frame, with the settings that differ in it."""
+        """Return suite -> the frame of this suite, with the settings that differ in it."""
         return {
             suite: Frame(self.metric, lines, [key for key in self.labels
                                               if any(key in line.first.labels for line in lines)])
@@ -190,7 +191,7 @@ class Frame:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns of `records`: what is compared stands before tasks."""
+        """Names of the columns of `records`: compared values first, tasks last."""
         labels = [setting_column(key, [self.metric]) for key in self.labels]
         position, row_columns = ROW_COLUMNS[:3], ROW_COLUMNS[3:]
         costs = dict.fromkeys(f"{COST}{what}" for line in self.lines for what in line.cost)
@@ -198,7 +199,7 @@ class Frame:
         return [*position, *labels, average, *row_columns, *costs, *tasks]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return every line by the names of its columns."""
+        """Return column -> value for every line."""
         return [line.record() for line in self.lines]
 
 
@@ -207,11 +208,11 @@ def frame_of(results: Results, metric: str | None = None) -> Frame:
 
     Args:
         results: Joined runs.
-        metric: Name of the metric, such as `loss`. None: accuracy, else the first that there is,
-            else rows without one.
+        metric: Name of the metric, such as `loss`. None: accuracy or, if no model has one, the
+            first metric. Without any metric, the lines have no values.
 
     Raises:
-        ReportError: If no row has the metric.
+        ReportError: If no model has the metric.
     """
     if metric is None:
         metric = ACCURACY if ACCURACY in results.metrics else next(iter(results.metrics), ACCURACY)
@@ -219,8 +220,8 @@ def frame_of(results: Results, metric: str | None = None) -> Frame:
         raise ReportError(
             f"--metric: no row has {metric!r}; there are {', '.join(results.metrics) or 'none'}"
         )
-    lines = [line for line in _lines(results, metric) if line.values or not results.metrics]
-    compared = [_compared(line, lines, Frame(metric).sign) for line in lines]
+    lines = [line for line in _make_lines(results, metric) if line.values or not results.metrics]
+    compared = [_compare_with_merged(line, lines, Frame(metric).sign) for line in lines]
     return Frame(metric, compared, results.labels, results.notes)
 
 
@@ -234,7 +235,7 @@ def summary(results: Results, metric: str | None = None) -> Any:
     """Return the frame of joined runs as a pandas DataFrame, the table of `report.csv`.
 
     Columns: `suite`, `merger`, `row`, the settings that differ, `accuracy.average` (or of another
-    metric); for rows made from a merged model `gain` over it, `half` of its 95 % interval, `share`
+    metric); for repairs `gain` over the merged model, `half` of its 95 % interval, `share`
     of the gap to the experts, and the task with the smallest share: `worst_task`, `worst_share`,
     `worst_value`; then `seeds`, `samples`, costs `cost.*`, and the tasks, such as `accuracy.cars`.
     Arguments and errors are those of `frame_of`.
@@ -249,10 +250,10 @@ def summary(results: Results, metric: str | None = None) -> Any:
     return table
 
 
-def _lines(results: Results, metric: str) -> list[FrameLine]:
-    """Return rows over their seeds: base, experts, then each merger before its repairs."""
+def _make_lines(results: Results, metric: str) -> list[FrameLine]:
+    """Group results by model, and order the models: base, experts, then each merger's."""
 
-    def model(row: Row) -> str:
+    def model_key(row: Row) -> str:
         return as_key([row.suite, row.merger, row.name, row.point, row.seed is None])
 
     suites = list(dict.fromkeys(row.suite for row in results.rows))
@@ -267,14 +268,14 @@ def _lines(results: Results, metric: str) -> list[FrameLine]:
         return *references, *position, labels
 
     return sorted(
-        (FrameLine(rows, metric) for rows in grouped(results.rows, model).values()), key=order
+        (FrameLine(rows, metric) for rows in grouped(results.rows, model_key).values()), key=order
     )
 
 
-def partner(line: FrameLine, lines: Iterable[FrameLine], name: str) -> FrameLine | None:
-    """Return the line of the merger or the experts for a line at its point.
+def find_partner(line: FrameLine, lines: Iterable[FrameLine], name: str) -> FrameLine | None:
+    """Find the merged model or the experts for a line at its point.
 
-    None if there is none, or several, of which no setting tells the right one.
+    Returns None if there is none, or if the settings fit several.
     """
     suite, merger = line.first.suite, "" if name == EXPERTS else name
     chosen = [
@@ -287,20 +288,20 @@ def partner(line: FrameLine, lines: Iterable[FrameLine], name: str) -> FrameLine
 
 
 def share_tests(line: FrameLine, other: FrameLine) -> bool:
-    """Return whether two lines are of the same tests, as far as their conditions say."""
+    """Return whether no condition says that two lines have different tests."""
     one, two = line.first.point, other.first.point
     return all(one[key] == two[key] for key in TEST_CONDITIONS if key in one and key in two)
 
 
 def paired(line: FrameLine, other: FrameLine) -> tuple[BySeed, BySeed]:
-    """Return the values of two lines by seed, as flags only if both have flags."""
+    """Return the values of two lines by seed, as flags only if both lines have flags."""
     has_flags = line.has_flags and other.has_flags
     return line.by_seed(has_flags), other.by_seed(has_flags)
 
 
-def _compared(line: FrameLine, lines: Sequence[FrameLine], sign: int) -> FrameLine:
-    """Return a line with its gain over the merged model, its share and its worst task."""
-    merged = partner(line, lines, line.first.merger)
+def _compare_with_merged(line: FrameLine, lines: Sequence[FrameLine], sign: int) -> FrameLine:
+    """Complete a line with its gain over the merged model, its share and its worst task."""
+    merged = find_partner(line, lines, line.first.merger)
     if not (line.first.is_repair and merged and line.values):
         return line
     pair = paired(line, merged)
@@ -308,30 +309,18 @@ def _compared(line: FrameLine, lines: Sequence[FrameLine], sign: int) -> FrameLi
     if gain is None:
         return line
     seeds = common_seeds(*pair)
-    experts = partner(line, lines, EXPERTS)
+    experts = find_partner(line, lines, EXPERTS)
     after, before = line.with_seeds(seeds).values, merged.with_seeds(seeds).values
     expert_values = experts.values if experts else {}
     gains = {task: sign * (after[task] - before[task]) for task in after if task in before}
     gaps = {
         task: sign * (expert_values[task] - before[task]) for task in gains if task in expert_values
     }
-    share, worst = _shares(gains, gaps, LEAST_GAP if sign > 0 else 0.0)
-    least = Worst(*worst, after[worst[0]])
+    least_gap = LEAST_GAP * (1 - 1e-9) if sign > 0 else 0.0
+    shares = {task: gains[task] / gap for task, gap in gaps.items() if gap > least_gap}
+    share = shares.pop(AVERAGE, None)
     del gains[AVERAGE]
-    return replace(line, gain=gain, gains=gains, share=share, worst=least)
-
-
-def _shares(
-    gains: Mapping[str, float], gaps: Mapping[str, float], least_gap: float
-) -> tuple[float | None, tuple[str, float | None]]:
-    """Return the share of the gap on the average, and the task with the smallest, with its share.
-
-    Only gaps of `least_gap` count. Without any, the task is that with the smallest gain, and has no
-    share.
-    """
-    least = least_gap * (1 - 1e-9)
-    shares = {task: gains[task] / gap for task, gap in gaps.items() if gap > least}
-    average = shares.pop(AVERAGE, None)
-    task_values = shares or {task: gain for task, gain in gains.items() if task != AVERAGE}
-    worst = min(task_values, key=task_values.__getitem__)
-    return average, (worst, shares.get(worst))
+    values = shares or gains  # without shares, the worst task has the smallest gain
+    task = min(values, key=values.__getitem__)
+    worst = Worst(task, shares.get(task), after[task])
+    return replace(line, gain=gain, gains=gains, share=share, worst=worst)

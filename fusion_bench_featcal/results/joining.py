@@ -1,4 +1,4 @@
-"""Runs joined: rows of several runs with the settings in which they differ."""
+"""Joining runs: all their models, with the settings in which models of one name differ."""
 
 import json
 import logging
@@ -25,19 +25,19 @@ K = TypeVar("K", bound=Hashable)
 log = logging.getLogger(__name__)
 
 UNSET = "unset"
-"""Label of a setting that a row lacks and another row of its name has."""
+"""Label of a setting that a model lacks and another model of its name has."""
 SAMPLES = "samples used"
-"""Label of samples per task and split, where rows of equal settings used different ones."""
+"""Label of samples per task and split, if models of equal settings used different samples."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """Rows of joined runs.
+    """Joined runs.
 
     Attributes:
-        rows: Each row of each seed once, with the settings that differ as labels.
+        rows: Each model with each seed once, with the settings that differ as labels.
         runs: Folder -> its run, the oldest first.
-        notes: Notes of all runs with the labels of their rows, each once.
+        notes: Notes of all runs with the labels of their models, each once.
     """
 
     rows: Sequence[Row]
@@ -71,18 +71,18 @@ class Results:
 def join(runs: Mapping[Path, Run]) -> Results:
     """Join runs, given the oldest first.
 
-    Of rows with equal settings and seeds the newest counts, with a warning if their accuracies
-    differ: they differ in versions or in code.
+    Of models with equal settings and seeds the newest counts. If the accuracies of such models
+    differ, their versions or code differ, and a warning names them.
 
     Raises:
         ReportError: If runs of a suite have different tasks or test items.
     """
     rows: dict[str, Row] = {}
     origins: dict[str, Path] = {}
-    older: list[str] = []
+    outdated: list[str] = []
     keys: dict[Path, list[str]] = {}
-    # hub models and data of which the runs used several commits
-    commits = [name for name in _several(runs.values()) if name not in ("python", *PACKAGES)]
+    # Hub models and data of which the runs used several commits.
+    commits = [name for name in _mixed_versions(runs.values()) if name not in ("python", *PACKAGES)]
     for folder, run in runs.items():
         run_versions = {f"commit of {name}": run.versions.get(name) for name in commits}
         for row in (replace(row, point=_point(row, run_versions)) for row in run.rows):
@@ -91,23 +91,23 @@ def join(runs: Mapping[Path, Run]) -> Results:
             before = rows.pop(key, None)
             rows[key] = row
             if before and before.tasks and before.accuracy != row.accuracy:
-                older.append(f"{before.title} of {origins[key]}")
+                outdated.append(f"{before.title} of {origins[key]}")
             origins[key] = folder
-    if older:
+    if outdated:
         log.warning(
             "%s left out: newer rows with the same settings and seeds differ in versions or code: "
             "%s. Report such folders one by one",
-            pluralize(len(older), "row"), ", ".join(dict.fromkeys(older)),
+            pluralize(len(outdated), "row"), ", ".join(dict.fromkeys(outdated)),
         )  # fmt: skip
     joined = list(rows.values())
-    _label(joined)
+    _set_labels(joined)
     _check_tests(joined)
     notes = dict.fromkeys(
         note
         for folder, run in runs.items()
-        for note in _notes(run, [rows[key].labels for key in keys.get(folder, ())])
+        for note in _labelled_notes(run, [rows[key].labels for key in keys.get(folder, ())])
     )
-    return Results(_without_copies(joined), runs, [*notes, *_versions(runs.values())])
+    return Results(_drop_copies(joined), runs, [*notes, *_version_notes(runs.values())])
 
 
 def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -118,8 +118,8 @@ def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def _several(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """Return what the runs used in several versions -> its versions."""
+def _mixed_versions(runs: Iterable[Run]) -> dict[str, list[str]]:
+    """Return package, hub model or data set -> its versions, if the runs used several."""
     numbers: dict[str, dict[str, None]] = {}
     for run in runs:
         for name, number in run.versions.items():
@@ -128,20 +128,20 @@ def _several(runs: Iterable[Run]) -> dict[str, list[str]]:
 
 
 def _point(row: Row, run_versions: dict[str, Any]) -> dict[str, object]:
-    """Return the values that make a row another one: settings, conditions, samples, commits."""
+    """Return the values that distinguish models: settings, conditions, samples, commits."""
     conditions = {f"run.{k}" if k in row.settings else k: v for k, v in row.conditions.items()}
-    # Rows of FeatCal+ have all settings, also those of the paper's rule, which say nothing there.
+    # Models of FeatCal+ have all settings, also those of the paper's rule, which have no effect.
     unused = {*SETTINGS_OF_THE_RUN, *(STRENGTHS if row.settings.get("rule") == "plus" else ())}
     settings = {k: v for k, v in row.settings.items() if k not in unused}
     used = sorted([task, *entry.values()] for task, entry in row.samples.items())
-    return dict(_flat(conditions | settings | run_versions | ({SAMPLES: used} if used else {})))
+    return dict(_flatten(conditions | settings | run_versions | ({SAMPLES: used} if used else {})))
 
 
-def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the entries of nested mappings by dotted names, with 1.0 as 1."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         elif isinstance(value, float) and value.is_integer():
             yield f"{prefix}{key}", int(value)
         else:
@@ -153,35 +153,30 @@ def as_key(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _label(rows: Sequence[Row]) -> None:
-    """Set the settings in which rows of one name differ as their labels.
+def _set_labels(rows: Sequence[Row]) -> None:
+    """Set the settings in which models of one name differ as their labels.
 
-    A setting that only some of these rows have is a difference. A seed that is that of the row has
-    a column of its own.
+    A setting that only some of these models have is a difference. Settings that repeat the model's
+    seed are dropped, because the seed has its own column.
     """
     by_name = grouped(rows, lambda row: (row.suite, row.merger, row.name)).values()
     for named_rows in by_name:
-        for key in _seed_keys(named_rows):
-            for row in named_rows:
-                row.point.pop(key, None)
-    differing = dict.fromkeys(key for named_rows in by_name for key in _differing(named_rows))
+        for key in {k for row in named_rows for k in row.point if k.split(".")[-1] == "seed"}:
+            if all(row.point.get(key, row.seed) == row.seed for row in named_rows):
+                for row in named_rows:
+                    row.point.pop(key, None)
+    differing = dict.fromkeys(key for named_rows in by_name for key in _differing_keys(named_rows))
     for named_rows in by_name:
         shared = [key for key in differing if any(key in row.point for row in named_rows)]
         for row in named_rows:
             row.labels = {k: label(row.point[k]) if k in row.point else UNSET for k in shared}
 
 
-def _seed_keys(rows: Sequence[Row]) -> list[str]:
-    """Return the settings that are the row's seed wherever rows of one name have them."""
-    keys = {key for row in rows for key in row.point if key.rpartition(".")[2] == "seed"}
-    return [key for key in keys if all(row.point.get(key, row.seed) == row.seed for row in rows)]
+def _differing_keys(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the keys in which models of one name differ.
 
-
-def _differing(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the keys in which rows of one name differ.
-
-    Digests of inputs, and used samples, only if they divide rows that the others do not: other
-    tasks and numbers of samples bring them along.
+    Digests of inputs and used samples count only if no other key divides the same models: they
+    always differ along with the tasks or the number of samples.
     """
     key_values = {
         key: [as_key(row.point[key]) if key in row.point else "" for row in rows]
@@ -197,7 +192,7 @@ def _differing(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def label(value: object) -> int | float | str:
-    """Return a setting's value as a number or text, different ones for different values."""
+    """Return a setting's value as a number or text. Different values get different labels."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if not isinstance(value, str) or value == UNSET:
@@ -209,11 +204,11 @@ def label(value: object) -> int | float | str:
     return as_key(value)  # the text "true" is not the value true
 
 
-def _without_copies(rows: Sequence[Row]) -> list[Row]:
-    """Settle rows of equal settings of which some have a seed and some have none.
+def _drop_copies(rows: Sequence[Row]) -> list[Row]:
+    """Merge models of equal settings of which some have a seed and some have none.
 
-    If all are equal, the model has no randomness, and one without a seed stands for all. If not,
-    those without a seed are rows of their own.
+    If all scores are equal, the model has no randomness, and the results without a seed stand for
+    all. If not, the results without a seed are a model of their own.
     """
     dropped = set[int]()
     alike = grouped(rows, lambda row: as_key([row.suite, row.merger, row.name, row.point]))
@@ -228,6 +223,7 @@ def _without_copies(rows: Sequence[Row]) -> list[Row]:
 
 
 def _check_tests(rows: Iterable[Row]) -> None:
+    """Refuse runs of one suite whose tasks or test examples differ."""
     first: dict[str, Row] = {}
     for row in (row for row in rows if row.tasks):
         tests = {key: row.point.get(key) for key in TEST_CONDITIONS if key != "precision"}
@@ -243,8 +239,11 @@ def _check_tests(rows: Iterable[Row]) -> None:
             )
 
 
-def _notes(run: Run, labels: Sequence[Mapping[str, object]]) -> Iterator[Note]:
-    """Yield a run's notes with the labels that their rows share. `labels` are those of its rows."""
+def _labelled_notes(run: Run, labels: Sequence[Mapping[str, object]]) -> Iterator[Note]:
+    """Yield a run's notes with the labels that their models share.
+
+    `labels` are those of the run's models, in order.
+    """
     for note in run.notes:
         rows = [pair for pair in zip(run.rows, labels, strict=True)
                 if note.merger in ("", pair[0].merger)]  # fmt: skip
@@ -254,9 +253,9 @@ def _notes(run: Run, labels: Sequence[Mapping[str, object]]) -> Iterator[Note]:
         yield replace(note, point=", ".join(label_texts(shared)))
 
 
-def _versions(runs: Iterable[Run]) -> Iterator[Note]:
+def _version_notes(runs: Iterable[Run]) -> Iterator[Note]:
     """Yield a note on each package of which the runs used several versions, and on devices."""
-    for name, versions in _several(runs).items():
+    for name, versions in _mixed_versions(runs).items():
         yield Note(NOTE, f"runs used different versions of {name}: {', '.join(versions)}")
     devices = {run.device.get("accelerator") or run.device.get("cpu") for run in runs} - {None}
     if len(devices) > 1:

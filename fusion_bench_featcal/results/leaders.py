@@ -1,4 +1,4 @@
-"""The first sentence of a report: the best row, its lead, and the tasks on which it is worse."""
+"""The first sentence of a report: the best model, its lead, and the tasks on which it is worse."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -8,29 +8,29 @@ from fusion_bench_featcal.errors.plurals import pluralize
 from .columns import AVERAGE
 from .frame import Frame, FrameLine, paired, share_tests
 from .names import ACCURACY, REFERENCES, label_texts
-from .statistics import BySeed, Difference, difference
+from .statistics import Difference, difference
 from .tables import Unit
 
 
 def leaders(frame: Frame) -> dict[str, list[str]]:
-    """Return suite -> a sentence on its best row, in a sweep for each of its points.
+    """Return suite -> a sentence on its best model, in a sweep one for each point.
 
-    Where only some rows need the task of each input, it is on the best of both kinds. Base and
-    experts do not take part. Suites with a single repair and its merged model are left out.
+    If only some models need the task of each input, the sentence names the best of both kinds. Base
+    and experts do not take part. Suites with a single repair and its merged model are left out.
     """
     suites, texts = frame.by_suite(), dict[str, list[str]]()
-    for suite, part in suites.items():
-        for point, lines in _points(part):
-            place = ", ".join([suite] * (len(suites) > 1) + label_texts(point))
-            place = f" ({place})" if place else ""
+    for suite, suite_frame in suites.items():
+        for point, lines in _points(suite_frame):
+            subject = ", ".join([suite] * (len(suites) > 1) + label_texts(point))
+            subject = f" ({subject})" if subject else ""
             one_model = [line for line in lines if not line.needs_task_id]
             with_task_id = [line for line in lines if line.needs_task_id]
             if one_model and with_task_id:
-                lead = _Lead.of(one_model, part)
-                second = _Lead(with_task_id[0], lead.line, part)
-                text = f"best one model{place}: {lead.text}; best with task id: {second.text}"
+                lead = _Lead.of(one_model, suite_frame)
+                second = _Lead(with_task_id[0], lead.line, suite_frame)
+                text = f"best one model{subject}: {lead.text}; best with task id: {second.text}"
             elif len(lines) > 2 or (len(lines) == 2 and not any(line.gain for line in lines)):
-                text = f"best{place}: {_Lead.of(lines, part).text}"
+                text = f"best{subject}: {_Lead.of(lines, suite_frame).text}"
             else:
                 continue
             texts.setdefault(suite, []).append(text)
@@ -42,7 +42,7 @@ def _points(frame: Frame) -> Iterator[tuple[Mapping[str, object], list[FrameLine
     lines = [line for line in frame.lines if line.values and line.first.name not in REFERENCES]
     points = list[Mapping[str, object]]()
     for line in sorted(lines, key=lambda line: -len(line.first.labels)):
-        # A row without a setting is a row of all its values.
+        # A model without a setting belongs to all values of the setting.
         if not any(line.first.labels.items() <= point.items() for point in points):
             points.append(line.first.labels)
     lines.sort(key=lambda line: -frame.sign * line.values[AVERAGE])
@@ -62,7 +62,7 @@ def _points(frame: Frame) -> Iterator[tuple[Mapping[str, object], list[FrameLine
 
 
 class _Lead(NamedTuple):
-    """A row compared with another one."""
+    """A model compared with another one."""
 
     line: FrameLine
     other: FrameLine | None
@@ -70,7 +70,7 @@ class _Lead(NamedTuple):
 
     @classmethod
     def of(cls, lines: Sequence[FrameLine], frame: Frame) -> "_Lead":
-        """Compare the first two rows, the better over their common seeds with the other."""
+        """Compare the first two models: the better one over their common seeds with the other."""
         lead = cls(lines[0], lines[1] if len(lines) > 1 else None, frame)
         if lead.other and lead.gain and frame.sign * lead.gain.value < 0:
             return cls(lead.other, lead.line, frame)
@@ -78,12 +78,12 @@ class _Lead(NamedTuple):
 
     @property
     def gain(self) -> Difference | None:
-        """The difference, or None without another row or a common seed."""
+        """The difference, or None without another model or a common seed."""
         return difference(*paired(self.line, self.other)) if self.other else None
 
     @property
     def text(self) -> str:
-        """Names of both rows, difference with interval, and the tasks on which the row is worse."""
+        """Names of both models, difference with interval, and tasks on which the first is worse."""
         name, gain = self._name(self.line), self.gain
         if self.other is None:
             return name
@@ -102,10 +102,13 @@ class _Lead(NamedTuple):
         return f"{text} {self._worse(self.line, self.other)}"
 
     def _worse(self, line: FrameLine, other: FrameLine) -> str:
-        """Write on how many tasks a row is worse in the table's digits, and on which most."""
+        """Write on how many tasks a model is worse in the table's digits, and on which most."""
         unit, sign, pair = Unit.of(self.frame.metric), self.frame.sign, paired(line, other)
         tasks = [task for task in line.values if task != AVERAGE]
-        gains = {task: difference(*(_task(row, task) for row in pair)) for task in tasks}
+        gains = {
+            task: difference(*({seed: {task: v[task]} for seed, v in s.items()} for s in pair))
+            for task in tasks
+        }
         worse = {
             task: gain
             for task, gain in gains.items()
@@ -120,10 +123,6 @@ class _Lead(NamedTuple):
         return f"worse on {len(worse)} of {len(gains)} tasks, most on {text}"
 
     def _name(self, line: FrameLine) -> str:
-        """Return a row's name, with its merger if several have a row of this name."""
+        """Return a model's name, with its merger if several mergers have a model of this name."""
         rows = [other.first for other in self.frame.lines if other.first.name == line.first.name]
         return line.first.title if len({row.merger for row in rows}) > 1 else line.first.name
-
-
-def _task(row: BySeed, task: str) -> BySeed:
-    return {seed: {task: values[task]} for seed, values in row.items()}

@@ -31,12 +31,12 @@ LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
     "lines.csv", "items.npz", "run.json", "report.json",
 )  # fmt: skip
 SCHEMA = 3
-"""Number of this layout of files. Earlier ones are refused."""
+"""Version of this layout of files. Files of other versions are refused."""
 _ROW_COLUMNS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
 _RUN_COLUMNS = ("suite", "merger", "versions", "device")
 _LISTS: dict[str, type] = {"rows": Row, "notes": Note}
 _NAMES = {*DIMENSIONS} - {"seed"}
-"""Columns of texts, which are no numbers even if they look so."""
+"""Columns of texts, which stay texts even if they look like numbers."""
 
 
 def write_run(
@@ -44,13 +44,14 @@ def write_run(
 ) -> Path:
     """Write the files of a run and return its folder.
 
-    `run.json` completes what is read again. `report.json`, which is made from it, comes last.
+    `read_run` needs `run.json`, which is thus written after its other files. `report.json` repeats
+    accuracies and shares for other programs, and comes last.
 
     Args:
         folder: The folder, which is created.
         run: The run.
         setting: The setting that chose the folder, for messages.
-        frame: The run's `accuracy_frame`, if the caller has made it.
+        frame: The run's `accuracy_frame`, if the caller has it already.
 
     Raises:
         ReportError: If a value has no JSON form, or a file cannot be written.
@@ -61,14 +62,14 @@ def write_run(
     ]
     content["notes"] = [asdict(note) for note in run.notes]
     texts = {
-        LINES_FILE: csv_text(run.all_lines()),
+        LINES_FILE: lines_csv(run.all_lines()),
         RUN_FILE: masked(json_text({"schema": SCHEMA, **content})),
     }
     folder = prepare_directory(folder, setting)
-    (folder / RUN_FILE).unlink(missing_ok=True)  # an earlier run's files are no part of this one
+    (folder / RUN_FILE).unlink(missing_ok=True)  # files of an earlier run
     (folder / ITEMS_FILE).unlink(missing_ok=True)
     if any(row.correct for row in run.rows):
-        write_atomic(folder / ITEMS_FILE, _packed(run.rows), setting)
+        write_atomic(folder / ITEMS_FILE, _pack_flags(run.rows), setting)
     for name, text in texts.items():
         write_atomic(folder / name, text, setting)
     lines = (accuracy_frame(run) if frame is None else frame).lines
@@ -94,14 +95,14 @@ def read_run(folder: str | Path) -> Run:
         rows, notes = ([kind(**values) for values in content[key]] for key, kind in _LISTS.items())
         run = Run(rows=rows, notes=notes, **{key: content[key] for key in _RUN_COLUMNS})
         file = folder / LINES_FILE
-        _fill(run, read_lines_csv(file))
+        _add_lines(run, read_lines_csv(file))
         file = folder / ITEMS_FILE
         if file.exists():
             # The archive has checksums of its members.
             with np.load(file, allow_pickle=False) as archive:
-                for number, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
+                for index, (row, task) in enumerate(json.loads(archive["index"].tobytes())):
                     flags = run.rows[row].correct = dict(run.rows[row].correct or {})
-                    flags[task] = archive[f"array_{number}"]
+                    flags[task] = archive[f"array_{index}"]
     except (OSError, ReportError) as error:
         raise ReportError(str(error)) from error
     except Exception as error:  # any error of zip, its decompressors and numpy for invalid bytes
@@ -112,8 +113,8 @@ def read_run(folder: str | Path) -> Run:
     return run
 
 
-def _fill(run: Run, lines: Iterable[Line]) -> None:
-    """Put values of whole models into their rows, and other lines beside them."""
+def _add_lines(run: Run, lines: Iterable[Line]) -> None:
+    """Store values of whole models in their rows, and all other lines in `run.lines`."""
     rows = {(row.suite, row.merger, row.name): row for row in run.rows}
     for line in lines:
         row = rows.get((line["suite"], line["merger"], line["row"]))
@@ -148,11 +149,11 @@ def load(*folders: str | Path) -> Any:
 
 def join_folders(folders: Iterable[str | Path]) -> Results:
     """Find, read and join runs (see `load`)."""
-    ages = {folder: (folder / RUN_FILE).stat().st_mtime_ns for folder in find(folders)}
+    ages = {folder: (folder / RUN_FILE).stat().st_mtime_ns for folder in find_runs(folders)}
     return join({folder: read_run(folder) for folder in sorted(ages, key=lambda f: (ages[f], f))})
 
 
-def find(paths: Iterable[str | Path]) -> list[Path]:
+def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     """Return the folders of runs at or below paths, each once.
 
     Raises:
@@ -177,7 +178,7 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 # ---- lines.csv
 
 
-def csv_of(heads: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
+def table_csv(heads: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
     """Return rows as CSV, with nothing for a missing value."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -186,7 +187,7 @@ def csv_of(heads: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def csv_text(lines: Iterable[Line]) -> str:
+def lines_csv(lines: Iterable[Line]) -> str:
     """Return lines as CSV. Labels become the first columns.
 
     Raises:
@@ -199,13 +200,13 @@ def csv_text(lines: Iterable[Line]) -> str:
         if not math.isfinite(line[VALUE]):
             names = ", ".join(f"{key} {line[key]}" for key in DIMENSIONS[2:] if line.get(key))
             raise ReportError(f"{line[VALUE]} is no value of {names}")
-    return csv_of([*labels, *DIMENSIONS, VALUE], lines)
+    return table_csv([*labels, *DIMENSIONS, VALUE], lines)
 
 
 def read_lines_csv(path: Path) -> list[Line]:
-    """Read a file of `csv_text`. Seeds and labels that look like numbers become numbers.
+    """Read a file of `lines_csv`. Seeds and labels that look like numbers become numbers.
 
-    A line has no label whose cell is empty.
+    A label with an empty cell is left out.
 
     Raises:
         OSError: If the file cannot be read.
@@ -215,18 +216,18 @@ def read_lines_csv(path: Path) -> list[Line]:
         reader = csv.DictReader(file)
         if missing := {*DIMENSIONS, VALUE} - {*(reader.fieldnames or ())}:
             raise ValueError(f"its first line has no {', '.join(missing)}")
-        return [_line(cells) for cells in reader]
+        return [_parse_line(cells) for cells in reader]
 
 
-def _line(cells: Mapping[str, str]) -> Line:
+def _parse_line(cells: Mapping[str, str]) -> Line:
     filled = {key: text for key, text in cells.items() if text or key in DIMENSIONS}
-    line: Line = {key: text if key in _NAMES else _number(text) for key, text in filled.items()}
+    line: Line = {key: t if key in _NAMES else _parse_number(t) for key, t in filled.items()}
     if not math.isfinite(line[VALUE]):
         raise ValueError(f"{line[VALUE]} is no value of {line}")
     return line
 
 
-def _number(text: str) -> int | float | str:
+def _parse_number(text: str) -> int | float | str:
     for kind in (int, float):
         try:
             return kind(text)
@@ -238,10 +239,11 @@ def _number(text: str) -> int | float | str:
 # ---- items.npz
 
 
-def _packed(rows: Iterable[Row]) -> bytes:
-    """Return the flags of rows as an archive of numbered arrays.
+def _pack_flags(rows: Iterable[Row]) -> bytes:
+    """Return the flags of all models as an archive of numbered arrays.
 
-    Row and task names may contain any character. An index of JSON as bytes maps numbers to them.
+    Names of models and tasks may contain any character. An index (JSON as bytes) maps the arrays'
+    numbers to these names.
     """
     flags = {
         (n, task): hits for n, row in enumerate(rows) for task, hits in (row.correct or {}).items()

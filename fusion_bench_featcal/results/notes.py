@@ -1,10 +1,10 @@
-"""Notes of runs: sentences with a kind, a merger, a row and a task."""
+"""Notes of runs: sentences with a kind, a merger, a model and a task."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-VERDICT = "verdict"  # the conclusion, and the gain of each task on held-out rows
-FAILED = "failed"  # a cell of a comparison gave no result
+VERDICT = "verdict"  # the conclusion, and the gain of each task on held-out examples
+FAILED = "failed"  # a run of a comparison gave no result
 WARNING = "warning"  # inputs, values or updates to look at, and tasks below the merged model
 NOTE = "note"  # anything else
 KINDS = (VERDICT, FAILED, WARNING, NOTE)
@@ -13,15 +13,15 @@ KINDS = (VERDICT, FAILED, WARNING, NOTE)
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence and its subject. A field that does not apply is empty.
+    """A sentence and its subject. A field that does not apply is "".
 
     Attributes:
         kind: One of `KINDS`.
         text: The sentence.
-        row: Its row.
+        row: Name of the model.
         task: Its task.
         merger: The upstream merger of the run.
-        point: Settings of its rows that differ between joined runs, as text, set by `join`.
+        point: Settings of the model that differ between joined runs, as text, set by `join`.
     """
 
     kind: str
@@ -33,16 +33,16 @@ class Note:
 
     @property
     def is_conclusion(self) -> bool:
-        """True for the verdict itself, which is on no single task."""
+        """True for the verdict itself, which concerns no single task."""
         return self.kind == VERDICT and not self.task
 
     @property
     def sentence(self) -> str:
-        """The text with the row's name, for output about one merger."""
-        return self.after(self.row)
+        """The text after the model's name, for output about one merger."""
+        return self.with_names(self.row)
 
-    def after(self, *names: str) -> str:
-        """Return the text behind names, such as those of its merger and row."""
+    def with_names(self, *names: str) -> str:
+        """Return the text after names, such as those of its merger and model."""
         texts = [name for name in dict.fromkeys(names) if name]
         if self.point:
             texts = [*texts[:-1], f"{texts[-1]} ({self.point})"] if texts else [self.point]
@@ -58,8 +58,8 @@ def notes_of(texts: Iterable[str], kind: str = NOTE) -> list[Note]:
 
 def sentences_of(notes: Iterable[Note]) -> list[str]:
     """Return notes as sentences in the order of their kinds, each with its mergers."""
-    order = {kind: number for number, kind in enumerate(KINDS)}
+    order = {kind: index for index, kind in enumerate(KINDS)}
     chosen = sorted(notes, key=lambda note: order.get(note.kind, len(order)))
     several = len({note.merger for note in chosen if note.merger}) > 1
-    texts = (note.after(note.merger, note.row) if several else note.sentence for note in chosen)
+    texts = (n.with_names(n.merger, n.row) if several else n.sentence for n in chosen)
     return list(dict.fromkeys(texts))

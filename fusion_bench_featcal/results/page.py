@@ -1,7 +1,6 @@
 """One self-contained HTML page of results: tables, figures and notes."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +25,7 @@ def write_page(path: Path, frame: Frame, results: Results, setting: str = "--htm
     Args:
         path: The file. Links to the runs' files are relative to its folder.
         frame: The frame.
-        results: The results that it is of.
+        results: The results in the frame.
         setting: The setting that chose `path`, for messages.
 
     Raises:
@@ -48,8 +47,16 @@ def page_text(frame: Frame, results: Results, folder: Path) -> str:
     )
     environment.filters["svg"] = svg
     template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
-    facts = ((run.device | run.versions).items() for run in results.runs.values())
-    machines = (", ".join(f"{key} {value}" for key, value in run_facts) for run_facts in facts)
+    pairs = ((run.device | run.versions).items() for run in results.runs.values())
+    machines = (", ".join(f"{key} {value}" for key, value in run_pairs) for run_pairs in pairs)
+    links = {
+        str(run_folder): {
+            path.name: quote(Path(os.path.relpath(path.resolve(), folder)).as_posix())
+            for path in sorted(run_folder.iterdir())
+            if path.is_file() and not path.name.startswith(".")
+        }
+        for run_folder in results.runs
+    }
     text = environment.from_string(template).render(
         title=", ".join(dict.fromkeys(run.suite for run in results.runs.values())),
         tables=[_with_mergers(table) for table in tables_of(frame)],
@@ -57,7 +64,7 @@ def page_text(frame: Frame, results: Results, folder: Path) -> str:
         verdicts=verdicts(frame),
         lines=sentences(frame),
         machines=list(dict.fromkeys(machines)),
-        links=_links(results.runs, folder),
+        links=links,
     )
     return without_codes(text.strip()) + "\n"
 
@@ -70,15 +77,3 @@ def _with_mergers(table: Table) -> Table:
         merger = merger if is_below else head
         lines.append((f"{merger} {head}" if is_below else head, cells))
     return replace(table, lines=lines)
-
-
-def _links(folders: Iterable[Path], start: Path) -> dict[str, dict[str, str]]:
-    """Return the addresses of the folders' files, relative to the folder of the page."""
-    return {
-        str(folder): {
-            path.name: quote(Path(os.path.relpath(path.resolve(), start)).as_posix())
-            for path in sorted(folder.iterdir())
-            if path.is_file() and not path.name.startswith(".")
-        }
-        for folder in folders
-    }

@@ -11,7 +11,7 @@ from .against import against
 from .columns import AVERAGE
 from .frame import Frame, FrameLine
 from .joining import Results
-from .lines import LINES_FILE, RUN_FILE, csv_of, csv_text
+from .lines import LINES_FILE, RUN_FILE, lines_csv, table_csv
 from .names import short_label
 from .sentences import sentences, verdicts
 from .statistics import Difference
@@ -21,8 +21,8 @@ _MIB = 2**20
 _LETTERS = 14  # of a task where the table is wider than the terminal
 
 
-def cut(names: Iterable[str], letters: int) -> dict[str, str]:
-    """Cut names to some letters, the last of them an ellipsis, unless two would be equal."""
+def shorten(names: Iterable[str], letters: int) -> dict[str, str]:
+    """Cut names to a number of letters, with an ellipsis, unless two names would become equal."""
     short = {
         name: name if len(name) <= letters else f"{name[: letters - 1].rstrip('_- ')}…"
         for name in names
@@ -40,53 +40,53 @@ def tables_of(frame: Frame, width: int | None = None) -> list[Table]:
 
     Args:
         frame: The frame.
-        width: Width in which names of tasks are cut, or None to leave them.
+        width: Width in which names of tasks are cut if needed, or None to leave them.
     """
     tables = []
-    for suite, part in frame.by_suite().items():
-        table = _with_names(suite, part, {task: task for task in part.tasks})
+    for suite, suite_frame in frame.by_suite().items():
+        table = _make_table(suite, suite_frame, {task: task for task in suite_frame.tasks})
         if width is not None and table.width() > width:
-            table = _with_names(suite, part, cut(part.tasks, _LETTERS))
+            table = _make_table(suite, suite_frame, shorten(suite_frame.tasks, _LETTERS))
         tables.append(table)
     return tables
 
 
-def _with_names(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
+def _make_table(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
+    """Return the table of one suite, with `names` for its tasks."""
     unit = Unit.of(frame.metric)
     columns: list[tuple[str, Callable[[FrameLine], str]]] = [
         (AVERAGE, lambda line: unit.value(line.values.get(AVERAGE))),
         ("gain", lambda line: unit.gain(line.gain, len(line.rows))),
         ("share", lambda line: share_text(line.share)),
-        ("worst task", lambda line: worst_text(line, names, unit)),
-        ("seconds", lambda line: _cost(line, "seconds", 1, ".1f")),
-        ("MiB", lambda line: _cost(line, "peak_rss_bytes", _MIB, ".0f")),
-        ("GPU\nMiB", lambda line: _cost(line, "peak_accelerator_bytes", _MIB, ".0f")),
-        ("GPU\nWh", lambda line: _cost(line, "gpu_energy_wh", 1, ".3g")),
-        ("task\nid", lambda line: _yes(line.needs_task_id)),
+        ("worst task", lambda line: _worst_text(line, names, unit)),
+        ("seconds", lambda line: _cost_text(line, "seconds", 1, ".1f")),
+        ("MiB", lambda line: _cost_text(line, "peak_rss_bytes", _MIB, ".0f")),
+        ("GPU\nMiB", lambda line: _cost_text(line, "peak_accelerator_bytes", _MIB, ".0f")),
+        ("GPU\nWh", lambda line: _cost_text(line, "gpu_energy_wh", 1, ".3g")),
+        ("task\nid", lambda line: _yes_no(line.needs_task_id)),
     ]
     columns += [(names[t], lambda line, t=t: unit.value(line.values.get(t))) for t in frame.tasks]
-    cells = [(head, [cell(line) for line in frame.lines]) for head, cell in columns]
+    cells = [(head, [text(line) for line in frame.lines]) for head, text in columns]
     settings = [
         (short_label(key).replace(".", ".\n"),
          [str(line.first.labels.get(key, ABSENT)) for line in frame.lines])
         for key in frame.labels
     ]  # fmt: skip
-    cells = [*settings, *((head, body) for head, body in cells if {*body} - {ABSENT, _yes(False)})]
+    cells = [(head, body) for head, body in cells if {*body} - {ABSENT, _yes_no(False)}]
+    cells = [*settings, *cells]
     title = f"{suite}: {frame.metric}{', %' if unit.factor == 100 else ''}"
-    lines = [
-        (heading_of(line), [texts[n] for _, texts in cells]) for n, line in enumerate(frame.lines)
-    ]
+    lines = [(_heading(line), [body[i] for _, body in cells]) for i, line in enumerate(frame.lines)]
     heads = [head for head, _ in cells]
     return Table(title if frame.tasks else suite, heads, lines, fixed=len(settings))
 
 
-def heading_of(line: FrameLine) -> str:
-    """Return a row's name, below its merger as `+ name`."""
+def _heading(line: FrameLine) -> str:
+    """Return a model's name: `+ name` for a repair, which stands below its merged model."""
     row = line.first
     return f"+ {row.name}" if row.is_repair and row.merger else row.name
 
 
-def worst_text(line: FrameLine, names: Mapping[str, str], unit: Unit) -> str:
+def _worst_text(line: FrameLine, names: Mapping[str, str], unit: Unit) -> str:
     """Write the worst task with its share of the gap and its value, such as `dtd 45 % 61.2`."""
     if line.worst is None:
         return ABSENT
@@ -95,16 +95,16 @@ def worst_text(line: FrameLine, names: Mapping[str, str], unit: Unit) -> str:
     return " ".join(text for text in texts if text != ABSENT)
 
 
-def _yes(value: bool | None) -> str:
+def _yes_no(value: bool | None) -> str:
     return ABSENT if value is None else "yes" if value else "no"
 
 
-def _cost(line: FrameLine, what: str, unit: float, form: str) -> str:
-    value = line.cost.get(what)
+def _cost_text(line: FrameLine, name: str, unit: float, form: str) -> str:
+    value = line.cost.get(name)
     return ABSENT if value is None else format(value / unit, form)
 
 
-# ---- all of it
+# ---- tables and sentences
 
 
 def show(frame: Frame) -> None:
@@ -117,11 +117,11 @@ def show(frame: Frame) -> None:
 
 
 def show_against(results: Results, name: str, metric: str | None = None) -> None:
-    """Print every row's difference from one row."""
-    frame = against(results, name, metric)
-    unit = Unit.of(metric := frame.attrs["metric"])
-    records = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    for suite in frame.suite.unique():
+    """Print every model's difference from one model."""
+    table = against(results, name, metric)
+    unit = Unit.of(metric := table.attrs["metric"])
+    records = table.astype(object).where(table.notna(), None).to_dict("records")
+    for suite in table.suite.unique():
         lines = [
             (r["row"], [unit.gain(Difference(r["difference"], r["half"], r["seeds"], r["p"])),
                         ABSENT if r["adjusted"] is None else f"{r['adjusted']:.2g}"])
@@ -156,7 +156,7 @@ def write_report(
             "another folder."
         )
     folder = prepare_directory(folder, setting)
-    write_atomic(folder / "report.csv", csv_of(frame.columns, frame.records()), setting)
+    write_atomic(folder / "report.csv", table_csv(frame.columns, frame.records()), setting)
     write_atomic(folder / "report.md", markdown(frame), setting)
-    write_atomic(folder / LINES_FILE, csv_text(results.lines()), setting)
+    write_atomic(folder / LINES_FILE, lines_csv(results.lines()), setting)
     return folder
