@@ -1,9 +1,9 @@
 """Results: functions to write, read, join, compare and draw them. No models.
 
-A run writes lines, and everything else reads lines: `Run` is one command's rows, `write_run` and
-`read_run` are its files, `load` joins any number of them into one table, and `frame_of` makes
-the frame of which every view is a part. Functions raise `ReportError` for wrong files and values,
-naming location and cause. Their argument `setting` is the setting that chose the folder.
+`Run` has the models of one command, `write_run` and `read_run` are its files, `load` joins any
+number of runs into one long table, and `frame_of` makes the frame that every view shows. Functions
+raise `ReportError` for wrong files and values, naming location and cause. Their argument `setting`
+is the setting that chose the folder.
 """
 
 from fusion_bench_featcal.errors import ReportError as ReportError

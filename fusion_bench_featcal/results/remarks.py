@@ -19,17 +19,18 @@ from .run import Facts
 
 LARGE_UPDATE = 10.0
 """Smallest norm of a module's update, relative to the largest of the experts' weights, that causes
-a note. On the bundled suites it is at most 4. The experts' steps are not used for comparison,
+a note. On the bundled suites the norm is at most 4. The experts' steps are not used for comparison,
 because healthy updates are up to 30 times larger."""
 
 FARTHEST = 1.5
-"""Distance of a task from its expert, relative to the geometric mean, from which a note names it.
-On the bundled suites on which `balance` helps the largest is 1.8 to 2.7, on the others 1.3."""
+"""Smallest distance of a task from its expert, relative to the geometric mean, that causes a note.
+On the bundled suites on which `balance` helps, the largest distance is 1.8 to 2.7, on the others
+1.3."""
 
 HARDLY = 0.5
-"""Median energy of rows from weights, relative to the samples, below which a sentence says that
-they hardly counted. It is 0.2 to 0.5 on DINOv2, whose adapters share a start, and 2 or more on
-MiniLM."""
+"""Median energy of the rows from weights, relative to the samples, below which a note says that
+these rows hardly counted. The energy is 0.2 to 0.5 on DINOv2, whose adapters share a start, and 2
+or more on MiniLM."""
 
 _SAMPLES_ALONE = (
     "the experts' weights say little about their data, as LoRA adapters that share a start often "
@@ -38,32 +39,34 @@ _SAMPLES_ALONE = (
 
 
 def calibration_facts(
-    row: str,
+    name: str,
     settings: FeatCalSettings,
     records: Sequence[Mapping[str, object]],
     samples: Mapping[str, Mapping[str, object]],
 ) -> Facts:
-    """Return what a report says of a calibrated model.
+    """Return the facts of a calibrated model for its report.
 
     Args:
-        row: Its row.
+        name: The model's name.
         settings: Settings of the calibration.
-        records: Its log.
-        samples: Task -> {"samples", "split"}.
+        records: Records of its log.
+        samples: Task -> {"samples", "split"} used.
     """
-    values, numbers = settings.with_rule_defaults.as_dict(), facts_of_log(records)
-    notes = [*notes_on_exchanged_samples(row, records), *largest_update(row, records)]
+    values, numbers = settings.with_rule_defaults.as_dict(), log_numbers(records)
+    warnings = exchanged_samples(records).items()
+    notes = [Note(WARNING, f"{task}: {warning}", name, task) for task, warning in warnings]
+    notes += large_update(name, records)
     if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
-        notes.insert(0, Note(NOTE, f"solved by the rule {settings.rule_object!r}", row))
+        notes.insert(0, Note(NOTE, f"solved by the rule {settings.rule_object!r}", name))
     as_merged = AsMerged.in_records(records)
     if as_merged.modules:
-        notes.append(Note(NOTE, as_merged.text, row))
+        notes.append(Note(NOTE, as_merged.text, name))
     if idle := numbers.get(IDLE):
         text = f"{idle} of {numbers[SLOTS]} routed experts receive no token of the samples, and "
-        notes.append(Note(NOTE, f"{text}stay as merged. More samples reach more of them", row))
-    notes += farthest_task(row, settings, distances(records))
+        notes.append(Note(NOTE, f"{text}stay as merged. More samples reach more of them", name))
+    notes += far_task(name, settings, distances(records))
     if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY:
-        notes.append(Note(NOTE, _SAMPLES_ALONE, row))
+        notes.append(Note(NOTE, _SAMPLES_ALONE, name))
     return Facts(
         settings={key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN},
         seed=settings.seed,
@@ -71,64 +74,57 @@ def calibration_facts(
         numbers=numbers,
         drift=final_drift(records),
         distances=distances(records),
-        lines=share_lines(row, records),
+        lines=weight_row_lines(name, records),
         notes=notes,
         as_merged=as_merged,
     )
 
 
-def facts_of_log(records: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """Return what a log says of rows from weights, routed experts and tasks, as far as it does.
+def log_numbers(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the numbers in a log on rows from weights, routed experts and tasks, if it has any.
 
-    Medians over modules: the share of the rows from weights that counts, `f`, and its energy
-    relative to the samples. Sums over mixtures: all routed experts, and those without tokens. Of
-    each task its distance from its expert, and the factor of its weight by that.
+    Medians over modules: the share `f` of the rows from weights that counts, and the energy of this
+    share relative to the samples. Sums over mixtures: all routed experts, and routed experts
+    without tokens. For each task: the distance from its expert, and the factor of its weight that
+    `balance` derives from the distance.
     """
-    pairs = [(record["f"], record["f"] * record["gamma"]) for record in _with_rows(records)]
-    names, facts = (ROWS_SHARE, ROWS_ENERGY), dict[str, float]()
-    if pairs:
-        facts |= zip(names, map(median, zip(*pairs, strict=True)), strict=True)
-    counts = {  # those of both matrices of a mixture are equal
+    # Experts may differ from the base in a few modules only. Other modules have no rows.
+    shares = [(r["f"], r["f"] * r["gamma"]) for r in records if r.get("gamma", 0) > 0]
+    numbers = dict[str, float]()
+    if shares:
+        medians = map(median, zip(*shares, strict=True))
+        numbers |= zip((ROWS_SHARE, ROWS_ENERGY), medians, strict=True)
+    counts = {  # both matrices of a mixture have equal counts
         str(record["module"]).rpartition(".")[0]: (record["slots"], record["idle"])
         for record in records
         if record["kind"] == "slots"
     }
     if counts:
-        facts |= zip((SLOTS, IDLE), map(sum, zip(*counts.values(), strict=True)), strict=True)
-    facts |= {f"{DISTANCE}.{task}": value for task, value in distances(records).items()}
-    for record in (record for record in records if record["kind"] == "balance"):
-        factors: Any = record["factors"]
-        facts |= {f"{WEIGHT}.{task}": value for task, value in factors.items()}
-    return facts
+        numbers |= zip((SLOTS, IDLE), map(sum, zip(*counts.values(), strict=True)), strict=True)
+    numbers |= {f"{DISTANCE}.{task}": value for task, value in distances(records).items()}
+    for record in records:
+        if record["kind"] == "balance":
+            numbers |= {f"{WEIGHT}.{task}": v for task, v in record["factors"].items()}
+    return numbers
 
 
-def _with_rows(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the records of modules that have rows: experts may differ from the base in a few."""
-    return [record for record in records if record.get("gamma", 0) > 0]
+def weight_row_lines(name: str, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Return the weight of rows from weights, and their error, as lines of the long table.
 
-
-def share_lines(name: str, records: Sequence[Mapping[str, object]]) -> list[Line]:
-    """Return how far rows from weights count, and what they break, as lines of the long table.
-
-    They are medians over each block's modules: `rows_share` of `f`, `rows_error` of `e`
-    (`run/log.py`). `records` come from the calibration log of row `name`.
+    The values are medians over each block's modules: `rows_share` of `f`, `rows_error` of `e`
+    (`run/log.py`). `records` come from the calibration log of the model `name`.
     """
-    modules = _with_rows(records)
+    modules = [record for record in records if record.get("gamma", 0) > 0]
     return [
-        {
-            "row": name,
-            "block": block,
-            "metric": metric,
-            "value": median(r[key] for r in block_records),
-        }
-        for block, group in groupby(modules, lambda record: record["block"])
-        for block_records in [list(group)]
+        {"row": name, "block": block, "metric": metric, "value": median(r[key] for r in group)}
+        for block, entries in groupby(modules, lambda record: record["block"])
+        for group in [list(entries)]
         for metric, key in ((ROWS_SHARE, "f"), (ROWS_ERROR, "e"))
     ]
 
 
-def farthest_task(row: str, settings: FeatCalSettings, measured: Mapping[str, float]) -> list[Note]:
-    """Return a note on the task that ends farthest from its expert, if the rule can weigh it."""
+def far_task(name: str, settings: FeatCalSettings, measured: Mapping[str, float]) -> list[Note]:
+    """Return a note on the task that ends farthest from its expert, if `balance` could help it."""
     positive = [distance for distance in measured.values() if distance > 0]
     if settings.rule != "plus" or settings.balance or len(positive) < 2:
         return []
@@ -140,13 +136,13 @@ def farthest_task(row: str, settings: FeatCalSettings, measured: Mapping[str, fl
         f"{task} ends farthest from its expert, {times:.1f} times as far as tasks on average. "
         f"{option('balance', 1)} may serve it better, in twice the time"
     )
-    return [Note(NOTE, text, row, task)]
+    return [Note(NOTE, text, name, task)]
 
 
-def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
+def large_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note]:
     """Return a note on the module with the largest update, if it is `LARGE_UPDATE` or more.
 
-    `records` come from the calibration log of row `name`.
+    `records` come from the calibration log of the model `name`.
     """
     modules = [record for record in records if "relative_update" in record]
     worst = max(modules, key=lambda record: record["relative_update"], default=None)
@@ -159,19 +155,13 @@ def largest_update(name: str, records: Sequence[Mapping[str, Any]]) -> list[Note
     return [Note(WARNING, text, name)]
 
 
-def notes_on_exchanged_samples(name: str, records: Sequence[Mapping[str, object]]) -> list[Note]:
-    """Return notes on tasks whose samples were exchanged, from the calibration log of a row."""
-    doubts = exchanged_samples(records).items()
-    return [Note(WARNING, f"{task}: {doubt}", name, task) for task, doubt in doubts]
-
-
 def closing_lines(
     saved_row: str, saved_path: Path | None, folder: Path | None = None, unsaved: Sequence[str] = ()
 ) -> list[str]:
     """Return the last lines of a run: the saved model, the files, the next command.
 
-    `saved_row` is the row of the returned model, which is saved at `saved_path` unless it is None.
-    `unsaved` are the other rows that could be saved.
+    `saved_row` is the name of the returned model, which was saved at `saved_path` unless this is
+    None. `unsaved` are the other models that could be saved.
     """
     saved = f"saved the model of row {saved_row}: {saved_path}"
     if saved_path is None:

@@ -13,33 +13,31 @@ from .notes import WARNING, Note, sentences_of
 from .tables import ABSENT, Unit, share_text
 
 _SHOWN = 0.0005
-"""Differences of accuracy below this are invisible in tables with tenths of a per cent."""
+"""Smallest difference of accuracy that tables with tenths of a per cent show."""
 RARELY = 0.1
-"""Accuracy below which an expert's own task is probably not what it was tuned on."""
+"""Accuracy on its own task below which an expert was probably tuned on something else."""
 
 
 def verdicts(frame: Frame) -> list[str]:
-    """Return the verdicts of the runs, and the best row of each suite with several.
+    """Return the verdicts of the runs, and the best model of each suite with several models.
 
-    Without verdicts of runs, a single repair of a suite is compared with its merged model.
+    If the runs have no verdicts, the single repair of a suite is compared with its merged model.
     """
     run_notes = [note for note in frame.notes if note.is_conclusion]
     best = leaders(frame)
     if run_notes:
         return [*sentences_of(run_notes), *chain(*best.values())]
     texts = list[str]()
-    for suite, part in frame.by_suite().items():
-        compared = [line for line in part.lines if line.gain]
-        by_row = grouped(compared, lambda line: (line.first.merger, line.first.name))
-        on = f" on {suite}" if len(frame.by_suite()) > 1 else ""
-        texts += best.get(suite) or [
-            f"verdict{on}: {_verdict(lines, frame)}" for lines in by_row.values()
-        ]
+    for suite, suite_frame in frame.by_suite().items():
+        compared = [line for line in suite_frame.lines if line.gain]
+        repairs = grouped(compared, lambda line: (line.first.merger, line.first.name)).values()
+        start = f"verdict on {suite}" if len(frame.by_suite()) > 1 else "verdict"
+        texts += best.get(suite) or [f"{start}: {_verdict(lines, frame)}" for lines in repairs]
     return texts
 
 
 def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
-    """Write how a row compares with its merged model, at one point or over all."""
+    """Write how a repair compares with its merged model, at one point or over all points."""
     unit, row = Unit.of(frame.metric), lines[0].first
     points = "points" if frame.metric == ACCURACY else f"in {frame.metric}"
     ordered = sorted((frame.sign * line.gain.value, n, line.gain, line)
@@ -65,41 +63,39 @@ def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
 
 
 def legend(frame: Frame) -> list[str]:
-    """Return a few lines on the meaning of the table."""
-    line_notes = frame.lines
-    samples = _rows_of_texts((line, line.samples) for line in line_notes)
-    steps = _rows_of_texts(
-        (line, str(line.first.settings.get("steps") or "")) for line in line_notes
-    )
-    has_shares = any(line.share is not None for line in line_notes)
-    has_worst = any(line.worst for line in line_notes) and not has_shares
+    """Return a few lines that explain the columns of the table."""
+    lines = frame.lines
+    samples = _join_by_text((line, line.samples) for line in lines)
+    steps = _join_by_text((line, str(line.first.settings.get("steps") or "")) for line in lines)
+    has_shares = any(line.share is not None for line in lines)
+    has_worst = any(line.worst for line in lines) and not has_shares
     meanings = {
         "n: samples per task": "samples_per_task" in frame.labels,
         "inputs: digest of models and data": INPUTS in frame.labels,
         f"{DRIFT}: distance behind the last block from the expert's features, relative to them":
             frame.metric == DRIFT,
         "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)":
-            any(line.gain for line in line_notes),
+            any(line.gain for line in lines),
         "share: of the gap from merged to experts; worst task: least share, its value": has_shares,
         "worst task: least gain, its value": has_worst,
         "task id: inference needs the task of each input":
-            any(line.needs_task_id for line in line_notes),
+            any(line.needs_task_id for line in lines),
         f"samples per task: {samples}": samples and "samples_per_task" not in frame.labels,
         f"steps: {steps}": steps and "steps" not in frame.labels,
     }  # fmt: skip
     return [text for text, applies in meanings.items() if applies]
 
 
-def _rows_of_texts(texts: Iterable[tuple[FrameLine, str]]) -> str:
-    """Write each text once, behind the names of its rows. Lines without a text have no part."""
-    used: dict[str, dict[str, None]] = {}
+def _join_by_text(texts: Iterable[tuple[FrameLine, str]]) -> str:
+    """Write each text once, after the names of its models. Models with "" are left out."""
+    models: dict[str, dict[str, None]] = {}
     for line, text in texts:
-        used.setdefault(text, {})[line.first.name] = None
-    return "; ".join(f"{', '.join(rows)} {text}" for text, rows in used.items() if text)
+        models.setdefault(text, {})[line.first.name] = None
+    return "; ".join(f"{', '.join(names)} {text}" for text, names in models.items() if text)
 
 
 def sentences(frame: Frame) -> list[str]:
-    """Return the legend of a frame, the notes but for verdicts, and tasks that are made worse."""
+    """Return the number of seeds, the legend, and all notes except for verdicts."""
     chosen = [note for note in frame.notes if not note.is_conclusion]
     frame_notes = [*weak_experts(frame), *tasks_below_merged(frame)]
     texts = [f"note: {text}" for text in sentences_of([*chosen, *frame_notes])]
@@ -124,9 +120,9 @@ def weak_experts(frame: Frame) -> list[Note]:
 
 
 def tasks_below_merged(frame: Frame) -> list[Note]:
-    """Return a note on each merger and task for which a row is below the merged model.
+    """Return a note on each merger and task for which a repair is below the merged model.
 
-    Where settings differ there is none: the table has the worst task of each row.
+    If settings differ there are no notes, because the table names the worst task of each repair.
     """
     losses: dict[tuple[str, str], list[str]] = {}
     for line in frame.lines if frame.metric == ACCURACY and not frame.labels else ():

@@ -34,13 +34,13 @@ ADDED_DIFFERENCES, _ADDED_FLAGS = {-1.0: 1.0, 1.0: 1.0}, {0.0: 2.0, 1.0: 2.0}
 """Value -> number of examples of this value that are added to differences of flags, or to flags."""
 
 BySeed = Mapping[Any, Mapping[str, NDArray[Any]]]
-"""Seed -> task -> flags per test item `[items]`, or one value `[1]` of a whole test set. The seed
-is None for a row without randomness."""
+"""Seed -> task -> flags per test example `[examples]`, or one value `[1]` of a whole test set. The
+seed is None for a model without randomness."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Average over tasks of one row minus that of another.
+    """Average over tasks of one model minus the average of another.
 
     Attributes:
         value: The mean over common seeds.
@@ -76,19 +76,20 @@ def mean_difference(
 
 
 def difference(row: BySeed, other: BySeed) -> Difference | None:
-    """Compare two rows over the seeds that both have, or return None without any.
+    """Compare two models over the seeds that both have, or return None without a common seed.
 
-    The p-value is normal with the interval's standard error, but at least that of a t test over
-    seeds, and that of a sign test in which all items that tell the rows apart favour one of them.
+    The p-value is normal with the interval's standard error. It is at least the p-value of a t test
+    over seeds, and that of a sign test in which all examples that distinguish the models favour the
+    same model.
 
     Raises:
-        ReportError: If the rows have different tasks or test items.
+        ReportError: If the models have different tasks or test examples.
     """
     seeds = common_seeds(row, other)
     if not seeds:
         return None
     sides = ([side[s if s in side else None] for s in seeds] for side in (row, other))
-    gains = _paired(*sides)
+    gains = _paired_differences(*sides)
     value, count = float(np.mean([gain.mean() for gain in gains])), len(seeds)
     half, p_seeds = _interval(gains, ADDED_DIFFERENCES)
     if count == 2 or half is None:
@@ -106,8 +107,8 @@ def _interval(
     """Return half of the 95 % interval of the average over tasks, and the p-value over seeds.
 
     Args:
-        values: For each task `[seeds, items]`, or `[seeds, 1]` of a whole test set.
-        added: Value -> number of examples of this value that are added, in parts to all tasks.
+        values: For each task `[seeds, examples]`, or `[seeds, 1]` of a whole test set.
+        added: Value -> number of added examples of this value, which all tasks share equally.
     """
     seeds, has_items = len(values[0]), all(value.shape[1] > 1 for value in values)
     if not has_items and seeds < LEAST_SEEDS:
@@ -135,8 +136,8 @@ def _extended_mean(items: NDArray[Any], added: Mapping[float, float]) -> tuple[f
 def halves(row: BySeed) -> dict[str, float]:
     """Return task (and `average`) -> half of the 95 % interval of its value.
 
-    It is over test items, where there are flags, and from three seeds on over seeds. What has
-    neither is missing.
+    The interval is over test examples, if there are flags, and from three seeds on over seeds.
+    Tasks with neither are missing.
     """
     draws = list(row.values())
     shared = [task for task in draws[0] if len({len(draw.get(task, ())) for draw in draws}) == 1]
@@ -148,7 +149,7 @@ def halves(row: BySeed) -> dict[str, float]:
 
 
 def common_seeds(row: BySeed, other: BySeed) -> list[object]:
-    """Return common seeds of two rows. A row without randomness fits every seed of the other."""
+    """Return common seeds of two models. One without randomness fits every seed of the other."""
     seeds = {*row} & {*other} or {*(other if None in row else row if None in other else ())}
     return sorted(seeds, key=str)
 
@@ -182,8 +183,8 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _paired(ones: Sequence[Any], partners: Sequence[Any]) -> list[NDArray[np.float64]]:
-    """Return differences `[seeds, items]` for each task."""
+def _paired_differences(ones: Sequence[Any], partners: Sequence[Any]) -> list[NDArray[np.float64]]:
+    """Return differences `[seeds, examples]` for each task."""
     gains = []
     for task in ones[0]:
         sizes = {len(side.get(task, ())) for side in (*ones, *partners)}

@@ -23,8 +23,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 class Table:
     """A table of text: a title, heads of columns, and lines of (head, cells).
 
-    Lines whose head begins with `+ ` belong to the line before; others start a part of the table.
-    The first `fixed` columns are repeated in each part of a table that is too wide.
+    Lines whose head begins with `+ ` belong to the line before. Other lines start a section. The
+    first `fixed` columns are repeated if a wide table is divided.
     """
 
     title: str
@@ -33,21 +33,21 @@ class Table:
     fixed: int = 0
 
     def columns(self, first: int, last: int) -> "Table":
-        """Return the fixed columns, and those from `first` to before `last`."""
+        """Return a table of the fixed columns and of columns `first` to `last - 1`."""
         chosen = [*range(self.fixed), *range(max(first, self.fixed), last)]
-        lines = [(head, [cells[n] for n in chosen]) for head, cells in self.lines]
-        return replace(self, heads=[self.heads[n] for n in chosen], lines=lines)
+        lines = [(head, [cells[i] for i in chosen]) for head, cells in self.lines]
+        return replace(self, heads=[self.heads[i] for i in chosen], lines=lines)
 
     def width(self) -> int:
         """Width on the terminal."""
         widths = [max((len(head) for head, _ in self.lines), default=0)]
-        for number, head in enumerate(self.heads):
-            texts = [*head.split("\n"), *(cells[number] for _, cells in self.lines)]
+        for index, head in enumerate(self.heads):
+            texts = [*head.split("\n"), *(cells[index] for _, cells in self.lines)]
             widths.append(max(map(len, texts)))
         return sum(widths) + 2 * len(widths) - 2  # two spaces between columns
 
     def fitting(self, width: int) -> "list[Table]":
-        """Divide the columns among tables of a width, with at least one column each."""
+        """Divide the columns among tables of at most `width`, with at least one column each."""
         tables, first = [], self.fixed
         for last in range(first + 1, len(self.heads)):
             if self.columns(first, last + 1).width() > width:
@@ -66,13 +66,13 @@ class Table:
         return "\n".join([texts[0], "|:--" + "|--:" * len(self.heads) + "|", *texts[1:]])
 
     def show(self) -> None:
-        """Print the table in parts of the terminal's width."""
+        """Print the table, divided if it is wider than the terminal."""
         from rich import box
         from rich.table import Table as RichTable
 
         terminal = console()
-        for number, part in enumerate(self.fitting(terminal.width)):
-            terminal.print(_text(self.title + " (continued)" * bool(number), "bold"))
+        for index, part in enumerate(self.fitting(terminal.width)):
+            terminal.print(_text(self.title + " (continued)" * bool(index), "bold"))
             table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
                               show_edge=False)  # fmt: skip
             table.add_column("", overflow="fold")
@@ -150,7 +150,7 @@ class Unit(NamedTuple):
     def gain(self, gain: Difference | None, seeds: int = 1) -> str:
         """Write a difference ± half of its interval, or with the number of seeds without one.
 
-        `seeds` is the number of the row's seeds, which is named where the difference has fewer.
+        `seeds` is the number of the model's seeds. If the difference has fewer, it names its own.
         """
         if gain is None:
             return ABSENT
@@ -160,5 +160,5 @@ class Unit(NamedTuple):
 
 
 def share_text(share: float | None) -> str:
-    """Write a share as whole per cent, and nothing as a dash."""
+    """Write a share as whole per cent, and None as a dash."""
     return ABSENT if share is None or share != share else f"{100 * share:.0f} %"
