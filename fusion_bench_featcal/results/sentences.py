@@ -96,10 +96,16 @@ def _join_by_text(texts: Iterable[tuple[FrameLine, str]]) -> str:
 
 def sentences(frame: Frame) -> list[str]:
     """Return the number of seeds, the legend, and all notes except for verdicts."""
+    lines = [line for line in frame.lines if line.first.name not in REFERENCES]
+    # Merged models count only if there are no repairs.
+    lines = [line for line in lines if not line.is_merged] or lines or frame.lines
+    counts = sorted({len(line.rows) for line in lines})
+    ends = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:]))
+    means = [f"means over {ends} seeds"] if counts[-1:] > [1] else []
     chosen = [note for note in frame.notes if not note.is_conclusion]
     frame_notes = [*weak_experts(frame), *tasks_below_merged(frame)]
     texts = [f"note: {text}" for text in sentences_of([*chosen, *frame_notes])]
-    return [*means_text(frame), *legend(frame), *texts]
+    return [*means, *legend(frame), *texts]
 
 
 def weak_experts(frame: Frame) -> list[Note]:
@@ -139,12 +145,3 @@ def tasks_below_merged(frame: Frame) -> list[Note]:
         )
         for (merger, task), texts in losses.items()
     ]
-
-
-def means_text(frame: Frame) -> list[str]:
-    """Return a sentence on the number of seeds of repairs, or of mergers alone, if several."""
-    lines = [line for line in frame.lines if line.first.name not in REFERENCES]
-    repairs = [line for line in lines if not line.is_merged] or lines or frame.lines
-    counts = sorted({len(line.rows) for line in repairs})
-    ends = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:]))
-    return [f"means over {ends} seeds"] if counts[-1:] > [1] else []

@@ -47,8 +47,8 @@ def test_all_numbers_of_any_runs_are_one_frame(tmp_path: Path) -> None:
     featcal = average[average.row == "featcal"]
     ours = featcal[featcal.merger == "task_arithmetic"]
     assert [*zip(ours.seed, ours.value, strict=True)] == [(1, 0.7), (2, 0.75), (3, 0.8)]
-    of_64 = featcal[featcal.samples_per_task == 64]
-    assert [*of_64.value] == pytest.approx([0.674, 0.684, 0.694])
+    featcal_64 = featcal[featcal.samples_per_task == 64]
+    assert [*featcal_64.value] == pytest.approx([0.674, 0.684, 0.694])
     assert len(average[average.row == "experts"]) == 1  # equal ones count once
     assert set(frame[frame.metric == "cost.seconds"].value) == {10.0}
 

@@ -19,7 +19,7 @@ STORAGE = {"activations", "checkpoint_dir", "resume"}
 
 
 class Raw(NamedTuple):
-    """A row of a file, read without the package: all that makes it another one, and its values."""
+    """A model in a file, read without the package: the values that distinguish it, and scores."""
 
     name: tuple[str, str, str]
     made_of: str
@@ -129,17 +129,17 @@ def test_no_two_reports_are_joined_to_a_wrong_average(tmp_path: Path) -> None:
 
 def merged_and_repaired(folder: Path, levels: tuple[float, float], **facts: Any) -> None:
     """Write a run of a merger with its own number of samples, and a method on it with 8."""
-    of_merger = facts.pop("of_merger", {})
-    leave_rows(folder / "m", {"ties": levels[0]}, settings=of_merger, conditions=facts)
-    of_row = {f"ties.{key}": value for key, value in of_merger.items()}
+    merger_settings = facts.pop("merger_settings", {})
+    leave_rows(folder / "m", {"ties": levels[0]}, settings=merger_settings, conditions=facts)
+    merger_conditions = {f"ties.{key}": value for key, value in merger_settings.items()}
     leave_rows(folder / "r", {"featcal": levels[1]}, settings={"samples_per_task": 8},
-               conditions=facts | of_row)  # fmt: skip
+               conditions=facts | merger_conditions)  # fmt: skip
 
 
 def test_a_rows_merger_has_its_settings_under_the_mergers_name(tmp_path: Path) -> None:
     for samples, levels in {8: (0.3, 0.5), 64: (0.4, 0.8)}.items():
-        of_merger = {"samples_per_task": samples}
-        merged_and_repaired(tmp_path / str(samples), levels, of_merger=of_merger)
+        merger_settings = {"samples_per_task": samples}
+        merged_and_repaired(tmp_path / str(samples), levels, merger_settings=merger_settings)
     lines = [line for line in frame_of(join_folders([tmp_path])).lines if line.gain]
     key = "ties.samples_per_task"
     gains = {line.first.labels[key]: line.gain.value for line in lines if line.gain}
@@ -148,7 +148,7 @@ def test_a_rows_merger_has_its_settings_under_the_mergers_name(tmp_path: Path) -
 
 @pytest.mark.parametrize("key", ["precision", "inputs", "tasks"])
 def test_rows_of_other_tests_are_no_partners(key: str, tmp_path: Path) -> None:
-    """Not even where only one row has the name, and the condition is no label of it."""
+    """Not even if only one model has the name, so that the condition is no label."""
     leave_rows(tmp_path / "e", {"experts": 0.9}, conditions={key: "a"})
     merged_and_repaired(tmp_path / "b", (0.4, 0.8), **{key: "b"})
     (line,) = (line for line in frame_of(join_folders([tmp_path])).lines if line.first.is_repair)
@@ -162,8 +162,8 @@ def test_gain_and_share_are_over_common_seeds(tmp_path: Path) -> None:
     for seed, repaired in {1: 0.7, 2: 0.8, 3: 0.9}.items():
         rows = {"experts": 0.9, "featcal": repaired} | ({"ties": 0.5} if seed < 3 else {})
         for name, level in rows.items():
-            of_seed = None if name == "experts" else seed
-            leave_rows(tmp_path / f"{name}{seed}", {name: level}, seed=of_seed)
+            own_seed = None if name == "experts" else seed
+            leave_rows(tmp_path / f"{name}{seed}", {name: level}, seed=own_seed)
     (line,) = (line for line in frame_of(join_folders([tmp_path])).lines if line.gain)
     assert line.values["average"] == pytest.approx(0.8) and len(line.rows) == 3
     assert line.gain and (line.gain.value, line.gain.seeds) == (pytest.approx(0.25), 2)

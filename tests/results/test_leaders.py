@@ -1,4 +1,4 @@
-"""The first line of a report names the best row, its lead and where it is worse."""
+"""The first line of a report names the best model, its lead and where it is worse."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ TASK_ID = {"task_id_at_inference": 1.0}
 
 
 def leave(folder: Path, rows: dict[str, tuple[float, ...]], with_task_id: Any = ()) -> Path:
-    """Write a run of `ties`: row -> its level on each task, `a` first, of 200 items."""
+    """Write a run of `ties`: model -> its level on each task, `a` first, of 200 examples."""
     run = Run(suite="toy", merger="ties")
     for name, levels in {"experts": (0.9,) * 6, "ties": (0.5,) * 6, **rows}.items():
         tasks = "abcdef"[: len(next(iter(rows.values())))]
@@ -67,7 +67,7 @@ def test_a_row_without_the_setting_of_a_sweep_leads_at_each_of_its_values(tmp_pa
     for ridge, level in {0.005: 0.65, 0.5: 0.6}.items():
         settings = {"rule": "paper", "ridge_lambda": ridge}
         leave_rows(tmp_path / str(ridge), {"paper": level}, settings=settings)
-    # FeatCal+ has no such number, though its row has all settings.
+    # FeatCal+ has no such number, though its model has all settings.
     leave_rows(tmp_path / "merged", {"ties": 0.5})
     leave_rows(tmp_path / "plus", {"plus": 0.7}, settings={"rule": "plus", "ridge_lambda": 0.05})
     lines = featcal("report", tmp_path, "--markdown").out.splitlines()[2:4]

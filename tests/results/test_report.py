@@ -142,9 +142,9 @@ def test_rows_of_other_settings_are_points_of_one_table(tmp_path: Path) -> None:
     done = featcal("report", leave_cells(tmp_path / "cells"), "--out", tmp_path / "out")
     lines = [line.split() for line in done.out.splitlines()]
     assert ["n", "average", "gain", "share", "worst", "task", "cars", "dtd"] in lines
-    of_8, of_64 = (line for line in lines if line[:2] == ["+", "featcal"])
-    assert of_8[2:4] == ["8", "62.8"] and of_8[7:9] == ["32", "%"]
-    assert of_64[2:4] == ["64", "68.4"] and of_64[7:9] == ["46", "%"]
+    line_8, line_64 = (line for line in lines if line[:2] == ["+", "featcal"])
+    assert line_8[2:4] == ["8", "62.8"] and line_8[7:9] == ["32", "%"]
+    assert line_64[2:4] == ["64", "68.4"] and line_64[7:9] == ["46", "%"]
     assert sum(line[:1] in (["ties"], ["experts"]) for line in lines) == 2
     assert "means over 1 to 3 seeds" not in done.out
     assert "means over 3 seeds\nn: samples per task\n" in done.out
@@ -156,8 +156,8 @@ def test_rows_of_other_settings_are_points_of_one_table(tmp_path: Path) -> None:
 def test_a_rows_merger_is_the_one_with_its_settings(tmp_path: Path) -> None:
     for scale, merged, repaired in ((0.3, 0.5, 0.6), (1.0, 0.3, 0.7)):
         leave_rows(tmp_path / f"m{scale}", {"ties": merged}, settings={"scaling_factor": scale})
-        of_merger: Any = {"settings": {"a": 1}, "conditions": {"scaling_factor": scale}}
-        leave_rows(tmp_path / f"f{scale}", {"featcal": repaired}, **of_merger)
+        merger_facts: Any = {"settings": {"a": 1}, "conditions": {"scaling_factor": scale}}
+        leave_rows(tmp_path / f"f{scale}", {"featcal": repaired}, **merger_facts)
     leave_rows(tmp_path / "x", {"x": 0.6})  # may be of either merged model
     rows = summary(join_folders([tmp_path])).to_dict("records")
     gains = {row["scaling_factor"]: row["gain"] for row in rows if row["row"] == "featcal"}
@@ -244,11 +244,11 @@ def test_mistakes_are_named(words, message, tmp_path, monkeypatch) -> None:
 def test_a_setting_that_only_one_row_has_is_a_difference(tmp_path: Path) -> None:
     """Rows of a run and of a comparison with other tasks and precision are not averaged."""
     settings = {"ridge_lambda": 0.05}
-    of_cell: Any = {"settings": settings | {"tasks": 2, "resume": True}}
-    of_cell |= {"conditions": {"precision": "bf16-true"}}
+    cell_facts: Any = {"settings": settings | {"tasks": 2, "resume": True}}
+    cell_facts |= {"conditions": {"precision": "bf16-true"}}
     leave_rows(tmp_path / "run", {"ties": 0.5, "featcal": 0.67}, settings=settings)
-    leave_rows(tmp_path / "merged", {"ties": 0.6}, **of_cell)
-    leave_rows(tmp_path / "cell", {"featcal": 0.75}, **of_cell)
+    leave_rows(tmp_path / "merged", {"ties": 0.6}, **cell_facts)
+    leave_rows(tmp_path / "cell", {"featcal": 0.75}, **cell_facts)
     leave_rows(tmp_path / "more", {"other": 0.7}, settings=settings)
     rows = summary(join_folders([tmp_path])).to_dict("records")
     found = {(r["row"], r["tasks"], r["precision"]): (r["accuracy.average"], r["gain"])
