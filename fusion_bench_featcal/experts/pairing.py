@@ -28,36 +28,37 @@ def pair_names(
 ) -> dict[str, str]:
     """Return the source's name of each of a model's tensors, and check all shapes.
 
-    All names of a tied tensor have one name in the source, so it is read once. Tensors in
-    `optional` that do not fit are left out. `owner` is whose structure `model` is, for messages.
+    All names of a tied tensor have one name in the source, so it is read once. Names are looked up
+    once for each structure. Shapes are compared in every call.
+
+    Args:
+        label: Name of the source in messages.
+        source: The weights.
+        model: The structure that will run them.
+        optional: Names of the model's tensors that are left out if they do not fit.
+        advice: Last sentence of messages.
+        owner: Owner of the structure, in messages.
 
     Raises:
         CalibrationError: If a tensor is missing or has another shape, or a head that is tied in the
             model has values of its own, naming it.
     """
-    available, tensors = source.names(), model.state_dict(keep_vars=True)
-    rename, heads = _renaming(available, set(tensors), model), tied_head(source, model)
-    head = getattr(head_of(model), "weight", None) if _says_tied(source) is False else None
-    tied: dict[int, list[str]] = {}
+    tensors, keys = model.state_dict(keep_vars=True), dict[str, str]()
+    first_names, tied = dict[int, str](), dict[str, list[str]]()
     for name, tensor in tensors.items():
-        tied.setdefault(id(tensor), []).append(name)
-    keys: dict[str, str] = {}
+        tied.setdefault(first_names.setdefault(id(tensor), name), []).append(name)
+    structure = type(model), *map(tuple, tied.values())
+    if structure not in source.pairings:
+        with error_context(label, remedy=advice):
+            source.pairings[structure] = _find_keys(label, source, model, tied.values(), owner)
     for name, tensor in tensors.items():
-        names = map(rename, tied[id(tensor)] + heads.get(name, []))
-        found = [n for n in names if n in available]
-        key = next(iter(found), None)
+        key = source.pairings[structure][name]
         with error_context(label, remedy=advice):
             shape = None if key is None else tuple(source.shape(key))
-            rows = [source.rows(n, 0, _ROWS) for n in found if tensor is head]
-        if any(not torch.equal(rows[0], other) for other in rows):
-            raise CalibrationError(
-                f"{label} has two matrices, {' and '.join(sorted(found))}, which are one in "
-                f"{owner}: calibrate models of which all have tie_word_embeddings false, or none"
-            )
         if key is not None and shape == tensor.shape:
             keys[name] = key
         elif name not in optional and key is None:
-            nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.0)
+            nearest = difflib.get_close_matches(name, source.names(), n=1, cutoff=0.0)
             raise CalibrationError(
                 f"{label} has no tensor {name!r}; its nearest is {nearest}. {advice}"
             )
@@ -66,6 +67,26 @@ def pair_names(
                 f"{label}: tensor {name!r} has shape {shape}, {owner}'s has {tuple(tensor.shape)}. "
                 f"{advice}"
             )
+    return keys
+
+
+def _find_keys(
+    label: str, source: ExpertSource, model: nn.Module, tied: Iterable[list[str]], owner: str
+) -> dict[str, str | None]:
+    """Return the source's name of each of a model's tensors, which has several names if tied."""
+    available, tensors = source.names(), model.state_dict(keep_vars=True)
+    rename, heads = _renaming(available, set(tensors), model), tied_head(source, model)
+    head = getattr(head_of(model), "weight", None) if _says_tied(source) is False else None
+    keys = dict[str, str | None]()
+    for name, names in ((name, names) for names in tied for name in names):
+        found = [n for n in map(rename, names + heads.get(name, [])) if n in available]
+        rows = [source.rows(n, 0, _ROWS) for n in found if tensors[name] is head]
+        if any(not torch.equal(rows[0], other) for other in rows):
+            raise CalibrationError(
+                f"{label} has two matrices, {' and '.join(sorted(found))}, which are one in "
+                f"{owner}: calibrate models of which all have tie_word_embeddings false, or none"
+            )
+        keys[name] = next(iter(found), None)
     return keys
 
 

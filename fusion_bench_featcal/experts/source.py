@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,11 @@ class ExpertSource:
 
     config: Any = None
     joined: Mapping[str, Joined] = MappingProxyType({})
+
+    @cached_property
+    def pairings(self) -> dict[object, Mapping[str, str | None]]:
+        """Structure -> its names of tensors with their names here, as `pair_names` found them."""
+        return {}
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""

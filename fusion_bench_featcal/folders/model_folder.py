@@ -1,6 +1,7 @@
 """One model of `featcal calibrate`: the option that names it, and its kind."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import nn
@@ -75,7 +76,7 @@ class ModelFolder(ModelFiles):
         outputs = config.get("num_labels"), len(config.get("id2label") or ())
         return 1 in outputs and config.get("problem_type") != "regression"
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         """The kind of the model."""
         architecture: Any = self.architecture

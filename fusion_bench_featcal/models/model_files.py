@@ -157,7 +157,7 @@ class ModelFiles:
 
     # --- class and structure ---
 
-    @property
+    @cached_property
     def architecture(self) -> type[nn.Module]:
         """The transformers class that its config names.
 
@@ -187,7 +187,7 @@ class ModelFiles:
                 f"{transformers.__version__} does not have; code beside a model is not run"
             ) from error
 
-    @property
+    @cached_property
     def calibrated_class(self) -> type[nn.Module]:
         """The class to calibrate: for CLIP the vision tower, else the config's class."""
         from transformers import CLIPVisionModel
@@ -208,7 +208,7 @@ class ModelFiles:
         is_whole = self.calibrated_class is self.architecture
         return self.empty if is_whole else self._empty(self.architecture)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of the model."""
         return sum({id(t): t.nbytes for t in self.whole.parameters()}.values())
