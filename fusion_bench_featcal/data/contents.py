@@ -1,6 +1,5 @@
 """Digests of local models and data, by the content of their files."""
 
-import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,14 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.experts.source import WHOLE
 from fusion_bench_featcal.files import digest_file
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.models.hub import needed_files
 from fusion_bench_featcal.models.model_files import ModelFiles
-
-END_BYTES = 2**16
-"""Bytes at each end of a file that are digested if all files together have `WHOLE` or more."""
 
 
 def digest_model(model: ModelFiles) -> str:
@@ -39,15 +34,13 @@ def digest_model(model: ModelFiles) -> str:
 def digest_data(location: str) -> str | None:
     """Return the digest of a local file or folder and its split, or None if there is no such path.
 
-    Files that a table names, such as images and sounds, are included if the table is small.
+    Files that a table names, such as images and sounds, are included.
     """
     folder, _, split = location.rpartition(":")
     candidates = [(location, ""), (f"{folder}/{split}", ""), (folder, split)][: 3 if folder else 1]
     for candidate, split_name in candidates:
         if os.path.exists(path := os.path.expanduser(candidate)):
-            files = list_files(Path(path))
-            if _total_size(files) < WHOLE:
-                files |= _named_files(location, Path(path).parent)
+            files = list_files(Path(path)) | _named_files(location, Path(path).parent)
             return digest_files(files, {"split": split_name})
     return None
 
@@ -66,8 +59,7 @@ def digest_local(location: str) -> str | None:
 
 def digest_files(files: Mapping[str, Path], digests: Mapping[str, str] | None = None) -> str:
     """Return the digest of files (name -> file). Known `digests` replace files of their names."""
-    digest = digest_file if _total_size(files) < WHOLE else _digest_ends
-    return digest_json({**{name: digest(file) for name, file in files.items()}, **(digests or {})})
+    return digest_json({**{n: digest_file(file) for n, file in files.items()}, **(digests or {})})
 
 
 def used_files(folder: Path, *, weights: bool = True) -> dict[str, Path]:
@@ -91,25 +83,18 @@ def _named_files(location: str, home: Path) -> dict[str, Path]:
     rows: Any = []
     with suppress(CalibrationError, OSError, ValueError):  # no table
         rows = load_texts(location)
-    if not isinstance(rows, list):  # a dataset, which would decode images
+    if isinstance(rows, list):
+        parts: Any = [[*rows]]
+    else:  # a dataset, which would decode images
         table = rows.data.table
-        texts = [field.name for field in table.schema if "string" in str(field.type)]
-        rows = table.select(texts).to_pylist()
-    # A file that is embedded as bytes is one leaf, because its path names no other file.
-    leaves = tree_leaves([*rows], is_leaf=lambda v: isinstance(v, dict) and bool(v.get("bytes")))
-    texts = {leaf for leaf in leaves if isinstance(leaf, str)}
-    files = {text: home / os.path.expanduser(text) for text in texts}
-    # Texts may name system files, such as those in /proc, which have no size.
-    return {t: file for t, file in files.items() if os.path.isfile(file) and os.path.getsize(file)}
-
-
-def _total_size(files: Mapping[str, Path]) -> int:
-    return sum(file.stat().st_size for file in files.values())
-
-
-def _digest_ends(file: Path) -> str:
-    """Return the digest of a file's size, first bytes and last bytes."""
-    with file.open("rb") as stream:
-        begin, size = stream.read(END_BYTES), stream.seek(0, os.SEEK_END)
-        stream.seek(max(len(begin), size - END_BYTES))
-        return hashlib.sha256(b"%d %b %b" % (size, begin, stream.read())).hexdigest()
+        columns = [field.name for field in table.schema if "string" in str(field.type)]
+        parts = (batch.to_pylist() for batch in table.select(columns).to_batches())
+    files = dict[str, Path]()
+    for part in parts:
+        # A file that is embedded as bytes is one leaf, because its path names no other file.
+        leaves = tree_leaves(part, is_leaf=lambda v: isinstance(v, dict) and bool(v.get("bytes")))
+        texts = {leaf for leaf in leaves if isinstance(leaf, str)}
+        named = ((text, home / os.path.expanduser(text)) for text in texts - files.keys())
+        # Texts may name system files, such as those in /proc, which have no size.
+        files |= {t: file for t, file in named if os.path.isfile(file) and os.path.getsize(file)}
+    return files

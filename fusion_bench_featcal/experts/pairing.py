@@ -78,8 +78,8 @@ def _find_keys(
     rename, heads = _renaming(available, set(tensors), model), tied_head(source, model)
     head = getattr(head_of(model), "weight", None) if _says_tied(source) is False else None
     keys = dict[str, str | None]()
-    for name, names in ((name, names) for names in tied for name in names):
-        found = [n for n in map(rename, names + heads.get(name, [])) if n in available]
+    for name, aliases in ((n, group) for group in tied for n in group):
+        found = [n for n in map(rename, aliases + heads.get(name, [])) if n in available]
         rows = [source.rows(n, 0, _ROWS) for n in found if tensors[name] is head]
         if any(not torch.equal(rows[0], other) for other in rows):
             raise CalibrationError(

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from xxhash import xxh3_128
+
 from fusion_bench_featcal.errors import ReportError
 
 LOG_DIR_SETTING = "path.log_dir"
@@ -175,10 +177,10 @@ def remove(path: Path) -> None:
 
 
 def digest_file(path: Path) -> str | None:
-    """Return the SHA-256 of a file, or None if it cannot be read."""
+    """Return the XXH3 digest of a file, which is read whole, or None if it cannot be read."""
     try:
         with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+            return hashlib.file_digest(stream, xxh3_128).hexdigest()
     except OSError:
         return None
 

@@ -21,7 +21,7 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def update_digest(digest: Any, tensor: Tensor, name: str = "") -> None:
-    """Add a tensor's name, dtype, shape and content to an object of `hashlib`."""
+    """Add a tensor's name, dtype, shape and content to a digest of `hashlib` or `xxhash`."""
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     digest.update(flat.view(torch.uint8).numpy())

@@ -19,6 +19,7 @@ from fusion_bench_featcal.experts.joined import renamed
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView
+from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.errors import stubs_text
 
@@ -112,7 +113,9 @@ class AdapterExpert(SourceView):
             raise CalibrationError(
                 f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
             )
-        weights, reads_all = SafetensorsExpert(file), _reads_matrices(adapter_config(folder))
+        weights, peft_config = SafetensorsExpert(file), adapter_config(folder)
+        self._weights, self._config = weights, peft_config
+        reads_all = _reads_matrices(peft_config)
         names = _as_in_model(weights.names(), structure)
         # PEFT writes into these, such as trained biases.
         trained = {_plain(name.removeprefix(_START)) for name in names.values()}
@@ -176,6 +179,11 @@ class AdapterExpert(SourceView):
     def _names(self, path: str) -> list[str]:
         """Return the base's names of the tensors of a module that PEFT may have wrapped."""
         return [f"{path}.{_plain(n)}" for n in self._model.get_submodule(path).state_dict()]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the base and of the adapter's files."""
+        return digest_json([self._source.digest, self._config, self._weights.digest])
 
     def nbytes(self, name: str) -> int:
         """Return the adapter's bytes to read for one tensor. The base's count as the base's."""

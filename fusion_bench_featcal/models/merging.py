@@ -9,6 +9,7 @@ from torch import Tensor
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.experts.expert import LazyModel
 from fusion_bench_featcal.experts.source import SourceView
+from fusion_bench_featcal.files.json_files import digest_json
 
 ENTRIES = 2**22
 """Largest number of entries of a tensor that are merged at once, in float32."""
@@ -42,6 +43,12 @@ class MergedOnRead(SourceView):
         models = base, *experts
         keys = reversed(reference.keys.items())
         self._names = {key: name for name, key in keys if all(name in m.keys for m in models)}
+
+    @property
+    def digest(self) -> str:
+        """Digest of the models and the scale."""
+        models = self._like, self._base, *self._experts
+        return digest_json([self._scale, *(model.source.digest for model in models)])
 
     def tensor(self, name: str) -> Tensor:
         """Return one merged tensor."""
