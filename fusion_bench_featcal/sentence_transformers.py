@@ -30,7 +30,7 @@ from fusion_bench_featcal.files import check_target, destination
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.bases import read_local, without_base
-from fusion_bench_featcal.models.other_files import copy_other_files, note_on_weights
+from fusion_bench_featcal.models.folder_files import FolderFiles
 from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
@@ -209,14 +209,14 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
             `merged` has a link to a file elsewhere.
         CalibrationError: If the model cannot be written. Nothing of it stays.
     """
-    target, source = destination(folder), Path(merged)
+    target, source = destination(folder), FolderFiles(Path(merged))
     check_target(target, "folder")
     size = stored_bytes(model.state_dict().values())
     advice = "Make room, or name another folder"
     with writing_model(target, size, option=f"folder {folder}", advice=advice) as new:
         write_encoder(model, new)
-        copy_other_files(source, new, skipped_folders=module_folders(source), has_code=True)
-    for note in note_on_weights(source):
+        source.copy_small_files(new, skipped_folders=module_folders(source.folder), has_code=True)
+    for note in source.weights_note:
         logger.warning(note)
 
 

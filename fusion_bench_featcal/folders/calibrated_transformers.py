@@ -13,7 +13,6 @@ from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.opened import CalibratedModel, CardHead
 from fusion_bench_featcal.folders.transformers_models import TransformersModels
 from fusion_bench_featcal.models.cards import TRANSFORMERS, card_tags
-from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.saving import (
     correct_configs,
     corrected_config,
@@ -53,7 +52,7 @@ def _write(
     correct_configs(models.like.whole, folder, skipped=CONFIG)
     if models.merged is None:
         return CardHead(TRANSFORMERS, [])
-    copy_other_files(models.merged.folder, folder, for_processor=False)
+    models.merged.folder_files.copy_small_files(folder, for_processor=False)
     return CardHead(TRANSFORMERS, card_tags(models.merged.folder))
 
 

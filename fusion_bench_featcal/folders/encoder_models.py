@@ -14,7 +14,6 @@ from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import ModelFolder, refuse_adapter
 from fusion_bench_featcal.folders.opened import Models
-from fusion_bench_featcal.models.other_files import refuse_links
 
 
 class EncoderModels:
@@ -41,7 +40,7 @@ class EncoderModels:
         named = (model for model in whole if model.encoder_class == inputs.class_of_encoders)
         self.module_donor = next(named, whole[0])
         for model in (self.module_donor, inputs.merged or self.module_donor):
-            refuse_links(model.folder, ())
+            model.folder_files.small_files(())
         folder, device = self.module_donor.folder, inputs.request.device
         module_donor = open_model(inputs.class_of_encoders, folder, self.module_donor.label, device)
         if inputs.merged is None:

@@ -11,7 +11,6 @@ from fusion_bench_featcal.folders.heads import ClassifierHeads
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.models.other_files import note_on_weights
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.run.result import CalibrationResult
@@ -92,7 +91,7 @@ def notes_on_inputs(inputs: InputModels) -> list[str]:
         f"expert {task}: {request.expert[task]}{' (adapter)' * expert.is_adapter}"
         for task, expert in inputs.experts.items()
     ]
-    return notes + ([] if inputs.merged is None else note_on_weights(inputs.merged.folder))
+    return notes + ([] if inputs.merged is None else inputs.merged.folder_files.weights_note)
 
 
 def require_base(request: Request) -> None:

@@ -33,7 +33,6 @@ from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows
 from fusion_bench_featcal.folders.tokenizers import warnings_on_tokens
 from fusion_bench_featcal.models.bases import read_local, without_base
 from fusion_bench_featcal.models.cards import CARD, card_tags
-from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.results.notes import Note, notes_of
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -105,7 +104,8 @@ def _write(model: nn.Module, merged: ModelFolder | None, folder: Path, heads: An
     write_encoder(model, folder)
     written, tags = read_local(str(folder), CARD), list[str]()
     if merged is not None:
-        copy_other_files(merged.folder, folder, skipped_folders=module_folders(merged.folder))
+        skipped = module_folders(merged.folder)
+        merged.folder_files.copy_small_files(folder, skipped_folders=skipped)
         tags = card_tags(merged.folder)
     library = {key: written[key] for key in ("library_name", "pipeline_tag") if key in written}
     return CardHead(library, [*tags, *written.get("tags", ())])

@@ -17,8 +17,8 @@ from fusion_bench_featcal.data.pictures import check_channels
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import TEXT_MODELS, ModelFolder
+from fusion_bench_featcal.models.folder_files import FolderFiles
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.models.other_files import copy_other_files
 from fusion_bench_featcal.models.processors import (
     check_processors,
     has_processor,
@@ -129,4 +129,4 @@ class SharedProcessor:
             original = self.folder / file.name
             if original.is_file() and not (is_new_template and file.suffix == ".jinja"):
                 shutil.copyfile(original, file)
-        copy_other_files(self.folder, folder, for_processor=True)
+        FolderFiles(self.folder).copy_small_files(folder, for_processor=True)

@@ -33,7 +33,6 @@ from fusion_bench_featcal.folders.opened import notes_on_inputs, require_base
 from fusion_bench_featcal.folders.shared_processor import SharedProcessor
 from fusion_bench_featcal.models.configs import compare_configs
 from fusion_bench_featcal.models.merging import MergedOnRead
-from fusion_bench_featcal.models.other_files import refuse_links
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.block_modules import find_all_modules
@@ -81,7 +80,7 @@ class TransformersModels:
     def _compare(self) -> None:
         """Refuse models that do not fit each other, or that cannot be loaded."""
         reference = self.like
-        refuse_links(reference.folder)
+        reference.folder_files.small_files()
         whole = {task: expert for task, expert in self.experts.items() if not expert.is_adapter}
         configs = {m.label: m.config for m in filter(None, (reference, self.base))}
         compare_configs(configs | {f"expert {task!r}": e.config for task, e in whole.items()})

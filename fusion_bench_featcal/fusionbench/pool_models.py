@@ -234,9 +234,9 @@ def local_pool(modelpool: BaseModelPool, name: str | None = None) -> BaseModelPo
     models: Any = copy.copy(modelpool._models)
     names = modelpool.all_model_names if name is None else [name]
     for model in (PoolModel(modelpool, name) for name in names):
-        paths = {key: str(path) for key, path in model.paths.items()}
-        for files in model.folders:
-            files.check_indexes()
+        # Files are checked, as transformers would read any file that an index names.
+        opened = model._opened.items()
+        paths = {key: str(files.folder_files.folder) for key, files in opened}
         if paths != model.locations:
             models[model.name] = paths.get("") or OmegaConf.merge(model.entry, paths)
     pool._models = models

@@ -23,9 +23,8 @@ from fusion_bench_featcal.experts.safetensors_files import (
     IS_RELEASE_4,
     SafetensorsExpert,
     open_config,
-    shards_of,
 )
-from fusion_bench_featcal.files.untrusted import pointer_text, read_json
+from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.adapters import WEIGHTS, AdapterExpert, check_adapter
 from fusion_bench_featcal.models.errors import (
     loading_cause,
@@ -33,7 +32,8 @@ from fusion_bench_featcal.models.errors import (
     unpaired_text,
     wrapper_text,
 )
-from fusion_bench_featcal.models.hub import MODULES, needed_files
+from fusion_bench_featcal.models.folder_files import FolderFiles
+from fusion_bench_featcal.models.hub import MODULES
 from fusion_bench_featcal.models.structure import fill, untie
 
 CLIP_CLASSES = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
@@ -41,7 +41,7 @@ _LAYERS = 1000  # that any model may have
 _DTYPES = {name: DTYPES[name] for name in ("F32", "F16", "BF16")}
 # Models inside a folder of the hub's cache, or of a training.
 _INSIDE = ("snapshots/*/*config.json", "checkpoint-*/*config.json")
-_PICKLES = (".bin", ".pt", ".pth")
+_PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
 class ModelFiles:
@@ -60,12 +60,17 @@ class ModelFiles:
         self.folder, self.label = folder, label
 
     @cached_property
+    def folder_files(self) -> FolderFiles:
+        """All files in the folder, with those that are used checked."""
+        with self._place:
+            return FolderFiles(self.folder)
+
+    @cached_property
     def is_adapter(self) -> bool:
         """True for an adapter of another model. Refuses one beside whole weights."""
-        if not (self.folder / "adapter_config.json").is_file():
+        if "adapter_config.json" not in self.folder_files.by_name:
             return False
-        patterns = ("model*.safetensors", "pytorch_model*.bin")
-        if whole := sorted(file.name for name in patterns for file in self.folder.glob(name)):
+        if whole := self.folder_files.matching("model*.safetensors", "pytorch_model*.bin"):
             raise self._error(
                 f"{self.folder} has two models: an adapter (adapter_config.json) and whole weights "
                 f"({whole[0]}). Move one of them to another folder"
@@ -100,13 +105,9 @@ class ModelFiles:
         """Read config, indexes and headers. Refuses a folder without them."""
         if self.folder.is_file():
             return
-        with self._place:
-            files = {file.name: file for file in self.folder.iterdir() if file.is_file()}
-            for text in filter(None, (pointer_text(files[name]) for name in needed_files(files))):
-                raise CalibrationError(text)
-            if self.is_adapter:
+        if self.is_adapter:
+            with self._place:
                 return check_adapter(self.folder)
-        self.check_indexes()
         if self.config is None:
             inside = sorted({str(f.parent) for place in _INSIDE for f in self.folder.glob(place)})
             raise self._error(
@@ -116,9 +117,8 @@ class ModelFiles:
         if self.weights is not None:
             if problem := stubs_text(self.weights) or wrapper_text(self.weights):
                 raise self._error(problem)
-        elif not any(f.suffix in _PICKLES for f in self.folder.iterdir()):
-            shards = sorted(file.name for file in self.folder.glob("*.safetensors"))
-            if not shards:
+        elif not self.folder_files.matching(*_PICKLES):
+            if not (shards := self.folder_files.matching("*.safetensors")):
                 raise self._error(f"{self.folder} has no weights")
             raise self._error(
                 f"{self.folder} has no model.safetensors, and no model.safetensors.index.json "
@@ -138,12 +138,6 @@ class ModelFiles:
                 raise self._error(f"config.json: {key} is {value}, more than its files have")
             elif (key, value) == ("num_experts_per_tok", 0) and ".experts." in str(names):
                 raise self._error(f"config.json: {key} is 0, so no routed expert would run")
-
-    def check_indexes(self) -> None:
-        """Refuse shards outside the folder, of which transformers would read any file."""
-        for index in sorted(self.folder.glob("*.index.json")):
-            with self._place:
-                shards_of(index)
 
     @property
     def _place(self) -> AbstractContextManager[None]:
@@ -270,7 +264,6 @@ class ModelFiles:
         self, kind: Any, spare: Container[str] = (), device: str | None = None
     ) -> tuple[nn.Module, set[str]]:
         """Return a model, and names of tensors that its files lack, all of which are spare."""
-        self.check_indexes()
         try:
             model, info = kind.from_pretrained(
                 self.folder,

@@ -16,9 +16,9 @@ from transformers import (
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
-from fusion_bench_featcal.experts.safetensors_files import IS_RELEASE_4, RELEASE, refuse_code
+from fusion_bench_featcal.experts.safetensors_files import IS_RELEASE_4, RELEASE
 from fusion_bench_featcal.files.untrusted import read_json
-from fusion_bench_featcal.models.other_files import refuse_links
+from fusion_bench_featcal.models.folder_files import FolderFiles
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _IMAGE_CONFIGS = ("preprocessor_config.json", "processor_config.json")
@@ -47,8 +47,7 @@ def read_processor(folder: Path, kind: Any, option: str) -> Any:
         CalibrationError: If there is none or it cannot be loaded, naming the folder.
         ValueError: If a file of the folder is a link out of it.
     """
-    refuse_links(folder)
-    refuse_code(folder)
+    FolderFiles(folder).small_files()
     name = _name_of(kind)
     try:
         return kind.from_pretrained(folder, trust_remote_code=False)

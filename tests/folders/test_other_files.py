@@ -8,7 +8,8 @@ from made_folders import words
 from reports import error_of, featcal
 from tiny_texts import WORDS, word_tokenizer
 
-from fusion_bench_featcal.models import other_files
+from fusion_bench_featcal.models import folder_files
+from fusion_bench_featcal.models.folder_files import FolderFiles
 
 KEPT = {"LICENSE", "NOTICE.md", "notes.txt", "args_config.json", "list_config.json", "card.png"}
 TOKENIZER = {"tokenizer.model", "special_tokens_map.json", "preprocessor_config.json"}
@@ -59,13 +60,14 @@ def test_folders_of_models_keep_small_files(folder):
 
 @pytest.mark.parametrize("has_code", [False, True])
 def test_subfolders_code_and_large_files(tmp_path, monkeypatch, has_code):
-    monkeypatch.setattr(other_files, "_LARGEST", 5)
+    monkeypatch.setattr(folder_files, "_LARGEST", 5)
     source, target = tmp_path / "source", tmp_path / "target"
     write(source, KEPT | NEVER | {"1_Pooling/old.txt", ".cache/x", "docs/use.md"})
-    write(source, {"model.safetensors.index.json"})
+    write(source, {"model.safetensors.index.json"}, '{"weight_map": {}}')
     write(source, {"huge.json"}, "too large")
     write(target, {"LICENSE"}, "its own")
-    other_files.copy_other_files(source, target, skipped_folders={"1_Pooling"}, has_code=has_code)
+    skipped = {"1_Pooling"}
+    FolderFiles(source).copy_small_files(target, skipped_folders=skipped, has_code=has_code)
     code = {"modeling_x.py"} if has_code else set()
     assert names_in(target) == KEPT | {"docs/use.md"} | code
     assert (target / "LICENSE").read_text() == "its own"
@@ -106,7 +108,7 @@ def test_a_folder_like_the_hubs_cache_has_no_more_rights(tmp_path, folder_name, 
     write(tmp_path / "blobs" if blobs else tmp_path, {"key"}, "a secret")
     (model / "notes.txt").symlink_to(tmp_path / blobs / "key")
     with pytest.raises(ValueError, match=r"notes\.txt is a link out of its folder"):
-        other_files.refuse_links(model)
+        FolderFiles(model).small_files()
 
 
 def test_links_in_a_model_and_in_the_hubs_cache_are_followed(tmp_path):
@@ -116,7 +118,7 @@ def test_links_in_a_model_and_in_the_hubs_cache_are_followed(tmp_path):
     (cached / "LICENSE").symlink_to("../../blobs/aa11")
     (cached / "linked.md").symlink_to("notes.txt")
     (cached / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    other_files.copy_other_files(cached, target)
+    FolderFiles(cached).copy_small_files(target)
     assert {name: (target / name).read_text() for name in names_in(target)} == {
         "LICENSE": "of the hub", "linked.md": "its own", "notes.txt": "its own",
     }  # fmt: skip
@@ -124,12 +126,12 @@ def test_links_in_a_model_and_in_the_hubs_cache_are_followed(tmp_path):
     (cached / "docs").mkdir()
     (cached / "docs" / "use.md").symlink_to(tmp_path / "private")
     with pytest.raises(ValueError, match=r"docs/use\.md is a link out of its folder"):
-        other_files.copy_other_files(cached, target, skipped_folders=())
+        FolderFiles(cached).copy_small_files(target, skipped_folders=())
     (cached / "docs" / "use.md").unlink()
     (cached / "key.txt").symlink_to(tmp_path / "models--a--b" / "key")
     write(tmp_path / "models--a--b", {"key"})
     with pytest.raises(ValueError, match=r"key\.txt is a link out of its folder"):
-        other_files.copy_other_files(cached, target)
+        FolderFiles(cached).copy_small_files(target)
 
 
 def test_a_model_and_its_blocks_go_where_links_lead(folder):
