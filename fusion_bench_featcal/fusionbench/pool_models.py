@@ -21,7 +21,7 @@ from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.copies import bind_own_functions
 from fusion_bench_featcal.experts.source import total_bytes
-from fusion_bench_featcal.models.adapters import load_paired
+from fusion_bench_featcal.models.adapter_files import load_paired
 from fusion_bench_featcal.models.errors import loading_cause
 from fusion_bench_featcal.models.hub import fetch, fetch_all
 from fusion_bench_featcal.models.model_files import ModelFiles, load_lora_model

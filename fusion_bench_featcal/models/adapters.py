@@ -2,10 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,78 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.experts.copies import copied_module
-from fusion_bench_featcal.experts.joined import renamed
 from fusion_bench_featcal.experts.pairing import pair_names
 from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
 from fusion_bench_featcal.experts.source import ExpertSource, SourceView
 from fusion_bench_featcal.files.json_files import digest_json
-from fusion_bench_featcal.files.untrusted import read_json
-from fusion_bench_featcal.models.errors import stubs_text
+from fusion_bench_featcal.models.adapter_files import (
+    PREFIX,
+    WEIGHTS,
+    adapter_config,
+    config_with_module_names,
+    load_paired,
+    names_in_model,
+    reads_base_matrices,
+)
 
-_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_START = "base_model.model."
-# What other methods than these learn is a change of the weights.
-_BESIDE_THE_WEIGHTS = {
-    **dict.fromkeys(
-        ("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING",
-         "PREFIX_TUNING", "PROMPT_TUNING"), "a prompt"),
-    "POLY": "a choice of modules per task", "SHADOW": "a second model", "XLORA": "a router",
-}  # fmt: skip
-_REFUSED = {  # PEFT would import the module that `megatron_core` names
-    "megatron_config": "is for Megatron, whose modules are not loaded",
-    "layer_replication": "repeats layers of its base. Models must have equally many blocks",
-}
-# Methods and starts that PEFT loads without the base's values. Others, as PiSSA, divide a matrix.
-_WITHOUT_BASE = ("ADALORA", "IA3", "LOHA", "LOKR", "LORA", "VERA")
 _ROUNDING = 1e-5  # relative difference of two products of the same matrices
-_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
-
-
-def adapter_config(folder: Path) -> dict[str, object]:
-    """Return the content of an adapter's config, of a method that changes weights.
-
-    Raises:
-        FileNotFoundError: If there is no file.
-        CalibrationError: If it is damaged, PEFT lacks its method, or what it learns is not in the
-            weights.
-    """
-    from peft import PeftType  # slow to import
-
-    file = folder / _CONFIG
-    try:
-        config = read_json(file)
-        kind = config["peft_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CalibrationError(f"{file} is no adapter's config: {error!r}") from error
-    if beside := _BESIDE_THE_WEIGHTS.get(str(kind)):
-        raise CalibrationError(
-            f"{file}: {kind} learns {beside}, which is not in the weights, so there is nothing to "
-            "merge. Name an adapter of another method, such as LoRA, or a whole model"
-        )
-    if kind == "LORA" and not isinstance(config.get("lora_alpha"), int | float):
-        raise CalibrationError(f"{file} has no number lora_alpha")
-    if kind not in [*PeftType]:
-        raise CalibrationError(
-            f"adapter {folder}: peft_type is {kind!r:.60}, which PEFT {version('peft')} does not "
-            "have. Merge it by the release that made it, and name the folder"
-        )
-    for key in filter(config.get, _REFUSED):
-        raise CalibrationError(f"adapter {folder} {_REFUSED[key]}")
-    return config
-
-
-def check_adapter(folder: Path) -> None:
-    """Check an adapter's config and header.
-
-    Raises:
-        CalibrationError: As `adapter_config`, or if its tensors have no values.
-    """
-    adapter_config(folder)
-    file = folder / WEIGHTS
-    if file.is_file() and (problem := stubs_text(SafetensorsExpert(file))):
-        raise CalibrationError(problem)
 
 
 class AdapterExpert(SourceView):
@@ -113,27 +56,26 @@ class AdapterExpert(SourceView):
             raise CalibrationError(
                 f"there is no {file}: load the adapter in PEFT, and save it with save_pretrained"
             )
-        weights, peft_config = SafetensorsExpert(file), adapter_config(folder)
-        self._weights, self._config = weights, peft_config
-        reads_all = _reads_matrices(peft_config)
-        names = _as_in_model(weights.names(), structure)
+        self._weights, self._config = SafetensorsExpert(file), adapter_config(folder)
+        reads_all = reads_base_matrices(self._config)
+        names = names_in_model(self._weights.names(), structure)
         # PEFT writes into these, such as trained biases.
-        trained = {_plain(name.removeprefix(_START)) for name in names.values()}
+        trained = {_base_name(name.removeprefix(PREFIX)) for name in names.values()}
         trained &= self._keys.keys()
-        with _merging(folder):
+        with _peft_errors(folder):
             filled = {key for name, key in self._keys.items() if reads_all or name in trained}
             copied = self._copied(structure, filled)
-            config = _config_by_names(folder, names.values(), structure)
+            config = config_with_module_names(folder, names.values(), structure)
             wrapped: Any = PeftModel.from_pretrained(copied, str(folder), config=config)
             load_paired(wrapped, folder)
             wrapped.base_model._check_merge_allowed()
             self._model = wrapped.base_model.model
         self._modules = self._changed_modules(trained)
         self._sizes = dict.fromkeys(self._modules, 0)
-        for name, in_model in names.items():  # those that modules share count at the first one
-            starts = ((key, f"{_START}{path}.") for key, path in self._modules.items())
-            changed = (key for key, start in starts if in_model.startswith(start))
-            self._sizes[next(changed, min(self._modules))] += weights.nbytes(name)
+        for name, model_name in names.items():  # tensors that modules share count at the first one
+            prefixes = ((key, f"{PREFIX}{path}.") for key, path in self._modules.items())
+            changed = (key for key, prefix in prefixes if model_name.startswith(prefix))
+            self._sizes[next(changed, min(self._modules))] += self._weights.nbytes(name)
 
     def _copied(self, structure: nn.Module, filled: set[str]) -> nn.Module:
         """Return the base with its vectors and some matrices. Others are NaN, without memory."""
@@ -178,7 +120,7 @@ class AdapterExpert(SourceView):
 
     def _names(self, path: str) -> list[str]:
         """Return the base's names of the tensors of a module that PEFT may have wrapped."""
-        return [f"{path}.{_plain(n)}" for n in self._model.get_submodule(path).state_dict()]
+        return [f"{path}.{_base_name(n)}" for n in self._model.get_submodule(path).state_dict()]
 
     @property
     def digest(self) -> str:
@@ -205,54 +147,29 @@ class AdapterExpert(SourceView):
 
         Args:
             path: Name of the module.
-            dtype: Their dtype, by default each the base's.
+            dtype: Dtype of the tensors, by default the dtype of each tensor of the base.
         """
         module: Any = self._model.get_submodule(path)
         tensors = zip(self._names(path), module.state_dict(keep_vars=True).values(), strict=True)
-        # Without memory a matrix has still the base's values.
+        # The matrices that take no memory, which PEFT has not changed.
         empty = {n: t for n, t in tensors if t.untyped_storage().nbytes() < t.nbytes}
         keys = {id(t): self._keys[n] for n, t in empty.items()}
         filled = [t for t in (*module.parameters(), *module.buffers()) if id(t) in keys]
         layer = copied_module(module, filled, lambda t: self._source.tensor(keys[id(t)]).clone())
         stored = zip(self._names(path), layer.state_dict().values(), strict=True)
         dtypes = {name: tensor.dtype for name, tensor in stored}
-        with _merging(self._folder):
-            layer = _unloaded(layer.float())
-        named = {f"{path}.{name}": tensor for name, tensor in layer.state_dict().items()}
-        kept = {n: t for n, t in named.items() if n in self._keys}
-        return {self._keys[n]: t.to(dtype or dtypes[n]) for n, t in kept.items()}
+        with _peft_errors(self._folder):
+            layer = layer.float()
+            if hasattr(layer, "unload_and_optionally_merge_module"):
+                layer = layer.unload_and_optionally_merge_module(True, False, None)
+            elif _is_wrapped(layer):
+                layer.merge()
+                layer = layer.get_base_layer()
+        named = ((f"{path}.{name}", tensor) for name, tensor in layer.state_dict().items())
+        return {self._keys[n]: t.to(dtype or dtypes[n]) for n, t in named if n in self._keys}
 
 
-def _config_by_names(folder: Path, names: Iterable[str], model: nn.Module) -> Any:
-    """Return an adapter's config with the modules that its tensors name in place of a pattern.
-
-    A stranger's pattern may take forever to match.
-    """
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType
-
-    kind = PeftType(adapter_config(folder)["peft_type"])
-    config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_pretrained(str(folder))
-    targets = getattr(config, "target_modules", None)
-    if isinstance(targets, str) and targets != "all-linear":
-        modules, holders = {name for name, _ in model.named_modules()}, set[str]()
-        learned = {n.removeprefix(_START) for n in names if ".token_adapter." not in n}
-        for name in learned - model.state_dict().keys():
-            while name not in modules:
-                name = name.rpartition(".")[0]
-            holders.add(name)
-        config.target_modules, config.exclude_modules = holders - {""}, None
-    return config
-
-
-def _as_in_model(names: Iterable[str], model: nn.Module) -> dict[str, str]:
-    """Return an adapter's names of tensors -> with the names that transformers gives modules."""
-    names = [*names]
-    ends = [name.removeprefix(_START) for name in names if name.startswith(_START)]
-    spelled = {f"{_START}{end}": f"{_START}{new}" for end, new in renamed(ends, model).items()}
-    return {name: spelled.get(name, name) for name in names}
-
-
-def _plain(name: str) -> str:
+def _base_name(name: str) -> str:
     """Return a tensor's name without the parts that PEFT inserts."""
     for inserted in ("token_adapter.", "base_layer.", "original_module."):
         name = name.replace(inserted, "")
@@ -260,28 +177,12 @@ def _plain(name: str) -> str:
 
 
 def _is_wrapped(module: object) -> bool:
+    """Return whether PEFT has put a layer of its own around a module."""
     return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
-def _unloaded(layer: Any) -> nn.Module:
-    """Let PEFT merge one module."""
-    if hasattr(layer, "unload_and_optionally_merge_module"):
-        return layer.unload_and_optionally_merge_module(True, False, None)
-    if _is_wrapped(layer):
-        layer.merge()
-        return layer.get_base_layer()
-    return layer
-
-
-def _reads_matrices(config: dict[str, object]) -> bool:
-    """Return whether PEFT may need the values of the base's matrices to load an adapter."""
-    is_plain = config["peft_type"] in _WITHOUT_BASE
-    is_plain = is_plain and config.get("init_lora_weights") in _PLAIN_STARTS
-    return not is_plain or any(config[key] for key in config if key.endswith("_config"))
-
-
 @contextmanager
-def _merging(folder: Path) -> Iterator[None]:
+def _peft_errors(folder: Path) -> Iterator[None]:
     """Context in which errors of PEFT name the adapter, and in which it does not warn."""
     try:
         with warnings.catch_warnings():
@@ -294,42 +195,3 @@ def _merging(folder: Path) -> Iterator[None]:
         raise CalibrationError(
             f"adapter {folder} cannot be merged by PEFT: {absent}{text:.500}"
         ) from error
-
-
-def load_paired(wrapped: Any, adapter: Path) -> None:
-    """Load an adapter's tensors by transformers' names of modules, and refuse other names.
-
-    PEFT renames tensors of some model types only.
-
-    Args:
-        wrapped: The model of PEFT.
-        adapter: The adapter's folder.
-
-    Raises:
-        CalibrationError: If tensors are missing or belong to no module.
-    """
-    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
-
-    base = wrapped.get_base_model()
-    names = getattr(base, "_checkpoint_conversion_mapping", None)
-    weights = load_peft_weights(str(adapter), device="cpu", key_mapping=names)
-    result, tensors = set_peft_model_state_dict(wrapped, weights), wrapped.state_dict()
-    if result.unexpected_keys:
-        model_names = _as_in_model(weights, base)
-        weights = {model_names[name]: tensor for name, tensor in weights.items()}
-        result = set_peft_model_state_dict(wrapped, weights)
-    learned = get_peft_model_state_dict(wrapped, save_embedding_layers=False).values()
-    # Tensors that modules share have several names, of which a file has one.
-    lacking = {t.data_ptr() for t in learned} - {
-        tensor.data_ptr() for name, tensor in tensors.items() if name not in result.missing_keys
-    }
-    missing = [name for name in result.missing_keys if tensors[name].data_ptr() in lacking]
-    unused = result.unexpected_keys
-    texts = [f"lacks {pluralize(len(missing), 'tensor')}, such as {missing[0]}"] if missing else []
-    if unused:
-        texts += [f"has {pluralize(len(unused), 'tensor')} of no module, such as {unused[0]}"]
-    if texts:  # PEFT inserts the name of the adapter, `default`
-        raise CalibrationError(
-            f"{adapter / WEIGHTS} {' and '.join(texts).replace('.default', '')}. Check its base, "
-            f"and that its names are PEFT's, which start with {_START}"
-        )

@@ -25,7 +25,8 @@ from fusion_bench_featcal.experts.safetensors_files import (
     open_config,
 )
 from fusion_bench_featcal.files.untrusted import read_json
-from fusion_bench_featcal.models.adapters import WEIGHTS, AdapterExpert, check_adapter
+from fusion_bench_featcal.models.adapter_files import WEIGHTS, check_adapter
+from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.models.errors import (
     loading_cause,
     stubs_text,
