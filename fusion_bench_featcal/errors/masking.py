@@ -65,12 +65,12 @@ def hide(config: object) -> None:
 
 def masked(text: str) -> str:
     """Return a text without users and queries of addresses, and without hidden texts."""
-    text = _ADDRESS.sub(_address, text)
+
+    def mask_parts(match: re.Match[str]) -> str:
+        slashes, user, path, query = match.groups()
+        return f"{slashes}{MASK + '@' if user else ''}{path}{query[0] + MASK if query else ''}"
+
+    text = _ADDRESS.sub(mask_parts, text)
     for hidden in sorted(_private, key=len, reverse=True):
         text = text.replace(hidden, MASK)
     return text
-
-
-def _address(match: re.Match[str]) -> str:
-    slashes, user, path, query = match.groups()
-    return f"{slashes}{MASK + '@' if user else ''}{path}{query[0] + MASK if query else ''}"

@@ -70,22 +70,19 @@ def is_converter(transform: Any) -> bool:
 
 def renamed(names: Iterable[str], model: nn.Module) -> dict[str, str]:
     """Return names in files -> those that transformers gives them, without joining tensors."""
-    renamings, spelled = _renamings(model) if hasattr(model, "config") else [], dict[str, str]()
+    transforms = transforms_of(model) if hasattr(model, "config") else []
+    # Release 4 has patterns in place of transforms.
+    patterns: Any = {} if transforms else getattr(model, "_checkpoint_conversion_mapping", {})
+    new_names = dict[str, str]()
     for name in names:
         new = name
-        for rename in renamings:
-            new = rename(new)
-        spelled[name] = new
-    return spelled
-
-
-def _renamings(model: Any) -> list[Callable[[str], str]]:
-    """Return the changes of names in files that transformers makes on loading a model."""
-    if transforms := transforms_of(model):
-        renamings = [transform for transform in transforms if not is_converter(transform)]
-        return [lambda name, rule=rule: rule.rename_source_key(name)[0] for rule in renamings]
-    patterns = getattr(model, "_checkpoint_conversion_mapping", {})  # release 4
-    return [partial(re.sub, pattern, name) for pattern, name in patterns.items()]
+        for transform in transforms:
+            if not is_converter(transform):
+                new, _ = transform.rename_source_key(new)
+        for pattern, replacement in patterns.items():
+            new = re.sub(pattern, replacement, new)
+        new_names[name] = new
+    return new_names
 
 
 def find_joined(names: Iterable[str], model: nn.Module) -> dict[str, Joined]:

@@ -72,7 +72,14 @@ class SafetensorsExpert(ExpertSource):
             raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
         except Exception as error:  # safetensors raises its own class, not a built-in one
             raise CalibrationError(f"{file} is no readable safetensors file: {error}") from error
-        _refuse_unusable_dtypes(tensors)
+        for name, stored in tensors.items():
+            is_code = stored.dtype == "U8" and name.endswith(".weight")  # else a mask, as in GPT-2
+            if is_code or stored.dtype not in DTYPES:
+                raise CalibrationError(
+                    f"tensor {name!r} of {file} is stored as {stored.dtype}, which cannot be "
+                    "calibrated: load the model in the library that made it, and save it in "
+                    "bfloat16, float16 or float32"
+                )
         self._states[file] = state
         self._stored |= tensors
         return metadata
@@ -167,17 +174,6 @@ def _header(file: Path, stream: BinaryIO) -> tuple[dict[str, _Stored], dict[str,
     return tensors, metadata
 
 
-def _refuse_unusable_dtypes(tensors: Mapping[str, _Stored]) -> None:
-    for name, stored in tensors.items():
-        is_code = stored.dtype == "U8" and name.endswith(".weight")  # else a mask, as in GPT-2
-        if is_code or stored.dtype not in DTYPES:
-            raise CalibrationError(
-                f"tensor {name!r} of {stored.file} is stored as {stored.dtype}, which cannot "
-                "be calibrated: load the model in the library that made it, and save it in "
-                "bfloat16, float16 or float32"
-            )
-
-
 def safetensors_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint.
 
@@ -241,6 +237,8 @@ def open_config(folder: Path) -> dict[str, object] | None:
         CalibrationError: If the file is damaged, the model is quantized or has code, or another
             release of transformers wrote its rotary embedding or its types of layers.
     """
+    from transformers import CONFIG_MAPPING
+
     refuse_code(folder)
     file = folder / "config.json"
     try:
@@ -262,7 +260,13 @@ def open_config(folder: Path) -> dict[str, object] | None:
             f"{RELEASE} does not read. Install transformers 5, or write rope_theta and "
             "rope_scaling in their place"
         )
-    _check_layers(config, file)
+    types, kind = str(config.get("layer_types") or ""), str(config.get("model_type"))
+    names = {*re.findall(r"\w+", types)} - {"full_attention"}
+    if names and kind in CONFIG_MAPPING and "layer_types" not in CONFIG_MAPPING[kind]().to_dict():
+        raise CalibrationError(
+            f"{file} has layer_types ({', '.join(sorted(names))}), which transformers "
+            f"{RELEASE} does not read for {kind}: install the release that wrote it"
+        )
     return config
 
 
@@ -273,16 +277,3 @@ def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if not ("attn_implementation" in key and "/" in str(value))
     }
-
-
-def _check_layers(config: Mapping[str, object], file: Path) -> None:
-    """Refuse types of layers that the installed class of a config does not have."""
-    from transformers import CONFIG_MAPPING
-
-    types, kind = str(config.get("layer_types") or ""), str(config.get("model_type"))
-    names = {*re.findall(r"\w+", types)} - {"full_attention"}
-    if names and kind in CONFIG_MAPPING and "layer_types" not in CONFIG_MAPPING[kind]().to_dict():
-        raise CalibrationError(
-            f"{file} has layer_types ({', '.join(sorted(names))}), which transformers "
-            f"{RELEASE} does not read for {kind}: install the release that wrote it"
-        )

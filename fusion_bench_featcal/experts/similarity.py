@@ -2,7 +2,7 @@
 
 import logging
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ _ROWS = 64
 
 
 def warn_about_unrelated_models(models: Mapping[str, LazyModel], base: LazyModel) -> None:
-    """Log the sentences of `notes_on_experts` on models in memory. Doors of files show theirs."""
+    """Log the sentences of `notes_on_experts` on models in memory.
+
+    Entry points that read models from files show the sentences in their reports.
+    """
     loaded = {n: model for n, model in models.items() if isinstance(model.source, InMemoryExpert)}
     for note in notes_on_experts(loaded, base):
         logger.warning(note)
@@ -36,7 +39,12 @@ def notes_on_experts(models: Mapping[str, LazyModel], base: LazyModel) -> list[s
         models: Label of a model in sentences -> the model, an expert or the merged one.
         base: The base model.
     """
-    sample, notes = _sampled(base, models.values()), list[str]()
+    tensors, notes = base.structure.state_dict(), list[str]()
+    sizes = {n: t.numel() for n, t in tensors.items() if t.ndim > 1 and t.is_floating_point()}
+    median = statistics.median_high(sizes.values() or [0])  # the largest half has the embeddings
+    all_models = base, *models.values()  # a model with another head lacks tensors
+    names = [n for n in sizes if sizes[n] <= median and all(n in m.keys for m in all_models)]
+    sample = names[:: max(1, len(names) // _WEIGHTS)][:_WEIGHTS]
     rows = _rows(base, sample)
     for label, model in models.items() if sample else ():
         distance = float((_rows(model, sample) - rows).norm() / rows.norm().clamp_min(1e-30))
@@ -57,13 +65,3 @@ def _rows(model: LazyModel, names: list[str]) -> Tensor:
     """Return the first rows of some weights as one vector."""
     rows = [model.rows(name, 0, _ROWS).float().flatten() for name in names]
     return torch.cat([torch.empty(0, dtype=torch.float32), *rows])
-
-
-def _sampled(base: LazyModel, models: Iterable[LazyModel]) -> list[str]:
-    """Return names of weights spread over a base, without the largest half (embeddings)."""
-    tensors = base.module.state_dict()
-    sizes = {n: t.numel() for n, t in tensors.items() if t.ndim > 1 and t.is_floating_point()}
-    median = statistics.median_high(sizes.values() or [0])
-    whole = base, *models  # of heads that differ a model lacks tensors
-    names = [n for n, size in sizes.items() if size <= median and all(n in m.keys for m in whole)]
-    return names[:: max(1, len(names) // _WEIGHTS)][:_WEIGHTS]

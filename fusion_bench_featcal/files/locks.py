@@ -76,7 +76,11 @@ def _locked(file: Path, option: str, target: Path, names: str) -> Iterator[None]
             log.warning(warning, option, target, error)
         try:
             if lock.is_locked:
-                _remove_leftovers(file.parent, names)
+                leftover = rf"\.({names})\.[0-9a-f]{{8}}{re.escape(PART)}"
+                for path in file.parent.iterdir():
+                    if re.fullmatch(leftover, path.name):
+                        log.warning("removing %s, left by an interrupted run", path)
+                        remove(path)
             yield
         finally:
             if lock.is_locked or is_new:  # else the file may be that of another run
@@ -95,11 +99,3 @@ def _directory(folder: Path, option: str) -> Iterator[None]:
         with suppress(OSError):  # not empty
             for path in new:
                 path.rmdir()
-
-
-def _remove_leftovers(folder: Path, names: str) -> None:
-    """Remove temporary files that killed processes wrote for files with names of a pattern."""
-    for path in folder.iterdir():
-        if re.fullmatch(rf"\.({names})\.[0-9a-f]{{8}}{re.escape(PART)}", path.name):
-            log.warning("removing %s, left by an interrupted run", path)
-            remove(path)

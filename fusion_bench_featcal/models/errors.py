@@ -1,5 +1,6 @@
 """Causes of failed loading, and signs in files that loading would fail, in one line."""
 
+import re
 from collections import Counter
 from collections.abc import Collection
 from pickle import UnpicklingError
@@ -29,11 +30,11 @@ def loading_cause(error: BaseException) -> str:
     return text
 
 
-def stubs_text(weights: ExpertSource) -> str:
-    """Return a text on tensors without values, as DeepSpeed writes, or an empty one."""
+def stubs_text(weights: ExpertSource) -> str | None:
+    """Return a text on tensors without values, as DeepSpeed writes, or None."""
     stubs = sorted(name for name in weights.names() if weights.shape(name) == _STUB)
     if not stubs:
-        return ""
+        return None
     return (
         f"{pluralize(len(stubs), 'tensor')} of its files have no values, such as {stubs[0]}: "
         "DeepSpeed ZeRO-3 has saved stubs. Collect the weights by zero_to_fp32.py, which is in the "
@@ -41,8 +42,8 @@ def stubs_text(weights: ExpertSource) -> str:
     )
 
 
-def wrapper_text(weights: ExpertSource) -> str:
-    """Return a text on what wrappers of the model or of its blocks added to names, or none."""
+def wrapper_text(weights: ExpertSource) -> str | None:
+    """Return a text on what wrappers of the model or of its blocks added to names, or None."""
     names, wrappers = weights.names(), list[str]()
     while added := next((p for p in _WRAPPERS if all(n.startswith(p) for n in names)), ""):
         wrappers.append(added)
@@ -57,7 +58,7 @@ def wrapper_text(weights: ExpertSource) -> str:
                 f"{added!r}, which {_WRAPPERS[added]} added. Save the model without it by "
                 f"save_pretrained, or {_strip(f'n.replace({added!r}, {str()!r})')}"
             )
-    return ""
+    return None
 
 
 def unpaired_text(missing: Collection[str], unused: Collection[str]) -> str:
@@ -68,17 +69,11 @@ def unpaired_text(missing: Collection[str], unused: Collection[str]) -> str:
         unused: Names in the files that the model lacks.
     """
     text = f"lacks {pluralize(len(missing), 'tensor')}, such as {min(missing)}"
-    prefixes = Counter(
-        name[: -len(end)] for name in unused for end in _ends(name) if end in missing
-    )
+    dots = ((name, dot.end()) for name in unused for dot in re.finditer(r"\.", name))
+    prefixes = Counter(name[:end] for name, end in dots if name[end:] in missing)
     if prefixes:
         return f"{text}: {_prefix_text(prefixes.most_common(1)[0][0])}"
     return f"{text}, and has others, such as {min(unused)}" if unused else text
-
-
-def _ends(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[n:]) for n in range(1, len(parts))]
 
 
 def _prefix_text(prefix: str, origin: str = "") -> str:
