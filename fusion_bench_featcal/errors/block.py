@@ -38,7 +38,8 @@ def error_block(error: BaseException, *, prefix: str = "error") -> str:
 def is_bug(error: BaseException) -> bool:
     """Return whether an error's message does not explain it.
 
-    This package's errors do, which it defines or raises, and errors of the operating system.
+    Errors that this package defines or raises explain themselves, as do errors of the operating
+    system.
     """
     error = _wrapped(error)
     if isinstance(error, OSError) or type(error).__module__.startswith(f"{_PACKAGE.name}."):

@@ -1,4 +1,4 @@
-"""Texts of a run that may be written: by a list of names, and of addresses host and path."""
+"""Masks for private texts of a run: values of unknown settings, users and queries in URLs."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _WRITTEN = _BY_TASK | {
 }  # fmt: skip
 """Names in a config of models and data whose texts may be written."""
 _LONG = re.compile(r"(?![a-z _-]*$).{6,}", re.DOTALL)
-"""Texts that are found again in messages: no words that messages have anyway."""
+"""Texts that are masked in messages. Short texts and plain words are in messages anyway."""
 _ADDRESS = re.compile(
     r"(?<=\w:)(?P<slashes>/+)"
     # Up to the last @ before a slash. A key of S3 may have slashes, but after a colon no port.
@@ -30,14 +30,14 @@ _private: set[str] = set()
 
 
 def public(value: object, name: str = "", hidden: Callable[[str], Any] = lambda _: MASK) -> Any:
-    """Return a config of models or data of which only texts with known names are left.
+    """Return a config of models or data in which texts under unknown names are masked.
 
-    Numbers stay, as do the defaults of a pool's runs (`featcal`), which are declared settings.
+    Numbers stay, and so do the pool's own settings (`featcal`).
 
     Args:
         value: The config, or a value in it.
         name: The value's name.
-        hidden: Returns what stands in place of another text.
+        hidden: Returns the replacement of a masked text.
     """
     if isinstance(value, Mapping) and name != "featcal":
         names: dict[Any, str] = {key: str(key) for key in value}

@@ -1,4 +1,4 @@
-"""The place of a failure, which an error collects on its way up."""
+"""Context managers that add to an error where it happened."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ def error_context(
     cause: Cause = lambda _: None,
     remedy: str = "",
 ) -> Iterator[None]:
-    """Context that adds a place to errors of calibrations, with their class, as they pass.
+    """Context that adds a place to every `CalibrationError` that leaves it.
 
     Args:
-        *places: An option, a setting or a file, as the user has it.
+        *places: An option, a setting or a file, as the user writes it.
         task: The task.
         block: The block.
         module: The module.
-        cause: Knows errors of other libraries, in addition to torch's for ids outside a table.
+        cause: Explains errors of other libraries, in addition to torch's for ids outside a table.
         remedy: Sentence after the message.
 
     Raises:

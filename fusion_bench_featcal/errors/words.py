@@ -1,4 +1,4 @@
-"""Words of messages that differ between the doors of the package: names of options and models."""
+"""Words of messages that differ between the package's entry points: options and models."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Vocabulary(NamedTuple):
-    """The words of a door.
+    """The words of an entry point: Python, `featcal calibrate` or `fusion_bench`.
 
     Attributes:
         prefix: Text before the name of a setting.
@@ -29,13 +29,13 @@ _vocabulary: ContextVar[Vocabulary] = ContextVar("words")
 
 
 def set_vocabulary(vocabulary: Vocabulary) -> None:
-    """Let messages of this process have the words of a door. Without one they are Python's."""
+    """Set the words of this process's messages. The default are Python's."""
     _vocabulary.set(vocabulary)
 
 
 @contextmanager
 def using_vocabulary(vocabulary: Vocabulary) -> Iterator[None]:
-    """Context in which messages have the words of a door."""
+    """Context in which messages have the words of an entry point."""
     token = _vocabulary.set(vocabulary)
     try:
         yield
@@ -44,17 +44,17 @@ def using_vocabulary(vocabulary: Vocabulary) -> Iterator[None]:
 
 
 def option(name: str, value: object = None) -> str:
-    """Return a setting, with its value if there is one, as the user's door takes it."""
+    """Return a setting, with its value if there is one, as the user writes it."""
     vocabulary, text = _vocabulary.get(PYTHON), name if value is None else f"{name}={value}"
     renamed = vocabulary.names.get(text) or vocabulary.names.get(name)
     return renamed or f"{vocabulary.prefix}{text}"
 
 
 def user_term(key: str, *values: object) -> str:
-    """Return what a thing of a run is called at the user's door.
+    """Return the user's word for a part of a run.
 
     Args:
-        key: Its name here, such as `expert`.
-        *values: What the words have a place for, such as the task.
+        key: The part, such as `expert`.
+        *values: Values that the word contains, such as the task.
     """
     return (PYTHON.names | _vocabulary.get(PYTHON).names)[key].format(*values)

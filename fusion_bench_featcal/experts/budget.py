@@ -25,7 +25,7 @@ class ReadPlan:
     Attributes:
         limit: Largest number of bytes to read of all experts, or None for no limit.
         full: Bytes of a full read.
-        bytes: Bytes of the granted tensors.
+        bytes: Bytes of the tensors that are read.
         omitted: Expert -> tensors that are not read, by the merged model's names.
     """
 
@@ -73,10 +73,10 @@ class PartialSource(SourceView):
         return self._source.rows(name, start, stop)
 
 
-def grant_of(budget: float | str | None, sizes: Sizes) -> ReadPlan:
-    """Grant modules in forward order, each for all experts, until one exceeds the budget.
+def plan_reads(budget: float | str | None, sizes: Sizes) -> ReadPlan:
+    """Choose the modules to read: in forward order, each for all experts, up to the budget.
 
-    The tensors granted by a larger budget include all tensors granted by a smaller one.
+    A larger budget reads all tensors that a smaller one does, and more.
 
     Args:
         budget: The setting `expert_read_budget`.
@@ -132,7 +132,7 @@ def limit_reads(
         for task, expert in experts.items()
     }
     all_sizes = gather_dict(sizes)
-    read_plan = grant_of(budget, {task: all_sizes[task] for task in tasks})
+    read_plan = plan_reads(budget, {task: all_sizes[task] for task in tasks})
     if budget is not None and not read_plan.bytes:
         raise CalibrationError(
             f"{option('expert_read_budget', budget)} is less than one module of one "

@@ -21,17 +21,16 @@ def copied_module(
 
     Args:
         model: The model.
-        tensors: Parameters and buffers that are not copied. Tied ones stay tied.
-        make: Returns what stands in place of one of them.
+        tensors: Parameters and buffers that are replaced instead of copied. Tied tensors stay tied.
+        make: Returns the replacement of a tensor.
     """
-    stand_ins = dict[int, object]()
+    memo = dict[int, object]()  # of deepcopy: id of a tensor -> its replacement
     for tensor in tensors:
-        made = make(tensor)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        stand_ins[id(tensor)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
-    twin = copy.deepcopy(model, stand_ins)
-    copies = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
-    return _rebind(twin, lambda module: copies.get(id(module), module))
+        new, is_parameter = make(tensor), isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+    copied = copy.deepcopy(model, memo)
+    copies = dict(zip(map(id, model.modules()), copied.modules(), strict=True))
+    return _rebind(copied, lambda module: copies.get(id(module), module))
 
 
 def bind_own_functions(model: nn.Module) -> nn.Module:

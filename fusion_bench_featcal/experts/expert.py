@@ -1,4 +1,4 @@
-"""Experts with one block's weights in memory, addressed by the merged model's names."""
+"""Models with one block's weights in memory, addressed by the merged model's names."""
 
 import re
 from collections.abc import Container, Iterable, Iterator
@@ -23,16 +23,17 @@ MOST_PINNED = 256 * 2**20
 
 
 class LazyModel:
-    """An expert as a runnable copy of the merged model's structure, with only loaded tensors.
+    """A model (expert, base or merged) that reads its weights when they are needed.
 
-    Parameters are on the meta device until `loaded` reads them, in the merged model's dtype.
+    It is a runnable copy of the merged model's structure. Parameters are on the meta device until
+    `loaded` reads them, in the merged model's dtype.
 
     Attributes:
-        source: The expert's weights, with tensors joined as in the merged model.
+        source: The model's weights, with tensors joined as in the merged model.
         structure: The merged model.
         keys: Name in the merged model's `state_dict` -> name in the source.
-        sizes: Bytes of all tensors read so far, by the source's names. Reading a tensor or a part
-            of it twice counts once.
+        sizes: The source's name of each tensor read so far -> bytes that were read. A tensor that
+            was read twice counts once.
     """
 
     advice = "Check its files"
@@ -48,17 +49,16 @@ class LazyModel:
         module: nn.Module | None = None,
         owner: str = "the merged model",
     ) -> None:
-        """Map the model's names to the expert's tensors and check every shape. Reads no tensor.
+        """Map the structure's names to the source's and check every shape. Reads no tensor.
 
         Args:
             label: Its name in messages, such as `experts['math']`.
             source: The weights.
-            structure: The merged model, whose structure and dtypes the expert takes.
+            structure: The merged model, which defines structure and dtypes.
             device: Device of loaded tensors, by default the merged model's device.
-            optional: Names of the merged model's tensors that are not needed. The expert may lack
-                them, or have other shapes.
-            module: The runnable copy, which experts that are loaded one at a time can share.
-            owner: Whose structure it is, in messages.
+            optional: Names of tensors that the source may lack or have in a different shape.
+            module: The runnable copy, which models that are loaded one at a time can share.
+            owner: Owner of the structure, in messages.
 
         Raises:
             CalibrationError: If a tensor is missing or has another shape, naming it.
@@ -68,12 +68,12 @@ class LazyModel:
         if isinstance(source, InMemoryExpert):
             self.advice = "Check the model"
         self.sizes: dict[str, int] = {}
-        self._slots = dict[str, set[int]]()  # read of tensors that were not read whole
+        self._slots = dict[str, set[int]]()  # rows that were read of tensors not read whole
         self._label = label
         self.keys = pair_names(label, source, structure, optional, advice=self.advice, owner=owner)
         parameters = {id(parameter) for parameter in structure.parameters()}
         self._parameters = {name for name, t in stored.items() if id(t) in parameters}
-        self._like = {name: (t.dtype, device or t.device) for name, t in stored.items()}
+        self._placements = {name: (t.dtype, device or t.device) for name, t in stored.items()}
         self._shapes = {name: tuple(t.shape) for name, t in stored.items()}
         self.structure, self._device, self._shared = structure, device, module
 
@@ -104,7 +104,7 @@ class LazyModel:
                 f"{self._label}: the source's tensor({key!r}) has shape {tuple(stored.shape)}, but "
                 f"its shape({key!r}) is {shape}"
             )
-        if self._like[name][0].is_floating_point and not stored.is_floating_point():
+        if self._placements[name][0].is_floating_point and not stored.is_floating_point():
             raise CalibrationError(
                 f"{self._label}: tensor {name!r} is stored as {stored.dtype}, not as real numbers: "
                 f"the model may be quantized. {self.advice}"
@@ -117,7 +117,7 @@ class LazyModel:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the merged model's dtype of one tensor."""
-        return self._like[name][0]
+        return self._placements[name][0]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of one tensor on the CPU. Reads only these if the source supports it."""
@@ -152,7 +152,7 @@ class LazyModel:
         return self._placed(name, self._checked(name, stored, (1, *shape))[0])
 
     def _placed(self, name: str, stored: Tensor) -> Tensor:
-        dtype, device = self._like[name]
+        dtype, device = self._placements[name]
         tensor = copied_to(stored, device, dtype)
         # A tensor from a file may start at any byte, and matrix products round differently by
         # alignment. An expert must give the same result from a file and from memory.

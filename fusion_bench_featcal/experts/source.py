@@ -121,7 +121,7 @@ class SourceView(ExpertSource):
 
 
 class Tensors(Mapping[str, Tensor]):
-    """Tensors that are read at every look-up."""
+    """A mapping that reads a tensor at every look-up."""
 
     def __init__(self, read: Callable[[str], Tensor], names: Mapping[str, str]) -> None:
         """Refer to the tensors.
@@ -163,10 +163,10 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
 
 
 def refuse_unusable(model: object) -> None:
-    """Refuse a model of PEFT, whose names are not those of the model inside, and one without data.
+    """Refuse a model of PEFT, which renames the tensors of its base, or a model without weights.
 
     Raises:
-        CalibrationError: With the way out.
+        CalibrationError: If the model has an adapter or is on the meta device.
     """
     if callable(getattr(model, "merge_and_unload", None)):
         raise CalibrationError(

@@ -63,7 +63,7 @@ class WorkingModel(LazyModel):
         """Refuse NaN or infinity in a parameter of a model in memory, or NaN in a buffer.
 
         Args:
-            models: Those that it was merged from, of which one may have them already.
+            models: The base and the experts, one of which may already have such a value.
 
         Raises:
             CalibrationError: Naming the tensor and the model it came from.
@@ -85,7 +85,7 @@ class WorkingModel(LazyModel):
         self._finished |= {self.keys[name]: (tensors, name) for name in tensors}
 
     def assembled(self, device: torch.device) -> nn.Module:
-        """Return the calibrated model with all tensors. It shares none with another model.
+        """Return the calibrated model in memory. It shares no tensor with another model.
 
         Args:
             device: Device of the tensors.
@@ -105,7 +105,7 @@ class WorkingModel(LazyModel):
 
     @property
     def tensors(self) -> Tensors:
-        """Return the tensors by the names of the merged model's weights, tied ones once."""
+        """Return all tensors by their names in the merged model's files, tied tensors once."""
         return Tensors(self.stored, {key: name for name, key in reversed(self.keys.items())})
 
 

@@ -155,7 +155,9 @@ class AdapterExpert(SourceView):
         empty = {n: t for n, t in tensors if t.untyped_storage().nbytes() < t.nbytes}
         keys = {id(t): self._keys[n] for n, t in empty.items()}
         filled = [t for t in (*module.parameters(), *module.buffers()) if id(t) in keys]
-        layer = copied_module(module, filled, lambda t: self._source.tensor(keys[id(t)]).clone())
+        layer: Any = copied_module(
+            module, filled, lambda t: self._source.tensor(keys[id(t)]).clone()
+        )
         stored = zip(self._names(path), layer.state_dict().values(), strict=True)
         dtypes = {name: tensor.dtype for name, tensor in stored}
         with _peft_errors(self._folder):

@@ -13,16 +13,16 @@ _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 CARD_FILES = ("README.md", "config.json", "config_sentence_transformers.json")
 
 
-def without_base(places: Sequence[str], argument: str) -> str:
+def without_base(locations: Sequence[str], argument: str) -> str:
     """Return a sentence on what a base would add, with its name if all experts name the same.
 
     Args:
-        places: The experts' folders or hub ids.
+        locations: The experts' folders or hub ids.
         argument: How a base is given, such as `base={!r}`.
     """
-    named = [bases_of(place) for place in places]
+    named = [bases_of(location) for location in locations]
     common = (name for name in named[0] if all(name in names for names in named))
-    base = next(common, None) if len(named) > 1 else None  # a single expert's place may be its own
+    base = next(common, None) if len(named) > 1 else None  # one expert alone may name itself
     return (
         "without a base only texts count. With the model that the experts were fine-tuned from, "
         "their weights count too, and fewer texts repair more"
@@ -30,28 +30,29 @@ def without_base(places: Sequence[str], argument: str) -> str:
     )
 
 
-def bases_of(place: str) -> list[str]:
-    """Return names of a model's base: its place, then those in its card and configs.
+def bases_of(location: str) -> list[str]:
+    """Return names of a model's base: its location, then the names in its card and configs.
 
     Args:
-        place: The folder or hub id that the model was loaded from. If it was trained since, this is
-            its base, and card and configs there name the base's own base.
+        location: The folder or hub id that the model was loaded from. If the model was trained
+            since, this is its base, and the card and configs there name the base of the base.
     """
-    contents = [c for name in CARD_FILES if isinstance(c := read_local(place, name), Mapping)]
+    contents = [c for name in CARD_FILES if isinstance(c := read_local(location, name), Mapping)]
     values = [content.get(key) for content in contents for key in ("base_model", "_name_or_path")]
     lists = [value if isinstance(value, list) else [value] for value in values]
-    return [str(name) for names in ([place], *lists) for name in names if name]
+    return [str(name) for names in ([location], *lists) for name in names if name]
 
 
-def read_local(place: str, name: str) -> Any:
+def read_local(location: str, name: str) -> Any:
     """Return the content of a JSON file or the head of a card, {} if it is missing or damaged.
 
     Args:
-        place: A folder, or a hub id that may be in the cache.
+        location: A folder, or a hub id that may be in the cache.
         name: The file.
     """
     try:
-        file = Path(place, name) if Path(place).is_dir() else try_to_load_from_cache(place, name)
+        is_folder = Path(location).is_dir()
+        file = Path(location, name) if is_folder else try_to_load_from_cache(location, name)
         if not isinstance(file, str | Path):  # not in the cache
             return {}
         data = Path(file).read_bytes()
@@ -59,5 +60,5 @@ def read_local(place: str, name: str) -> Any:
             return parse_json(data, Path(file))
         head = _HEAD.match(data.decode())
         return parse_yaml(head[1]) if head else {}
-    except (OSError, ValueError):  # also of a place that is neither
+    except (OSError, ValueError):  # also if it is neither a folder nor an id
         return {}

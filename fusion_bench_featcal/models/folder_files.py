@@ -124,7 +124,7 @@ class FolderFiles:
         beside = [
             str(name)
             for name in names
-            if len(name.parts) < 3 and _has_weights(name) and name.parts[0] not in _FOLDERS
+            if _has_weights(name) and name.parts[0] not in _FOLDERS and len(name.parts) < 3
             if not any(map(name.match, (*_STATES, *_OWN)))
         ]
         text = f"weights beside the model are neither repaired nor copied: {', '.join(beside):.200}"

@@ -32,30 +32,33 @@ class MergedOnRead(SourceView):
         """Refer to the models.
 
         Args:
-            reference: The model with the names, shapes and dtypes of the merged one. Tensors
-                without real numbers are taken from it, and those that another model lacks.
+            reference: The model with the names, shapes and dtypes of the merged one. Tensors of
+                integers are taken from it, and tensors that another model lacks.
             base: The base.
             experts: The experts.
             scale: Scale of the sum of task vectors, or None for the experts' average.
         """
         super().__init__(reference.source)
-        self._like, self._base, self._experts, self._scale = reference, base, experts, scale
+        self._reference, self._base, self._experts, self._scale = reference, base, experts, scale
         models = base, *experts
-        keys = reversed(reference.keys.items())
-        self._names = {key: name for name, key in keys if all(name in m.keys for m in models)}
+        self._names = {
+            key: name
+            for name, key in reversed(reference.keys.items())
+            if reference.dtype(name).is_floating_point and all(name in m.keys for m in models)
+        }
 
     @property
     def digest(self) -> str:
         """Digest of the models and the scale."""
-        models = self._like, self._base, *self._experts
+        models = self._reference, self._base, *self._experts
         return digest_json([self._scale, *(model.source.digest for model in models)])
 
     def tensor(self, name: str) -> Tensor:
         """Return one merged tensor."""
         model_name = self._names.get(name)
-        if model_name is None or not self._like.dtype(model_name).is_floating_point:
+        if model_name is None:
             return super().tensor(name)
-        merged = torch.empty(self.shape(name), dtype=self._like.dtype(model_name))
+        merged = torch.empty(self.shape(name), dtype=self._reference.dtype(model_name))
         rows = merged.reshape(-1) if merged.ndim == 0 else merged
         step = max(1, ENTRIES // max(1, math.prod(rows.shape[1:])))
         for start in range(0, len(rows), step):
@@ -68,10 +71,10 @@ class MergedOnRead(SourceView):
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of one merged tensor, and read only these."""
         model_name, shape = self._names.get(name), self.shape(name)
-        if model_name is None or not shape or not self._like.dtype(model_name).is_floating_point:
+        if model_name is None or not shape:
             return super().rows(name, start, stop)
         rows = range(shape[0])[start:stop]
-        merged = torch.empty((len(rows), *shape[1:]), dtype=self._like.dtype(model_name))
+        merged = torch.empty((len(rows), *shape[1:]), dtype=self._reference.dtype(model_name))
         self._merge(model_name, start, merged)
         return merged
 

@@ -51,13 +51,9 @@ class VocabularyRows(SourceView):
             return tensor
         if self._more is None or len(tensor) >= self._rows:
             return tensor[: self._rows]
-        other = name if name in self._more.names() else _same_end(name, self._more)
-        more = self._more.rows(other, len(tensor), self._rows)
+        others = sorted(other for other in self._more.names() if other.endswith(VOCABULARY))
+        end = next(end for end in VOCABULARY if name.endswith(end))
+        # The same matrix may have another prefix there, or be tied.
+        others.sort(key=lambda other: (other != name, not other.endswith(end)))
+        more = self._more.rows(others[0], len(tensor), self._rows)
         return torch.cat([tensor, more.to(tensor)])
-
-
-def _same_end(name: str, source: ExpertSource) -> str:
-    """Return a source's name of a vocabulary matrix, which may have another prefix or be tied."""
-    end = next(end for end in VOCABULARY if name.endswith(end))
-    names = sorted(name for name in source.names() if name.endswith(VOCABULARY))
-    return next((other for other in names if other.endswith(end)), names[0])
