@@ -153,7 +153,7 @@ def calibrate_inputs(
                 for block in state.modules:
                     state.checkpoint.load_block(block, state.working)  # raises if it is damaged
                     tensors = state.checkpoint.save_block(block, state.working, {}, state.log)
-                    state.working.finish(tensors)
+                    state.working.set_finished_block(tensors)
             else:
                 calibrate_blocks(with_balanced_tasks(state))
         return finish_calibration(state)
@@ -164,7 +164,7 @@ def finish_calibration(state: CalibrationState) -> CalibrationResult:
     working = state.working
     model = working.structure
     if working.is_in_memory:
-        model = working.assembled(device_of(model))
+        model = working.materialize(device_of(model))
         Modes.of(working.structure).restore(model)
         model = fused(model)
         state.checkpoint.write_rest(without_ties(model), state.log)

@@ -120,7 +120,7 @@ class SourceView(ExpertSource):
         return self._source.tensor(name)
 
 
-class Tensors(Mapping[str, Tensor]):
+class LazyTensorDict(Mapping[str, Tensor]):
     """A mapping that reads a tensor at every look-up."""
 
     def __init__(self, read: Callable[[str], Tensor], names: Mapping[str, str]) -> None:

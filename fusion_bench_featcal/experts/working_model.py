@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import finiteness, is_sound, read_back
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.expert import LazyModel, meta_copy, set_module_tensor
-from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, Tensors
+from fusion_bench_featcal.experts.source import ExpertSource, InMemoryExpert, LazyTensorDict
 
 
 class WorkingModel(LazyModel):
@@ -48,7 +48,7 @@ class WorkingModel(LazyModel):
         super().__init__("the merged model", source, structure, device=device)
         self.advice = "Check how it was merged"
         self._finished: dict[str, tuple[Mapping[str, Tensor], str]] = {}
-        self.merged = Tensors(self.source.tensor, self.keys)
+        self.merged = LazyTensorDict(self.source.tensor, self.keys)
 
     def stored(self, name: str) -> Tensor:
         """Return one tensor in its stored dtype. Raises as `LazyModel.stored`."""
@@ -80,11 +80,11 @@ class WorkingModel(LazyModel):
                     f"the merged model: tensor {name!r} has NaN or infinite values. {self.advice}"
                 )
 
-    def finish(self, tensors: Mapping[str, Tensor]) -> None:
+    def set_finished_block(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the merged model's tensors by the tensors of a finished block."""
         self._finished |= {self.keys[name]: (tensors, name) for name in tensors}
 
-    def assembled(self, device: torch.device) -> nn.Module:
+    def materialize(self, device: torch.device) -> nn.Module:
         """Return the calibrated model in memory. It shares no tensor with another model.
 
         Args:
@@ -95,7 +95,7 @@ class WorkingModel(LazyModel):
         for name, key in self.keys.items():
             if key not in copies:
                 # Only this model has tensors of finished blocks in memory, so they need no copy.
-                shared = isinstance(self._finished.get(key, (self.merged,))[0], Tensors)
+                shared = isinstance(self._finished.get(key, (self.merged,))[0], LazyTensorDict)
                 copies[key] = self.stored(name).to(device, self.dtype(name), copy=shared)
             tensor = copies[key]
             if name in self._parameters:
@@ -104,9 +104,9 @@ class WorkingModel(LazyModel):
         return model
 
     @property
-    def tensors(self) -> Tensors:
+    def tensors(self) -> LazyTensorDict:
         """Return all tensors by their names in the merged model's files, tied tensors once."""
-        return Tensors(self.stored, {key: name for name, key in reversed(self.keys.items())})
+        return LazyTensorDict(self.stored, {key: name for name, key in reversed(self.keys.items())})
 
 
 _SMALL_TABLE = 2**24  # bytes
@@ -121,7 +121,7 @@ def offloaded(model: LazyModel, device: torch.device) -> nn.Module:
     """
     from accelerate.hooks import attach_align_device_hook, remove_hook_from_module
 
-    tensors = Tensors(model.tensor, {name: name for name in model.keys})
+    tensors = LazyTensorDict(model.tensor, {name: name for name in model.keys})
     module = meta_copy(model.structure, device)
     attach_align_device_hook(
         module,

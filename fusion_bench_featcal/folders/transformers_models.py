@@ -14,7 +14,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource, InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.model_config import text_config
 from fusion_bench_featcal.experts.similarity import notes_on_experts
-from fusion_bench_featcal.experts.source import Tensors, total_bytes
+from fusion_bench_featcal.experts.source import LazyTensorDict, total_bytes
 from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.families import Family, head_of, stages_of, text_tower
 from fusion_bench_featcal.folders.heads import ClassifierHeads
@@ -196,14 +196,14 @@ class TransformersModels:
         }
 
     @cached_property
-    def _idle(self) -> Tensors:
+    def _idle(self) -> LazyTensorDict:
         """The merged model's tensors of towers that texts do not run, which others may lack."""
         body, head = self.empty_body, head_of(self.empty_body)
         names = tail_of(body, self._stages) if text_tower(body) else []
         tensors = body.state_dict(keep_vars=True)
         idle = [n for n in names if head is None or tensors[n] is not head.weight]
         merged = LazyModel(self.like.label, self.stored, body)
-        return Tensors(merged.stored, {name: name for name in idle})
+        return LazyTensorDict(merged.stored, {name: name for name in idle})
 
     @cached_property
     def _opened_base(self) -> LazyModel | None:

@@ -79,7 +79,7 @@ def calibrate_block(state: CalibrationState, block: str) -> None:
     current = tensors_under(state.model, block)
     changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
     tensors = state.checkpoint.save_block(block, state.working, changed, state.log)
-    state.working.finish(tensors)
+    state.working.set_finished_block(tensors)
     if not finished:
         state.progress.finished(block, time.perf_counter() - start)
 

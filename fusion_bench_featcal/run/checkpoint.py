@@ -18,7 +18,7 @@ from fusion_bench_featcal.errors import CalibrationError, ReportError
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import ExpertSource, names_under
 from fusion_bench_featcal.experts.conversion import ConvertedSource
-from fusion_bench_featcal.experts.source import Tensors
+from fusion_bench_featcal.experts.source import LazyTensorDict
 from fusion_bench_featcal.experts.working_model import WorkingModel
 from fusion_bench_featcal.files import destination
 from fusion_bench_featcal.files.locks import locked_folder
@@ -229,10 +229,10 @@ class CheckpointFolder(Checkpoint):
                 piece, size = {}, 0  # freed before the next tensor is read
         return files
 
-    def _tensors(self, block: str, model: WorkingModel) -> Tensors:
+    def _tensors(self, block: str, model: WorkingModel) -> LazyTensorDict:
         """Return a block's tensors. Each is read from the file when it is accessed."""
         names = {name: model.keys[name] for name in names_under(model.keys, [block])}
-        return Tensors(self._converted.tensor, names)
+        return LazyTensorDict(self._converted.tensor, names)
 
 
 @contextmanager
