@@ -25,7 +25,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from torch.nn import functional as F
 
-from fusion_bench_featcal.encoders.scores import encoder_tests
+from fusion_bench_featcal.encoders.scores import encoder_scorer
 from fusion_bench_featcal.sentence_transformers import repair
 from fusion_bench_featcal.suites import load_text_split
 
@@ -244,7 +244,7 @@ def study_of_rerankers(
     for task in experts:
         random = np.random.default_rng(1)
         pairs[task] = pairs_of(rows_of(task, "test", QUERIES), names_of(task), random)
-        tests[task] = encoder_tests(merged, pairs[task], str)
+        tests[task] = encoder_scorer(merged, pairs[task], str)
         for draw in range(draws):
             texts = rows_of(task, "calibration", 64, 100 + draw)
             samples[task, draw] = pairs_of(texts, names_of(task), random)

@@ -53,13 +53,14 @@ def calibrate_command(options: argparse.Namespace) -> int:
     """Calibrate a merged model: folders of models and files of data in, a model folder out."""
     from fusion_bench_featcal.errors import NotImproved
     from fusion_bench_featcal.errors.signals import exit_code, interruptions
-    from fusion_bench_featcal.folders import run
+    from fusion_bench_featcal.folders import calibrate_request
     from fusion_bench_featcal.folders.options import command_line_options
+    from fusion_bench_featcal.folders.read_request import read_request
 
-    request = Request.of(command_line_options(vars(options), Request))
+    request = read_request(command_line_options(vars(options), Request))
     try:
         with interruptions():
-            out = run(request)
+            out = calibrate_request(request)
     except NotImproved as error:
         print(f"featcal: {error}", file=sys.stderr)
         return 1
@@ -133,7 +134,7 @@ def suite_path_command(options: argparse.Namespace) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with errors of one line, which for an unknown option name the nearest."""
+    """A parser with errors of one line. For an unknown option they name the nearest one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -160,10 +161,11 @@ def _parser() -> argparse.ArgumentParser:
         "of both: featcal settings",
     )
     parser.add_argument("--version", action="version", version=f"featcal {__version__}")
-    verbs = _verbs(parser)
-    add_arguments(_verb(verbs, "calibrate", calibrate_command), Request)
+    options: Any = {"title": "commands", "required": True, "metavar": "COMMAND"}
+    commands = parser.add_subparsers(**options)
+    add_arguments(_add_command(commands, "calibrate", calibrate_command), Request)
 
-    report = _verb(verbs, "report", report_command)
+    report = _add_command(commands, "report", report_command)
     report.add_argument("runs", nargs="+", metavar="RUN", help="log directories, or folders above")
     report.add_argument("--metric", help="another one than accuracy, such as loss")
     report.add_argument("--out", metavar="DIR", help="also write report.{csv,md}, lines.csv there")
@@ -175,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         help="only differences from one row (task_arithmetic/featcal), with Holm's correction",
     )  # fmt: skip
 
-    plan = _verb(verbs, "plan", plan_command)
+    plan = _add_command(commands, "plan", plan_command)
     plan.add_argument("words", nargs="*", metavar="WORD", help="words of a run: modelpool=... ...")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
     plan.add_argument("-m", "--multirun", action="store_true", help="plan a sweep")
@@ -185,31 +187,27 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     for name, default in {"tasks": 3, "samples": 256, "tokens": 512}.items():
         plan.add_argument(
-            f"--{name}", type=_number, default=default, metavar="N",
+            f"--{name}", type=_positive_integer, default=default, metavar="N",
             help=f"of --shapes ({default})",
         )  # fmt: skip
 
-    settings = _verb(verbs, "settings", settings_command)
+    settings = _add_command(commands, "settings", settings_command)
     settings.add_argument("method", nargs="?", default="featcal", metavar="METHOD")
     settings.add_argument("--json", action="store_true", help="print them as JSON")
 
-    suite = _verbs(verbs.add_parser("suite", help="locate the bundled suites"))
-    path = _verb(suite, "path", suite_path_command)
+    suite = commands.add_parser("suite", help="locate the bundled suites")
+    path = _add_command(suite.add_subparsers(**options), "path", suite_path_command)
     path.add_argument("name", nargs="?", default="", metavar="NAME", help="default: all suites")
     return parser
 
 
-def _number(text: str) -> int:
+def _positive_integer(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
     return int(text)
 
 
-def _verbs(parser: argparse.ArgumentParser) -> Any:
-    return parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-
-def _verb(verbs: Any, name: str, command: Callable[..., Any]) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=command.__doc__, description=command.__doc__)
-    verb.set_defaults(command=command)
-    return verb
+def _add_command(commands: Any, name: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+    parser.set_defaults(command=function)
+    return parser

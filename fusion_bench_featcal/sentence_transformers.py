@@ -1,7 +1,7 @@
 """Repair merged embedding models and rerankers of sentence-transformers.
 
-The library itself reads the texts: prompts, pairs, lower-casing, lengths and query expansion are
-those of `encode` and `predict`. Needs the extra `encoders`.
+The library itself reads the texts, so prompts, pairs, lower-casing, lengths and query expansion are
+the same as in `encode` and `predict`. Needs the extra `encoders`.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate_inputs, rule_and_options
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
-from fusion_bench_featcal.encoders.figures import primary_figure
+from fusion_bench_featcal.encoders.evaluators import primary_metric
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.naming import module_folders
@@ -65,37 +65,36 @@ def repair(
     """Return a copy of a merged model that is calibrated towards the experts.
 
     The transformer's blocks change, and the linear modules behind them: Dense of an embedding
-    model, the transform of SPLADE, the projection of ColBERT. All else is the merged model's:
-    prompts, pooling, activation, similarity function, maximal length, embeddings, norms and heads
-    of rerankers. A warning names modules other than embeddings and heads that stay although experts
-    differ in them.
+    model, the transform of SPLADE, the projection of ColBERT. Prompts, pooling, activation,
+    similarity function, maximum length, embeddings, norms and heads of rerankers stay those of the
+    merged model. If experts differ in other modules that are not calibrated, a warning names them.
 
     Args:
         merged: A `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` or `MultiVectorEncoder`. It
             is not changed.
         experts: Task -> its expert: a model of the same class, its folder or its hub id.
-        texts: Task -> its rows, all of which are used: texts, pairs, triplets, or rows of a data
-            set, of which `label`, `labels`, `score` and `scores` are not read. A text goes through
-            `encode`, the first text of a pair or triplet through `encode_query` and the others
-            through `encode_document`, columns named `sentence...` through `encode`. A reranker
-            reads the first text of a row together with each of the others.
+        texts: Task -> its examples, all of which are used: texts, pairs, triplets, or rows of a
+            dataset, of which `label`, `labels`, `score` and `scores` are not read. A single text
+            and columns named `sentence...` are read with `encode`. Of a pair or triplet, the first
+            text is read with `encode_query` and the others with `encode_document`. A reranker reads
+            the first text together with each of the others.
         base: The model that the experts were fine-tuned from. None: FeatCal+ uses texts alone.
         rule: How a block is solved, as for `calibrate`.
-        evaluator: An evaluator of the library, or task -> evaluator. Their main metrics of the
-            merged and the repaired model, and of the task's expert, are printed at the end, with a
-            warning if the repaired model is below the merged one. It runs before the repair, too.
-        batch_size: Texts that run together. `auto`: 16, on a GPU 16 to 64 by the model's maximum
-            length.
-        family: As for `calibrate`, as are all arguments below.
-        device: By default the merged model's.
+        evaluator: An evaluator of the library, or task -> evaluator. It runs before and after the
+            repair. At the end the primary metric of the merged model, the repaired model and the
+            task's expert is printed, with a warning if the repaired model is worse than the merged.
+        batch_size: Texts that run together. `auto` is 16 on a CPU. On a GPU it is 16 to 64,
+            depending on the model's maximum length.
+        family: As for `calibrate`.
+        device: By default the merged model's device.
         autocast: Returns the context of forward passes.
         progress: Whether to show a progress bar.
         processes: The processes that share the calibration.
-        **options: Such as `seed`. The two texts of a pair are two of the `samples_per_task`.
+        **options: Options of `calibrate`, such as `seed`. `samples_per_task` counts single texts.
             `modules=["*"]` fits a reranker's heads too.
 
     Raises:
-        TypeError: If a model or a row has the wrong type.
+        TypeError: If a model or an example has the wrong type.
         ValueError: If a model cannot be repaired, or experts and texts do not fit each other.
         CalibrationError: If the calibration cannot go on, or an evaluator fails.
     """
@@ -128,7 +127,7 @@ def calibrate_encoder(
         merged: The merged model.
         base: The base, or None.
         experts: Experts by task.
-        texts: Rows by task.
+        texts: Examples by task.
         rule: How a block is solved.
         options: Options of the calibration.
         batch_size: Texts that run together.
@@ -153,7 +152,7 @@ def calibrate_encoder(
     before = dict[str | None, Any]()
     for task, one in evaluators.items():
         expert = {} if task is None else {"expert": tuned[task]}
-        before[task] = _figures(task, one, expert | {"merged": merged})
+        before[task] = _score(task, one, expert | {"merged": merged})
     batches = {task: record_batches(merged, calls[task], size) for task in tuned}
     model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
     few = next(iter(batches.values()))[0]
@@ -169,45 +168,46 @@ def calibrate_encoder(
     result = calibrate_inputs(inputs, rule, replace(options, family=family), runtime)
     repaired = cast(Pipeline, result.model).wrapped
     for task, one in evaluators.items():
-        figures = before[task] | _figures(task, one, {"repaired": repaired})
-        _show(task or getattr(one, "name", "") or type(one).__name__, one, figures)
+        metrics = before[task] | _score(task, one, {"repaired": repaired})
+        _show(task or getattr(one, "name", "") or type(one).__name__, one, metrics)
     return replace(result, model=repaired)
 
 
-def _figures(task: str | None, evaluator: Any, models: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the name and value of an evaluator's main metric for each model."""
+def _score(task: str | None, evaluator: Any, models: Mapping[str, Any]) -> dict[str, Any]:
+    """Return label -> name and value of an evaluator's primary metric, for each model."""
     try:
-        return {label: primary_figure(evaluator, model) for label, model in models.items()}
-    except Exception as error:  # any error of a class of the user's
+        return {label: primary_metric(evaluator, model) for label, model in models.items()}
+    except Exception as error:  # any error of the user's class
         name = "evaluator" if task is None else f"evaluator[{task!r}]"
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise CalibrationError(f"{name} fails: {reason}") from error
 
 
-def _show(name: str, evaluator: Any, figures: Mapping[str, tuple[str, float]]) -> None:
-    (metric, merged), (_, repaired) = figures["merged"], figures["repaired"]
+def _show(name: str, evaluator: Any, metrics: Mapping[str, tuple[str, float]]) -> None:
+    """Print an evaluator's metric of each model, with a warning if the repair made it worse."""
+    (metric, merged), (_, repaired) = metrics["merged"], metrics["repaired"]
     more_is_better = getattr(evaluator, "greater_is_better", True)
     is_below = repaired < merged if more_is_better else repaired > merged
-    texts = ", ".join(f"{label} {100 * value:.1f}" for label, (_, value) in figures.items())
+    texts = ", ".join(f"{label} {100 * value:.1f}" for label, (_, value) in metrics.items())
     print(f"{name}: {metric} {texts}")
     if is_below:
         logger.warning("%s: the repaired model is below the merged one in %s", name, metric)
 
 
 def save(model: Any, folder: str | Path, merged: str | Path) -> None:
-    """Save a model by `save_pretrained`, with all further files of the merged model's folder.
+    """Save a model with `save_pretrained`, and copy other files of the merged model's folder.
 
     Args:
         model: The model.
         folder: The folder to write, new or empty.
-        merged: The merged model's folder. Licences, notes, code and whatever else the library does
-            not write is copied, up to 50 MB a file. Weights in other formats are not, as they are
-            not repaired.
+        merged: The merged model's folder. Files that the library does not write, such as licences,
+            notes and code, are copied if they have at most 50 MB. Weights in other formats are not
+            copied, because they are not repaired.
 
     Raises:
-        ValueError: If the folder has files, among which weights of another model would stay, or
-            `merged` has a link to a file elsewhere.
-        CalibrationError: If the model cannot be written. Nothing of it stays.
+        ValueError: If the folder has files, which may be weights of another model, or `merged` has
+            a link to a file elsewhere.
+        CalibrationError: If the model cannot be written. Then no file of it is left.
     """
     target, source = destination(folder), FolderFiles(Path(merged))
     check_target(target, "folder")
@@ -221,7 +221,7 @@ def save(model: Any, folder: str | Path, merged: str | Path) -> None:
 
 
 def write_encoder(model: Any, folder: Path) -> None:
-    """Save a model by `save_pretrained`, which loses the lower-casing of its transformer."""
+    """Save a model with `save_pretrained`, and add `do_lower_case`, which it does not write."""
     model.save_pretrained(str(folder))
     if transformer_of("the model", model).do_lower_case:
         path = next(m["path"] for m in read_local(str(folder), "modules.json") if m["idx"] == 0)

@@ -134,7 +134,7 @@ def test_featcal_plus_is_one_method_by_any_name_and_its_rule_has_its_values(tmp_
         **{n: config[n] for n in FeatCalSettings.names() if n not in missing}
     )
     here, requests = str(tmp_path), list[Any]()
-    monkeypatch.setattr(folders, "run", requests.append)
+    monkeypatch.setattr(folders, "calibrate_request", requests.append)
     named: Any = {"base": here, "expert": {"a": here}, "data": {"a": here}, "out": f"{here}/out"}
     calibrate_folder(here, **named, preset="plus")
     by_command = requests.pop().settings

@@ -1,4 +1,4 @@
-"""Models of sentence-transformers: the library opens them, and reads and scores texts.
+"""Models of sentence-transformers. The library opens them and reads their texts.
 
 Needs the extra `encoders`.
 """

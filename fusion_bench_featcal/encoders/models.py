@@ -1,4 +1,4 @@
-"""Encoders in memory: their transformer, and what is behind its blocks."""
+"""Encoders in memory: their transformer and its last block."""
 
 from torch import nn
 

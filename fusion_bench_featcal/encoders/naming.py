@@ -1,4 +1,4 @@
-"""The files by which sentence-transformers opens a folder, read without importing the library."""
+"""Class and modules of an encoder's folder, read without importing sentence-transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +13,11 @@ DEFAULT = "SentenceTransformer"
 _CLASS = "config_sentence_transformers.json"
 
 
-def class_of(folder: Path, config: Mapping[str, object] | None = None) -> str:
-    """Return the name of the class that opens a folder, or an empty text for other models.
+def class_of(folder: Path, config: Mapping[str, object] | None = None) -> str | None:
+    """Return the name of the class that opens a folder, or None for models of other libraries.
 
-    Folders of embedding models list their modules. Rerankers of earlier releases have no list, but
-    a key in their config.json.
+    Folders of embedding models have a list of their modules. Rerankers of earlier releases have
+    only a key in their config.json.
 
     Args:
         folder: The folder.
@@ -28,13 +28,13 @@ def class_of(folder: Path, config: Mapping[str, object] | None = None) -> str:
     """
     if not (folder / MODULES).is_file():
         content = read_local(str(folder), "config.json") if config is None else config
-        return RERANKER if "sentence_transformers" in content else ""
+        return RERANKER if "sentence_transformers" in content else None
     file = folder / _CLASS
     return str(read_json(file).get("model_type", DEFAULT)) if file.is_file() else DEFAULT
 
 
 def module_folders(folder: Path) -> list[str]:
-    """Return the folders of a model's modules, which the library writes, none without a list."""
+    """Return the folders of a model's modules, or nothing if it has no list of modules."""
     file = folder / MODULES
     modules: Any = parse_json(file.read_bytes(), file) if file.is_file() else []
     return [str(module["path"]) for module in modules]

@@ -1,4 +1,4 @@
-"""Opening models of sentence-transformers: by their class, from weights alone, and merged."""
+"""Opening models of sentence-transformers: with their class, from weights alone, or merged."""
 
 import copy
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from fusion_bench_featcal.modules.models import tail_of
 
 
 def open_model(class_name: str, folder: Path, label: str, device: str = "cpu") -> Any:
-    """Open a folder by a class of the library, without running code beside the model.
+    """Open a folder with a class of the library, without running code beside the model.
 
     Raises:
         CalibrationError: If there is no such class, or the folder cannot be opened.
@@ -39,12 +39,12 @@ def open_model(class_name: str, folder: Path, label: str, device: str = "cpu") -
 
 
 def open_like(reference: Encoder, label: str, model: object) -> Encoder:
-    """Return a model, opened if it is a folder or hub id, that has the modules of another one.
+    """Return a model that has the modules of a reference. A folder or hub id is opened.
 
     Args:
         reference: The model that it must fit. A folder with a transformer alone, as mergekit and
-            transformers write it, gets the other modules of the reference.
-        label: The model in messages.
+            transformers write it, gets its other modules from the reference.
+        label: Name of the model in messages.
         model: The model, its folder or its hub id.
 
     Raises:
@@ -85,10 +85,11 @@ def open_like(reference: Encoder, label: str, model: object) -> Encoder:
 def with_weights(reference: Encoder, files: ModelFiles) -> Encoder:
     """Return a copy of a model whose transformer has the weights of a folder.
 
-    Weights behind the blocks that the folder lacks, such as a pooler, are those of the reference.
+    If the folder lacks weights behind the blocks, such as a pooler, they are those of the
+    reference.
 
     Raises:
-        CalibrationError: If the folder lacks others, or numbers tokens in another way.
+        CalibrationError: If the folder lacks other weights, or its tokens have other ids.
     """
     transformer = transformer_of(files.label, reference).model
     load_tokenizers(reference.tokenizer, "merged", {files.label: files.folder})  # raises

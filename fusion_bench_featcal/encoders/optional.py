@@ -1,4 +1,4 @@
-"""Entry for callers that must run without sentence-transformers."""
+"""Entry point for callers that must run without sentence-transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from fusion_bench_featcal.errors.place import error_context, message_of
 
 
 def pooled_encoder(folder: Path, label: str) -> Any:
-    """Return a `PooledEncoder`. Its library is only imported here, as that takes seconds.
+    """Return a `PooledEncoder`. The library is only imported here, because that takes seconds.
 
     Raises:
         CalibrationError: If the library is missing, or the folder cannot be opened.

@@ -1,4 +1,4 @@
-"""A whole encoder as the model that is calibrated: the transformer's blocks, and the tail."""
+"""A whole encoder as the calibrated model: the blocks of its transformer, and the tail."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,11 +43,11 @@ class Pipeline(nn.Module):
 
     @property
     def transformer(self) -> Any:
-        """Return the model of transformers in it."""
+        """Return the encoder's model of transformers."""
         return self.wrapped.transformers_model
 
     def forward(self, **features: Any) -> object:
-        """Return the scores or embeddings as `logits`."""
+        """Return an output whose `logits` are the scores or embeddings."""
         result = self.wrapped(features, **features.pop(TEXT_OPTIONS))
         names = ("scores", "sentence_embedding", "token_embeddings")
         return SimpleNamespace(logits=next(result[name] for name in names if name in result))
@@ -71,16 +71,17 @@ class EncoderFamily(Stack):
 
         Args:
             blocks: Names of the transformer's blocks.
-            tail: Linear modules behind them -> whether they receive features of each position, in
-                place of one vector per sample.
+            tail: Linear modules behind the blocks -> True if a module receives features of each
+                position, False if it receives one vector per sample.
         """
         super().__init__(blocks, tail=[*tail])
         self.reads_positions = tail
 
     def masks(self, model: nn.Module, inputs: Any, stage: int, decoder_rows: str) -> Masks:
-        """Return a mask of the positions that are scored. In the blocks, attended ones count too.
+        """Return a mask of the positions that are scored.
 
-        ColBERT scores the tokens of query expansion, to which it does not attend.
+        In the blocks attended positions count too. ColBERT scores the tokens of query expansion,
+        to which it does not attend.
         """
         scored = scored_positions(model, inputs)
         if stage == 0:
@@ -104,10 +105,10 @@ def encoder_family(
     family: object,
     patterns: Sequence[str] | None,
 ) -> EncoderFamily:
-    """Return the modules of an encoder that are calibrated.
+    """Return the family of an encoder, with the modules that are calibrated.
 
-    Heads of rerankers are not, unless a pattern names them. Fitted to few pairs, which mostly
-    belong together, they rank other pairs worse (benchmarks/results/encoders.md).
+    Heads of rerankers are not calibrated, unless a pattern names them. Heads that are fitted to few
+    pairs, most of which belong together, rank other pairs worse (benchmarks/results/encoders.md).
 
     Args:
         model: The merged model.
@@ -139,10 +140,10 @@ def encoder_family(
 def linear_tail(
     model: Pipeline, experts: Sequence[Pipeline], last_block: str, inputs: Mapping[str, Any]
 ) -> dict[str, bool]:
-    """Return the linear modules behind the last block that can be calibrated, as for the family.
+    """Return `tail` of `EncoderFamily`: the linear modules behind the last block, in their order.
 
-    Each runs once and changes the output. Not among them are a language model's output embeddings,
-    modules that share parameters, and modules that are larger or smaller in an expert.
+    Each of them runs once and changes the output. A language model's output embeddings, modules
+    that share parameters, and modules with another shape in an expert are left out.
     """
     owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     states = [expert.state_dict() for expert in experts]
@@ -181,9 +182,9 @@ def linear_tail(
 
 
 class EncoderWeights(InMemoryExpert):
-    """Weights of an encoder. Modules behind the blocks that do not fit are the merged model's.
+    """Weights of an encoder. Modules behind the blocks that do not fit get the merged model's.
 
-    A base or an expert of transformers alone lacks them, and a head may have other classes.
+    A base or an expert that is only a transformer lacks them, and a head may have other classes.
     """
 
     def __init__(self, encoder: Pipeline, merged: Pipeline, last_block: str) -> None:

@@ -1,6 +1,6 @@
 """Embedding models of sentence-transformers whose embeddings are one pooling of token states.
 
-Methods and task pools of FusionBench see the transformer alone, and pool its states themselves.
+Methods and task pools of FusionBench run the transformer alone, and pool its states themselves.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class PooledEncoder:
     """An embedding model, opened by the library.
 
     Attributes:
-        label: The model in messages.
+        label: Name of the model in messages.
         model: The model.
     """
 
@@ -35,7 +35,7 @@ class PooledEncoder:
         """The pooling of its tokens' states.
 
         Raises:
-            CalibrationError: If its embeddings are made in another way.
+            CalibrationError: If its embeddings are not such a pooling.
         """
         modules = [type(module).__name__ for module in self.model]
         if modules not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):

@@ -1,4 +1,4 @@
-"""Scores of rerankers: figures of sentence-transformers' evaluators, with a value of each row."""
+"""Scores of rerankers: metrics of sentence-transformers' evaluators, with a value per example."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,40 +10,40 @@ from fusion_bench_featcal.data.draws import evenly_spaced
 from fusion_bench_featcal.data.labels import are_unnamed, class_indices
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.library import st
-from fusion_bench_featcal.encoders.row_scores import (
+from fusion_bench_featcal.encoders.scorer import (
     ACCURACY,
     RANKS,
-    EncoderTests,
-    jackknifed,
-    mean_of,
+    EncoderScorer,
+    jackknife_scorer,
+    mean_score,
     read_once,
 )
-from fusion_bench_featcal.encoders.targets import Label, RowTargets
+from fusion_bench_featcal.encoders.targets import RowName, Targets
 
 NEGATIVES = 9
 
 
-def reranker_tests(
-    merged: st.CrossEncoder, texts: Sequence[tuple[str, ...]], targets: RowTargets, label: Label
-) -> EncoderTests | str:
-    """Return test rows of a reranker, or why there are none.
+def reranker_scorer(
+    merged: st.CrossEncoder, texts: Sequence[tuple[str, ...]], targets: Targets, row_name: RowName
+) -> EncoderScorer | str:
+    """Return the scorer of a reranker's test examples, or why they are not scored.
 
     Args:
         merged: A model of the class that will be scored.
-        texts: The texts of each row.
-        targets: Labels or scores of the rows.
-        label: Returns the name of a row in messages.
+        texts: The texts of each example.
+        targets: Labels or scores of the examples.
+        row_name: Returns the name of an example in messages.
     """
     are_pairs, classes = len(texts[0]) == 2, merged.num_labels
     if classes > 1:
         if not are_pairs or targets.kind == "none" or not targets.are_classes:
             return f"the model chooses among {classes} classes, and its rows have none"
-        return _pair_class_tests(merged, texts, targets, label)
+        return _pair_class_scorer(merged, texts, targets, row_name)
     if not are_pairs or targets.all_belong:
-        return _reranking_tests(texts)
+        return _reranking_scorer(texts)
     if targets.kind == "words":
         return f"its column {targets.name} has words, and the model has one output, not classes"
-    return jackknifed(lambda model: _outputs(model, texts), targets, "pairs by their score")
+    return jackknife_scorer(lambda model: _outputs(model, texts), targets, "pairs by their score")
 
 
 def _outputs(model: st.CrossEncoder, pairs: Iterable[tuple[str, ...]]) -> Any:
@@ -53,23 +53,23 @@ def _outputs(model: st.CrossEncoder, pairs: Iterable[tuple[str, ...]]) -> Any:
     return np.stack([outputs[pair] for pair in pairs])
 
 
-def _pair_class_tests(
-    merged: Any, texts: Sequence[tuple[str, ...]], targets: RowTargets, label: Label
-) -> EncoderTests | str:
-    """Return tests of a reranker that chooses a class for each pair."""
+def _pair_class_scorer(
+    merged: Any, texts: Sequence[tuple[str, ...]], targets: Targets, row_name: RowName
+) -> EncoderScorer | str:
+    """Return the scorer of a reranker that chooses a class for each pair."""
     classes = [name for _, name in sorted(merged.transformers_model.config.id2label.items())]
     if targets.kind == "words" and are_unnamed(classes):
         return f"its column {targets.name} has words, and the model's classes have no names"
-    numbers = class_indices(targets.values, classes, label, owner=" of the model", advice="")
+    numbers = class_indices(targets.values, classes, row_name, owner=" of the model", advice="")
 
     def evaluate(model: st.CrossEncoder) -> Score:
-        return mean_of(torch.from_numpy(_outputs(model, texts).argmax(1) == np.array(numbers)))
+        return mean_score(torch.from_numpy(_outputs(model, texts).argmax(1) == np.array(numbers)))
 
-    return EncoderTests("pairs whose class is right", ACCURACY, evaluate)
+    return EncoderScorer("pairs whose class is right", ACCURACY, evaluate)
 
 
-def _reranking_tests(texts: Sequence[tuple[str, ...]]) -> EncoderTests | str:
-    """Return tests in which a passage competes with others: those of its row, or of other rows."""
+def _reranking_scorer(texts: Sequence[tuple[str, ...]]) -> EncoderScorer | str:
+    """Return a scorer in which a passage competes with those of its own or of other examples."""
     samples = [sample for sample in _samples(texts) if len(sample) > 1]
     if len(samples) < 2:
         return (
@@ -82,19 +82,19 @@ def _reranking_tests(texts: Sequence[tuple[str, ...]]) -> EncoderTests | str:
         scores = [[next(outputs) for _ in sample] for sample in samples]
         # As in the library, a passage stands behind those of the same score, and NaN is last.
         ranks = torch.tensor([sum(not s < one for s in (one, *others)) for one, *others in scores])
-        return mean_of((1 / ranks.double()) * (ranks <= RANKS))
+        return mean_score((1 / ranks.double()) * (ranks <= RANKS))
 
     others = f"up to {NEGATIVES} of other rows" if len(texts[0]) == 2 else "the row's negatives"
     measure = f"passages ranked before {others} (MRR@10)"
-    return EncoderTests(measure, "ranked first % (1 - MRR@10)", evaluate)
+    return EncoderScorer(measure, "ranked first % (1 - MRR@10)", evaluate)
 
 
 def _samples(texts: Sequence[tuple[str, ...]]) -> Iterator[list[tuple[str, str]]]:
-    """Yield each row's query with its passage, then with the passages that compete."""
+    """Yield each example's query with its passage, then with the passages that compete."""
     passages, pairs = [*dict.fromkeys(row[1] for row in texts)], {row[:2] for row in texts}
     for query, passage, *negatives in texts:
         if not negatives:
-            start = passages.index(passage)  # each row has others, spread over all
+            start = passages.index(passage)  # examples get different ones, spread over all
             others = [p for p in passages[start:] + passages[:start] if (query, p) not in pairs]
             negatives = [others[n] for n in evenly_spaced(len(others), NEGATIVES)]
         yield [(query, text) for text in (passage, *negatives)]

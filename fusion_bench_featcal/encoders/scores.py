@@ -1,7 +1,7 @@
-"""Scores of encoders: figures of sentence-transformers' evaluators, with a value of each row.
+"""Scores of encoders: metrics of sentence-transformers' evaluators, with a value per example.
 
-They are computed from embeddings. The library's evaluators, which return one figure of all rows,
-are what tests compare them with.
+They are computed from embeddings. The library's evaluators return only one value for all examples,
+with which the tests compare these scores.
 """
 
 from collections import defaultdict
@@ -15,68 +15,68 @@ from torch.nn import functional as F
 
 from fusion_bench_featcal.data.embeddings import class_logits
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.encoders.figures import unchanged
+from fusion_bench_featcal.encoders.evaluators import evaluation_copy
 from fusion_bench_featcal.encoders.library import Encoder, st
-from fusion_bench_featcal.encoders.reranker_scores import reranker_tests
-from fusion_bench_featcal.encoders.row_scores import (
+from fusion_bench_featcal.encoders.reranker_scores import reranker_scorer
+from fusion_bench_featcal.encoders.scorer import (
     ACCURACY,
     RANKS,
-    EncoderTests,
-    jackknifed,
-    mean_of,
+    EncoderScorer,
+    jackknife_scorer,
+    mean_score,
     read_once,
 )
-from fusion_bench_featcal.encoders.targets import Label, RowTargets
+from fusion_bench_featcal.encoders.targets import RowName, Targets
 from fusion_bench_featcal.encoders.texts import calls_of, text_names
 
 Calls = Sequence[tuple[str, Sequence[str]]]
 """Columns of texts, each with the name of the method that reads it."""
 
 
-def encoder_tests(
-    merged: Encoder, rows: Sequence[Mapping[str, Any]], label: Label
-) -> EncoderTests | str:
-    """Return tests by the figure of the rows' kind, or why there are none.
+def encoder_scorer(
+    merged: Encoder, rows: Sequence[Mapping[str, Any]], row_name: RowName
+) -> EncoderScorer | str:
+    """Return the scorer that fits the columns of the examples, or why they are not scored.
 
     Args:
         merged: A model of the class that will be scored.
-        rows: Rows with equal columns: one or more texts, and optional labels or scores.
-        label: Returns the name of a row in messages, by its position.
+        rows: Examples with equal columns: one or more texts, and optional labels or scores.
+        row_name: Returns the name of an example in messages, by its index.
 
     Raises:
-        TypeError: If the model does not read such rows.
-        ValueError: If a row has no label, but others have.
+        TypeError: If the model does not read such examples.
+        ValueError: If an example has no label, but others have one.
     """
     if not rows:
         return "it has no rows to score (--eval)"
     texts = [tuple(row[name] for name in text_names(rows[0])) for row in rows]
-    targets = RowTargets.of(rows, label)
+    targets = Targets.of(rows, row_name)
     if targets.kind == "lists":
         return f"its column {targets.name} has lists, not one value per row"
-    methods = [method for method, _ in calls_of(merged, label(0), rows[0])]
+    methods = [method for method, _ in calls_of(merged, row_name(0), rows[0])]
     if isinstance(merged, st.CrossEncoder):
-        return reranker_tests(merged, texts, targets, label)
+        return reranker_scorer(merged, texts, targets, row_name)
     # A MultiVectorEncoder reads a text that is alone both as a query and as a document.
     calls = [*zip(methods, cycle(zip(*texts, strict=True)), strict=False)]
     if len(texts[0]) == 1:
-        return _label_tests(calls, targets)
-    return _pair_tests(calls, targets) if len(texts[0]) == 2 else _triplet_tests(calls)
+        return _label_scorer(calls, targets)
+    return _pair_scorer(calls, targets) if len(texts[0]) == 2 else _triplet_scorer(calls)
 
 
-def name_tests(
-    rows: Sequence[Mapping[str, Any]], label: Label, names_by: Encoder, prompt: str
-) -> EncoderTests | str:
-    """Return test rows in which the name of a text's label competes with those of other labels.
+def class_name_scorer(
+    rows: Sequence[Mapping[str, Any]], row_name: RowName, names_by: Encoder, prompt: str
+) -> EncoderScorer | str:
+    """Return a scorer in which the name of a text's label competes with the other labels' names.
 
     Logits are cosines of embeddings over a temperature of 0.05.
 
     Args:
-        rows: Rows with one text and a label in words.
-        label: Returns the name of a row in messages, by its position.
+        rows: Examples with one text and a label in words.
+        row_name: Returns the name of an example in messages, by its index.
         names_by: The model that embeds the names, once for all models.
         prompt: The text around a name, with `{}` in its place.
     """
-    targets = RowTargets.of(rows, label)
+    targets = Targets.of(rows, row_name)
     names = sorted({*map(str, targets.values)})
     if targets.kind != "words" or len(names) < 2 or all(map(str.isdecimal, names)):
         return "class names need at least two labels in words"
@@ -85,13 +85,13 @@ def name_tests(
     name, *more = text_names(rows[0])
     if more:
         return "class names are for rows of one text"
-    ((method, _),), texts = calls_of(names_by, label(0), rows[0]), [row[name] for row in rows]
+    ((method, _),), texts = calls_of(names_by, row_name(0), rows[0]), [row[name] for row in rows]
     numbers = torch.tensor([names.index(str(value)) for value in targets.values])
 
     def embed(model: Encoder, method: str, texts: Sequence[str]) -> Tensor:
         return _embeddings(model, [(method, texts)])[0].to_dense().cpu().float()
 
-    with unchanged(names_by) as twin:
+    with evaluation_copy(names_by) as twin:
         embeddings = embed(twin, "encode", [prompt.replace("{}", name) for name in names])
     head = F.normalize(embeddings, dim=-1)
 
@@ -101,7 +101,7 @@ def name_tests(
         losses = F.cross_entropy(logits.double(), numbers, reduction="none")
         return Score(correct.double().mean().item(), losses, correct)
 
-    return EncoderTests("texts nearest to their class name", "accuracy % (loss)", evaluate)
+    return EncoderScorer("texts nearest to their class name", "accuracy % (loss)", evaluate)
 
 
 def _embeddings(model: Encoder, calls: Calls) -> list[Any]:
@@ -122,27 +122,27 @@ def _similarities(model: Any, first: object, second: object) -> Tensor:
     return model.similarity_pairwise(*sides).float().cpu()
 
 
-def _label_tests(calls: Calls, targets: RowTargets) -> EncoderTests | str:
-    """Return tests in which each text is a query, and all other texts are the corpus."""
+def _label_scorer(calls: Calls, targets: Targets) -> EncoderScorer | str:
+    """Return a scorer in which each text is a query, and all other texts are the corpus."""
     if targets.kind == "none":
         return "its rows are single texts without labels (labelled rows or pairs by --eval)"
     measure = "texts whose nearest other text has the same label (accuracy@1, MRR@10)"
     belongs = _belongs(targets.values, range(len(targets.values)))
     itself = torch.eye(len(belongs), dtype=torch.bool)
-    return _retrieval_tests([calls[0], calls[-1]], belongs, itself, measure)
+    return _retrieval_scorer([calls[0], calls[-1]], belongs, itself, measure)
 
 
-def _pair_tests(calls: Calls, targets: RowTargets) -> EncoderTests | str:
-    """Return tests of similarity or, if all texts of a row belong together, of a search.
+def _pair_scorer(calls: Calls, targets: Targets) -> EncoderScorer | str:
+    """Return a scorer of similarity or, if the texts of each pair belong together, of a search.
 
-    There a row's first text is a query, and all second texts are the corpus.
+    In a search the first text of a pair is a query, and all second texts are the corpus.
     """
     if targets.all_belong:
         (method, queries), (other, passages) = calls
         sides = [(method, queries), (other, [*dict.fromkeys(passages)])]
         belongs = _belongs(queries, passages)
         measure = "queries whose nearest passage is their own (accuracy@1, MRR@10)"
-        return _retrieval_tests(sides, belongs, torch.zeros_like(belongs), measure)
+        return _retrieval_scorer(sides, belongs, torch.zeros_like(belongs), measure)
     if targets.kind in ("words", "classes"):
         return (
             f"pairs of texts with classes ({targets.name}) have no evaluator in "
@@ -155,11 +155,11 @@ def _pair_tests(calls: Calls, targets: RowTargets) -> EncoderTests | str:
         alike = calls if isinstance(model, st.MultiVectorEncoder) else by_encode
         return _similarities(model, *_embeddings(model, alike)).numpy()
 
-    return jackknifed(outputs, targets, "pairs by their similarity")
+    return jackknife_scorer(outputs, targets, "pairs by their similarity")
 
 
 def _belongs(owners: Sequence[Hashable], items: Sequence[Hashable]) -> Tensor:
-    """Return which of the different items stand in a row with its owner, bool `[rows, items]`."""
+    """Return which of the different items are paired with an owner, bool `[owners, items]`."""
     numbers = [{key: n for n, key in enumerate(dict.fromkeys(side))} for side in (owners, items)]
     rows, places = [numbers[0][owner] for owner in owners], [numbers[1][item] for item in items]
     table = torch.zeros(len(numbers[0]), len(numbers[1]), dtype=torch.bool)
@@ -167,16 +167,16 @@ def _belongs(owners: Sequence[Hashable], items: Sequence[Hashable]) -> Tensor:
     return table[rows]
 
 
-def _retrieval_tests(
+def _retrieval_scorer(
     calls: Calls, belongs: Tensor, itself: Tensor, measure: str
-) -> EncoderTests | str:
-    """Return tests in which queries look for the texts of a corpus that belong to them.
+) -> EncoderScorer | str:
+    """Return a scorer in which queries search a corpus for the texts that belong to them.
 
     Args:
         calls: Queries and corpus.
         belongs: Bool `[queries, corpus]`.
-        itself: The query itself, for which it does not look, bool `[queries, corpus]`.
-        measure: What is measured.
+        itself: Whether a text is the query itself, which is left out, bool `[queries, corpus]`.
+        measure: Description of the metric.
     """
     belongs = belongs & ~itself
     usable = belongs.any(1) & ~(belongs | itself).all(1)
@@ -191,19 +191,19 @@ def _retrieval_tests(
         similar = similar.masked_fill(itself, -torch.inf)[usable]
         nearest = similar.argsort(dim=1, descending=True, stable=True)[:, :RANKS]
         hits = belongs[usable].gather(1, nearest).double()
-        return mean_of((hits / torch.arange(1, hits.shape[1] + 1)).amax(1))
+        return mean_score((hits / torch.arange(1, hits.shape[1] + 1)).amax(1))
 
-    return EncoderTests(measure, "accuracy@1 % (1 - MRR@10)", evaluate)
+    return EncoderScorer(measure, "accuracy@1 % (1 - MRR@10)", evaluate)
 
 
-def _triplet_tests(calls: Calls) -> EncoderTests:
+def _triplet_scorer(calls: Calls) -> EncoderScorer:
     def evaluate(model: Encoder) -> Score:
         anchor, *others = _embeddings(model, calls)
         positive, *negatives = (_similarities(model, anchor, other) for other in others)
         shares = torch.stack([positive > negative for negative in negatives]).double().mean(0)
         if len(negatives) == 1:
-            return mean_of(shares)
+            return mean_score(shares)
         return Score(shares.mean().item(), 1 - shares, None)
 
     measure = "triplets whose positive is nearer than the negative"
-    return EncoderTests(measure, ACCURACY, evaluate)
+    return EncoderScorer(measure, ACCURACY, evaluate)

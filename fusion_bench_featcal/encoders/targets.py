@@ -1,4 +1,4 @@
-"""Labels and scores of an encoder's test rows, and their kind."""
+"""Labels and scores of an encoder's test examples, and their kind."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -8,16 +8,16 @@ import numpy as np
 
 from fusion_bench_featcal.encoders.texts import TARGET_COLUMNS
 
-Label = Callable[[int], str]
-"""Returns the name of a row in messages, by its position."""
+RowName = Callable[[int], str]
+"""Returns the name of an example in messages, by its index."""
 
 
-class RowTargets(NamedTuple):
-    """Labels or scores of rows.
+class Targets(NamedTuple):
+    """Labels or scores of examples.
 
     Attributes:
         name: Their column.
-        values: One for each row, or none.
+        values: One for each example, or none.
         kind: `none`, `binary` (0 and 1), `scores`, `classes` (whole numbers), `words` or `lists`.
     """
 
@@ -26,16 +26,16 @@ class RowTargets(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], label: Label) -> "RowTargets":
-        """Return the first column of targets that has values."""
+    def of(cls, rows: Sequence[Mapping[str, Any]], row_name: RowName) -> "Targets":
+        """Return the targets of the first column that has any."""
         for name in TARGET_COLUMNS[:-1]:
-            values = [_plain(row.get(name)) for row in rows]
+            values = [_python_value(row.get(name)) for row in rows]
             if all(value is None for value in values):
                 continue
             if None in values:
                 raise ValueError(
-                    f"{label(values.index(None))} has no {name}, but other rows have one: give it, "
-                    "leave the row out, or evaluate nothing (--no-eval)"
+                    f"{row_name(values.index(None))} has no {name}, but other rows have one: "
+                    "give it, leave the row out, or evaluate nothing (--no-eval)"
                 )
             kind = _kind(name, values)
             return cls(name, [*map(int, values)] if kind == "binary" else values, kind)
@@ -48,12 +48,12 @@ class RowTargets(NamedTuple):
 
     @property
     def all_belong(self) -> bool:
-        """True if the texts of each row belong together."""
+        """True if the texts of each example belong together."""
         return self.kind == "none" or (self.kind == "binary" and all(self.values))
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as Python has it, and None for NaN, which tables have in empty cells."""
+def _python_value(value: Any) -> Any:
+    """Return a value of numpy as one of Python, and None for NaN (an empty cell of a table)."""
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and value != value else value
 
@@ -69,9 +69,9 @@ def _kind(name: str, values: Sequence[object]) -> str:
     return "scores" if has_floats or name.startswith("score") else "classes"
 
 
-def too_few(targets: RowTargets) -> str:
-    """Return why targets are too alike for a figure without any one row, or an empty text."""
+def too_few(targets: Targets) -> str | None:
+    """Return why a figure is undefined if one row is left out, or None if it is defined."""
     rows, alike = len(targets.values), max(Counter(targets.values).values())
     if rows >= 4 and rows - alike >= 2:
-        return ""
+        return None
     return f"too few of its {rows} rows differ in {targets.name} (more by --eval)"

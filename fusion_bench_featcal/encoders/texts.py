@@ -1,4 +1,4 @@
-"""Rows of texts: the methods of an encoder that read them, and the batches that they become."""
+"""Examples of texts: the methods of an encoder that read them, and their batches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ TEXT_NAMES = {
     "document": 2, "passage": 2, "corpus": 2, "positive": 2, "answer": 2, "response": 2,
     "hypothesis": 2, "negative": 3,
 }  # fmt: skip
-"""Names of columns that are texts -> their place in a row. No other column is guessed to be one."""
+"""Name of a column of texts -> its position among the texts. Other columns are not texts."""
 
 
 def read_texts(
@@ -35,8 +35,8 @@ def read_texts(
         )
     calls = {task: dict[str, list[Any]]() for task in experts}
     for task, task_calls in calls.items():
-        for number, row in enumerate(text_rows(f"texts[{task!r}]", texts[task])):
-            for method, value in calls_of(merged, f"texts[{task!r}][{number}]", row):
+        for index, row in enumerate(text_rows(f"texts[{task!r}]", texts[task])):
+            for method, value in calls_of(merged, f"texts[{task!r}][{index}]", row):
                 task_calls.setdefault(method, []).append(value)
         if not task_calls:
             raise ValueError(f"texts[{task!r}] is empty: each expert needs texts")
@@ -100,7 +100,7 @@ def columns_of(label: str, row: Any) -> dict[Any, str]:
 
 
 def text_names(columns: Iterable[object]) -> list[Any]:
-    """Return the columns that are texts by name, with queries first and negatives last.
+    """Return the columns whose names are those of texts: queries first, negatives last.
 
     A number may follow a name, as in `sentence1` and `negative_2`.
     """
@@ -111,7 +111,7 @@ def text_names(columns: Iterable[object]) -> list[Any]:
 def record_batches(
     model: Encoder, calls: Mapping[str, list[Any]], batch_size: int = 16
 ) -> list[dict[str, Any]]:
-    """Return the batches that reach a model when its methods read inputs."""
+    """Return the batches that a model receives when its methods read inputs."""
     module, modes, batches = transformer_of("merged", model), Modes.of(model), list[Any]()
     unpadded = module.unpad_inputs
 

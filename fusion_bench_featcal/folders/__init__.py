@@ -1,7 +1,7 @@
 """`featcal calibrate`: models and data in folders, without FusionBench and without Hydra.
 
-All functions here raise a ValueError that names the option if a named file or model is missing or
-does not fit, and a CalibrationError if a calibration cannot go on.
+If a named file or model is missing or does not fit, all functions here raise a ValueError that
+names the option. If a calibration cannot go on, they raise a CalibrationError.
 """
 
 from pathlib import Path
@@ -28,14 +28,14 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
     Raises:
         ValueError: If an option is unknown, or models or data do not fit.
         CalibrationError: If a model is missing, or the calibration cannot go on. Finished blocks
-            are kept. Messages of both name the command's options.
+            are not removed. The messages of both errors name the command's options.
     """
-    from fusion_bench_featcal.folders.request import Request
+    from fusion_bench_featcal.folders.read_request import read_request
 
-    return run(Request.of({"merged": merged, **options}, "calibrate_folder"))
+    return calibrate_request(read_request({"merged": merged, **options}, "calibrate_folder"))
 
 
-def run(request: "Request") -> Path:
+def calibrate_request(request: "Request") -> Path:
     """Calibrate the models of a request (`Request`), and return the folder of the result.
 
     Models are looked up on the hub before torch and transformers are imported, which takes seconds.
@@ -46,9 +46,7 @@ def run(request: "Request") -> Path:
     """
     from fusion_bench_featcal.models.hub import hub_models
 
-    hub_models(request.models)
-    if (folder := request.tokenizer) is not None:
-        hub_models({f"--tokenizer {folder}": folder}, weights=False)
-    from fusion_bench_featcal.folders import job
+    hub = hub_models(request.models) | hub_models(request.processors, weights=False)
+    from fusion_bench_featcal.folders.job import run_job
 
-    return job.run_request(request)
+    return run_job(request, hub)

@@ -1,4 +1,4 @@
-"""Digests of the models and data of one `featcal calibrate`, by which changes are noticed."""
+"""Digests of the models and data of one `featcal calibrate`, which show later changes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,29 +9,26 @@ from fusion_bench_featcal.files.json_files import digest_json, json_text
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.options import INPUTS_FILE
-from fusion_bench_featcal.folders.request import labelled
-from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 
 
 def digests_of(models: InputModels) -> dict[str, str]:
     """Return option (with the task's name) -> digest of its files.
 
-    Of a model the files that are used here count, of weights as much as their `digest` reads. Data
-    of the hub have the digest of their names.
+    The digest of a model covers its files that are used here, and of weights the part that their
+    `digest` reads. A hub dataset has the digest of its name.
 
     Raises:
         CalibrationError: If a model cannot be downloaded or read.
     """
     request, opened = models.request, filter(None, (*models.by_name.values(), models.text_tower))
     digests = {model.option: digest_model(model) for model in opened}
-    if (location := request.tokenizer) is not None:
-        folder = fetch(location, labelled("--tokenizer", location), weights=False)
-        digests["--tokenizer"] = digest_files(used_files(folder, weights=False))
+    if models.processor_folder is not None:
+        digests["--tokenizer"] = digest_files(used_files(models.processor_folder, weights=False))
     data = dict(request.data_options)
     if request.chat_template is not None:
         data["--chat-template"] = request.chat_template
-    return digests | {o: digest_data(place) or digest_json(place) for o, place in data.items()}
+    return digests | {o: digest_data(path) or digest_json(path) for o, path in data.items()}
 
 
 def write_inputs(folder: Path, digests: Mapping[str, str]) -> None:
@@ -54,7 +51,7 @@ def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
 
 
 def repeats(models: InputModels, digests: Mapping[str, str]) -> list[Note]:
-    """Warn of models, and data, that are given twice, as one folder or as copies."""
+    """Warn about models or data that are given twice, as the same folder or as copies."""
     request, texts = models.request, list[str]()
     kinds = {
         "are the same model": request.model_options, "are the same data": request.data_options

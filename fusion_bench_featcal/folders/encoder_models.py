@@ -1,8 +1,14 @@
-"""Base, experts and merged model of sentence-transformers, opened for one request."""
+"""Models of sentence-transformers in one `featcal calibrate`: opening, calibrating, saving them."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fusion_bench_featcal.encoders.models import transformer_of
+from fusion_bench_featcal.encoders.naming import module_folders
 from fusion_bench_featcal.encoders.opening import (
     merged_by_library,
     open_like,
@@ -13,53 +19,92 @@ from fusion_bench_featcal.encoders.opening import (
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import ModelFolder, refuse_adapter
-from fusion_bench_featcal.folders.opened import Models
+from fusion_bench_featcal.folders.opened import CardHead, Models
+from fusion_bench_featcal.folders.tasks import Task
+from fusion_bench_featcal.models.bases import read_local
+from fusion_bench_featcal.models.cards import CARD, card_tags
+from fusion_bench_featcal.run.log import AsMerged
+from fusion_bench_featcal.run.result import CalibrationResult
+from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
+from fusion_bench_featcal.settings import FeatCalSettings
 
 
-class EncoderModels:
+class EncoderModels(Models):
     """The models of one request: whole in memory, with equal modules and vocabularies.
 
     Attributes:
         inputs: Their folders.
         module_donor: The model whose other modules are given to models that are only a
-            transformer, as mergekit and
-            transformers write it: the first one that names the class, else the first one.
+            transformer, as mergekit and transformers write it. This is the first model that names
+            the class, else the first one.
         merged: The merged model, from its folder or merged now.
         base: The base, or None.
         experts: Task -> expert.
     """
 
-    def __init__(self, inputs: InputModels) -> None:
-        """Open all models.
+    def __init__(self, inputs: InputModels, class_name: str) -> None:
+        """Open all models with a class of the library.
 
         Raises:
             CalibrationError: If one cannot be opened.
             ValueError: If they do not fit each other.
         """
         self.inputs, whole = inputs, inputs.whole
-        named = (model for model in whole if model.encoder_class == inputs.class_of_encoders)
+        named = (model for model in whole if model.encoder_class == class_name)
         self.module_donor = next(named, whole[0])
         for model in (self.module_donor, inputs.merged or self.module_donor):
             model.folder_files.small_files(())
         folder, device = self.module_donor.folder, inputs.request.device
-        module_donor = open_model(inputs.class_of_encoders, folder, self.module_donor.label, device)
+        module_donor = open_model(class_name, folder, self.module_donor.label, device)
         if inputs.merged is None:
             self._merge(module_donor)
         else:
-            self.merged = self._completed(module_donor, inputs.merged)
+            self.merged = self._complete(module_donor, inputs.merged)
             self.base = self._open_base(module_donor)
             self.experts = self._open_experts(module_donor)
-
-    def loaders(self) -> Models:
-        """Return what a run does with them."""
-        merged, experts = self.merged, self.experts
-        return Models(
-            f"{type(merged).__name__}: {type(merged.transformers_model).__name__}",
-            stored_bytes(merged.state_dict().values()),
-            sum(stored_bytes(expert.state_dict().values()) for expert in experts.values()),
-            lambda: merged,
-            experts.__getitem__,
+        self.title = (
+            f"{type(self.merged).__name__}: {type(self.merged.transformers_model).__name__}"
         )
+        self.merged_bytes = stored_bytes(self.merged.state_dict().values())
+        self.expert_bytes = sum(
+            stored_bytes(e.state_dict().values()) for e in self.experts.values()
+        )
+
+    def load_merged(self) -> nn.Module:
+        """Return the merged model."""
+        return self.merged
+
+    def load_expert(self, task: str) -> nn.Module:
+        """Return a task's expert."""
+        return self.experts[task]
+
+    def left_as_merged(self, tasks: Mapping[str, Task]) -> AsMerged:
+        """Return nothing. Only a run finds the modules behind the blocks that are calibrated."""
+        return AsMerged()
+
+    def calibrate(self, settings: FeatCalSettings, batches: Mapping[str, Any]) -> CalibrationResult:
+        """Calibrate the merged model with each task's examples."""
+        # `samples_per_task` counts texts, of which an example has several. The samples are chosen.
+        options, rule = replace(settings.options, samples_per_task=None), settings.rule_object
+        models, size = (self.merged, self.base, self.experts), settings.batch_size
+        return calibrate_encoder(*models, batches, rule, options, size)
+
+    def load_calibrated(self, result: CalibrationResult) -> nn.Module:
+        """Return the calibrated model."""
+        return result.model
+
+    def write_calibrated(
+        self, result: CalibrationResult, folder: Path, heads: Mapping[str, nn.Module]
+    ) -> CardHead:
+        """Save by the library, with small files of the merged model that it does not write."""
+        write_encoder(result.model, folder)
+        written, tags = read_local(str(folder), CARD), list[str]()
+        if (merged := self.inputs.merged) is not None:
+            skipped = module_folders(merged.folder)
+            merged.folder_files.copy_small_files(folder, skipped_folders=skipped)
+            tags = card_tags(merged.folder)
+        library = {key: written[key] for key in ("library_name", "pipeline_tag") if key in written}
+        return CardHead(library, [*tags, *written.get("tags", ())])
 
     def _open_base(self, reference: Any) -> Any:
         if (base := self.inputs.base) is None:
@@ -85,7 +130,7 @@ class EncoderModels:
             else open_like(reference, model.label, model.folder)
         )
 
-    def _completed(self, module_donor: Any, merged: ModelFolder) -> Any:
+    def _complete(self, module_donor: Any, merged: ModelFolder) -> Any:
         """Return the merged model, with the modules of another one if it is a transformer alone."""
         if merged is self.module_donor:
             return module_donor
@@ -100,7 +145,8 @@ class EncoderModels:
 
     def _merge(self, module_donor: Any) -> None:
         """Open and merge the experts. What the base lacks, such as a head, is their average."""
-        name, scale = self.inputs.request.merger
+        merger = self.inputs.request.merger
+        assert merger is not None  # as there is no merged model
         if len(self.inputs.experts) < 2:
             raise ValueError("--merge needs at least two experts")
         has_adapters = any(model.is_adapter for model in self.inputs.experts.values())
@@ -108,5 +154,5 @@ class EncoderModels:
         self.experts = self._open_experts(module_donor)
         self.merged = average = merged_by_library([*self.experts.values()], None)
         self.base = self.base or self._open_base(average)
-        if name != "simple_average":
-            self.merged = merged_by_library([*self.experts.values()], scale, self.base)
+        if merger.scale is not None:
+            self.merged = merged_by_library([*self.experts.values()], merger.scale, self.base)

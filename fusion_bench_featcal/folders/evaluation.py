@@ -20,7 +20,7 @@ from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.results.sentences import RARELY
 
 _Scores = Mapping[str, Score]
-_MORE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
+_ADVICE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
 _NOT_EXPERTS = (
     "experts no better than the merged model on their own rows: {}. Check --tokenizer, "
     "--chat-template, the labels, and that --data and --expert are of the same task"
@@ -36,14 +36,14 @@ _UNENDED = (
 
 
 class Evaluation:
-    """Report of one run. Each model is added while it is in memory.
+    """Scores of all models of one run. Each model is added while it is in memory.
 
     Attributes:
-        report: Scores of all models.
+        report: The scores and the notes.
         request: The request.
-        opened: The parts of the run.
-        heads: Task -> its expert's classifier, with the body of the last added model. Models
-            without separate heads have none.
+        opened: The models and data of the run.
+        heads: Task -> its expert's classifier, with the body of the last added model. Empty if
+            all tasks share the merged model's head.
         digests: Digests of models and data.
     """
 
@@ -54,32 +54,32 @@ class Evaluation:
         self.digests = digests
         self.report = Run(
             suite=request.folder.name,
-            merger=request.merger[0] or MERGED,
+            merger=request.merger.name if request.merger else MERGED,
             versions=versions() | commits(),
             device=describe_device(torch.device(request.device)),
         )
         self.report.note(*notes)
         self.heads: dict[str, nn.Module] = {}
         self.request, self.opened = request, opened
-        self._tests = {name: task.tests for name, task in opened.tasks.items() if task.tests}
+        self._scorers = {name: task.scorer for name, task in opened.tasks.items() if task.scorer}
         self._scores: dict[str, _Scores] = {}
         self._warnings = [note for note in notes if note.kind == WARNING]
 
     def add_references(self) -> None:
         """Add each expert on its task, and the merged model."""
-        opened, scores = self.opened, {}
-        if self._tests:
-            tasks = pluralize(len(self._tests), "task")
+        models, scores = self.opened.models, {}
+        if self._scorers:
+            tasks = pluralize(len(self._scorers), "task")
             print(f"evaluating the experts, the merged and the calibrated model on {tasks}")
-        for task in opened.tasks if opened.heads else self._tests:
-            expert = opened.models.load_expert(task)
-            if task in self._tests:
-                scores[task] = self._tests[task].score(expert)
-            if opened.heads:
-                self.heads[task] = opened.heads.head_of(expert)
+        for task in self.opened.tasks if models.heads else self._scorers:
+            expert = models.load_expert(task)
+            if task in self._scorers:
+                scores[task] = self._scorers[task].score(expert)
+            if models.heads:
+                self.heads[task] = models.heads.detach_body(expert)
         if scores:
             self._add_row(EXPERTS, scores, Facts())
-        self.add(self.report.merger, opened.models.load_merged)
+        self.add(self.report.merger, models.load_merged)
         self._warnings += _warnings_on_experts(scores, self._scores[self.report.merger])
 
     def add(
@@ -89,13 +89,20 @@ class Evaluation:
         facts: Facts | None = None,
         cost: Mapping[str, float] | None = None,
     ) -> None:
-        """Evaluate a model, which is loaded if something needs it, and add its row."""
-        heads, scores = self.opened.heads, dict[str, Score]()
-        if self._tests or heads:  # heads are stored with their body
+        """Evaluate a model, and add its row to the report.
+
+        Args:
+            name: Name of the row.
+            load: Returns the model. It is not called if there is nothing to score.
+            facts: Facts on the calibration.
+            cost: Cost of the calibration.
+        """
+        heads, scores = self.opened.models.heads, dict[str, Score]()
+        if self._scorers or heads:  # heads are stored with their body
             model = load()
-            for task, tests in self._tests.items():
-                whole = heads.with_body(task, self.heads[task], model) if heads else model
-                scores[task] = tests.score(whole.eval())
+            for task, scorer in self._scorers.items():
+                whole = heads.attach_body(task, self.heads[task], model) if heads else model
+                scores[task] = scorer.score(whole.eval())
         self._scores[name] = scores
         if scores or facts is not None:
             self._add_row(name, scores, facts or Facts(), cost)
@@ -114,30 +121,30 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        """Names of both scores, a share in percent and a loss."""
-        titles = {task.title for task in self.opened.tasks.values() if task.tests}
+        """Names of both scores: a percentage and a loss."""
+        titles = {task.title for task in self.opened.tasks.values() if task.scorer}
         return titles.pop() if len(titles) == 1 else "score % (loss)"
 
     def conclude(self) -> Verdict:
         """Compare the calibrated model with the merged one, and complete the report."""
         report, settings = self.report, self.opened.settings
         name = row_of_rule(settings.rule)
-        advice = _MORE.format("--preset plus" if settings.rule == "paper" else "other samples")
+        advice = _ADVICE.format("--preset plus" if settings.rule == "paper" else "other samples")
         row_notes = [note for note in report.notes if note.kind == WARNING and note.row == name]
         verdict = compare(
             self._scores[report.merger],
             self._scores[name],
             advice,
-            held_back=self._tests.keys() - self.request.eval.keys(),
+            held_out=self._scorers.keys() - self.request.eval.keys(),
             repeating=[name for name, task in self.opened.tasks.items() if task.has_repeats],
-            unscored=[task for task in self.opened.tasks if task not in self._tests],
+            unscored=[task for task in self.opened.tasks if task not in self._scorers],
             warnings=[*self._warnings, *row_notes],
         )
         report.note(
             Note(VERDICT, verdict.sentence),
             *(Note(VERDICT, text, task=task) for task, text in verdict.gains.items()),
         )
-        if self._tests and self.title != Task.title:
+        if self._scorers and self.title != Task.title:
             report.note(Note(NOTE, f"accuracy % (loss) stands for {self.title}"))
         return verdict
 

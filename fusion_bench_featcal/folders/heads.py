@@ -1,4 +1,4 @@
-"""Heads of classifiers: the part of an expert that is not merged."""
+"""Heads of classifiers, which are not merged."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ HEADS = "heads"
 
 @dataclass(frozen=True)
 class ClassifierHeads:
-    """Each expert's own head, which replaces that of the merged model for the expert's task.
+    """The experts' heads. Each replaces the head of the merged model for its expert's task.
 
     Attributes:
         saved_name: Name of the model whose head the saved model has.
-        empty_body: The body without weights, which stands in a head that is stored.
+        empty_body: The body without weights, which replaces the body in a stored classifier.
         tail: Returns a task's tensors of the body that belong to its head, such as those of a
             pooler.
     """
@@ -29,13 +29,13 @@ class ClassifierHeads:
     empty_body: nn.Module
     tail: Callable[[str], Mapping[str, Tensor]]
 
-    def head_of(self, classifier: Any) -> nn.Module:
-        """Return an expert's classifier with an empty body, which frees its own."""
+    def detach_body(self, classifier: Any) -> nn.Module:
+        """Replace an expert's body by the empty one, which frees memory. Return the expert."""
         setattr(classifier, body_name(classifier), self.empty_body)
         return classifier
 
-    def with_body(self, task: str, head: Any, model: Any) -> nn.Module:
-        """Return an expert's classifier with the body of a model, which gets the expert's tail."""
+    def attach_body(self, task: str, head: Any, model: Any) -> nn.Module:
+        """Put a model's body, with the expert's tail, into the expert's classifier. Return it."""
         body = model.get_submodule(body_name(model))
         body.load_state_dict(self.tail(task), strict=False)
         setattr(head, body_name(head), body)

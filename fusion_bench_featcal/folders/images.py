@@ -20,7 +20,13 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.folders.model_folder import ModelFolder
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import Part, Task, TaskRows, head_numbers, not_scored
+from fusion_bench_featcal.folders.tasks import (
+    Subset,
+    Task,
+    TaskData,
+    head_class_indices,
+    not_scored,
+)
 
 _COLUMNS = ("image", "label")
 
@@ -61,61 +67,63 @@ def open_image_task(
         task: The task.
         request: The request.
         processor: Converts images to pixels.
-        heads: Class names of the expert's head, by number, or zero-shot heads for CLIP's vision
-            tower, or None.
+        heads: Class names of the expert's head, by class index, or zero-shot heads for CLIP's
+            vision tower, or None.
     """
-    columns, reason, remark, tests = request.columns_of(task), "", "", None
+    columns, reason, note, scorer = request.columns_of(task), None, None, None
     if heads and not isinstance(heads, ZeroShot) and (reason := not_scored([], heads)):
         heads = None
     refuse_unknown(columns, _COLUMNS, f"--columns {task}:")
     read_columns = columns if heads else {**columns, "label": None}  # calibration reads no labels
-    rows = TaskRows.open(task, request, partial(_items, columns=read_columns))
-    rows = rows.unscored(reason) if reason else rows
-    for part in (rows.samples, rows.tests):
-        part.rows.check(part.indices)
-    digests = (map(part.rows.digest, part.indices) for part in (rows.samples, rows.tests))
-    rows, _ = rows.without_repeats(*digests)
+    data = TaskData.open(task, request, partial(_open_images, columns=read_columns))
+    data = data.unscored(reason) if reason else data
+    for subset in (data.samples, data.tests):
+        subset.dataset.check(subset.indices)
+    digests = (map(subset.dataset.digest, subset.indices) for subset in (data.samples, data.tests))
+    data, _ = data.without_repeats(*digests)
     size = batch_size_of(request.settings.batch_size, request.device)
-    if rows.tests.indices and heads:
-        labels, logits, remark = _labels(rows.tests, heads, request.prompt_of(task))
-        images = ImageBatches(rows.tests.rows, rows.tests.indices, size, processor)
-        tests = class_tests(lambda _: images, size, labels, logits)
-    read = [columns.get(name, name) for name in _COLUMNS[: 1 if tests is None else 2]]
+    if data.tests.indices and heads:
+        labels, logits, note = _read_labels(data.tests, heads, request.prompt_of(task))
+        images = ImageBatches(data.tests.dataset, data.tests.indices, size, processor)
+        scorer = class_tests(lambda _: images, size, labels, logits)
+    read = [columns.get(name, name) for name in _COLUMNS[: 1 if scorer is None else 2]]
     is_folder = Path(split_location(request.data[task])[0]).expanduser().is_dir()
-    batches = ImageBatches(rows.samples.rows, rows.samples.indices, size, processor)
-    return rows.opened(batches, tests, () if is_folder else read, [remark] if remark else [])
+    batches = ImageBatches(data.samples.dataset, data.samples.indices, size, processor)
+    return data.opened(batches, scorer, () if is_folder else read, [*filter(None, [note])])
 
 
-def _labels(part: Part, heads: Sequence[str] | ZeroShot, prompt: str) -> tuple[list[int], Any, str]:
-    """Return the head's labels of some images, a function for its logits, and a note."""
-    items: ImageItems = part.rows
-    labels: list[Any] = [items.read(index)[1] for index in part.indices]
+def _read_labels(
+    subset: Subset, heads: Sequence[str] | ZeroShot, prompt: str
+) -> tuple[list[int], Any, str | None]:
+    """Return the head's labels of some images, a function for its logits, and a note or None."""
+    items: ImageItems = subset.dataset
+    labels: list[Any] = [items.read(index)[1] for index in subset.indices]
     if None in labels:
         raise ValueError(
-            f"{part.option}: images without labels cannot be evaluated: put them into one folder "
+            f"{subset.option}: images without labels cannot be evaluated: put them into one folder "
             "per class, name the column (--columns label=NAME), or give --no-eval"
         )
     names = items.classnames
     if not isinstance(heads, ZeroShot):
         values = labels if names is None else [names[label] for label in labels]
-        numbers, remark = head_numbers(
+        class_indices, note = head_class_indices(
             values,
             names,
             heads,
-            lambda n: f"{part.option}, item {part.indices[n]}",
+            lambda n: f"{subset.option}, item {subset.indices[n]}",
             more_labels=items.labels if names is None else names,
         )
-        return numbers, own_logits, remark
+        return class_indices, own_logits, note
     if names is None:
         raise ValueError(
-            f"{part.option}: zero-shot heads need class names, and the labels are numbers: put the "
-            "images into one folder per class, or give --no-eval"
+            f"{subset.option}: zero-shot heads need class names, and the labels are numbers: put "
+            "the images into one folder per class, or give --no-eval"
         )
     prompts = [prompt.replace("{}", name) for name in names]
-    return labels, partial(heads.logits, heads.head(prompts)), ""
+    return labels, partial(heads.logits, heads.head(prompts)), None
 
 
-def _items(
+def _open_images(
     location: str, split: str, option: str, *, columns: Mapping[str, str | None]
 ) -> ImageItems:
     """Open images at a path or on the hub, with or without `:SPLIT`."""

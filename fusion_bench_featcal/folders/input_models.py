@@ -1,10 +1,12 @@
-"""The models of one `featcal calibrate`, each looked up and opened once."""
+"""Folders of the models of one `featcal calibrate`. Each is looked up and opened once."""
 
 from functools import cached_property
+from pathlib import Path
 
 from fusion_bench_featcal.encoders.naming import DEFAULT, RERANKER
 from fusion_bench_featcal.folders.model_folder import ENCODER, ModelFolder
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.models.hub import fetch_all
 
 
 class InputModels:
@@ -19,7 +21,7 @@ class InputModels:
     """
 
     def __init__(self, request: Request) -> None:
-        """Find all models. Those of the hub are downloaded.
+        """Find all models. Models of the hub are downloaded.
 
         Raises:
             CalibrationError: If a model is missing or damaged.
@@ -37,34 +39,40 @@ class InputModels:
         location = self.request.text_tower
         return None if location is None else ModelFolder("--text-tower", location)
 
+    @cached_property
+    def processor_folder(self) -> Path | None:
+        """The folder of the tokenizer or image processor that an option names, or None."""
+        return next(iter(fetch_all(self.request.processors, weights=False).values()), None)
+
     @property
     def whole(self) -> list[ModelFolder]:
         """All models that are no adapters."""
         return [model for model in self.by_name.values() if not model.is_adapter]
 
     @cached_property
-    def class_of_encoders(self) -> str:
-        """The class of sentence-transformers that opens all models, or an empty text.
+    def encoder_class(self) -> str | None:
+        """The class of sentence-transformers that opens all models, or None for transformers.
 
-        The merged model decides, or else the experts. If it names no class, as mergekit writes it,
-        then the others do, unless it is a classifier and they are none, or the reverse. If none
-        names a class, models without a head and with a head of one output are opened as the library
-        opens them.
+        1. The merged model decides, if it names a class.
+        2. If it names none, as mergekit writes it, the other models decide. Their class opens it
+           only if both are classifiers, or neither is one.
+        3. If no model names a class, those without a head are embedding models, and classifiers
+           with one output are rerankers.
         """
         if self.merged is not None and self.merged.encoder_class:
             return self.merged.encoder_class
         if not (whole := self.whole):
-            return ""
-        classes = {model.encoder_class for model in self.by_name.values()} - {""}
+            return None
+        classes = {model.encoder_class for model in self.by_name.values()} - {None}
         if len(classes) == 1 and all(model.encoder_class for model in whole):
             return classes.pop()
         first, is_classifier = whole[0], whole[0].is_text_classifier
         if len(classes) == 1:
             name = classes.pop()
-            return name if is_classifier == (name == RERANKER) else ""
+            return name if is_classifier == (name == RERANKER) else None
         if classes or (not is_classifier and first.kind != ENCODER):
-            return ""
+            return None
         if is_classifier:
-            return RERANKER if first.has_one_score else ""
+            return RERANKER if first.has_one_score else None
         experts = (model for model in whole[1:] if model is not self.base)
-        return "" if any(model.is_text_classifier for model in experts) else DEFAULT
+        return None if any(model.is_text_classifier for model in experts) else DEFAULT

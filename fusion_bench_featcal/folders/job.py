@@ -1,9 +1,13 @@
-"""One `featcal calibrate` after its checks: calibration, evaluation, and the saved folder."""
+"""One `featcal calibrate` after the check of its options.
+
+`run_job` opens models and data, calibrates, evaluates and saves.
+"""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fusion_bench_featcal.errors import NotImproved
@@ -13,16 +17,16 @@ from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders.digests import changed_inputs, digests_of, repeats, write_inputs
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.input_models import InputModels
-from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.opened_transformers import open_transformers
 from fusion_bench_featcal.folders.options import WORDS
+from fusion_bench_featcal.folders.read_request import check_folder
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_complete, save_folder
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
-from fusion_bench_featcal.models.hub import fetch_all
+from fusion_bench_featcal.models.hub import HubModel, fetch_all
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.names import row_of_rule
-from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
+from fusion_bench_featcal.results.notes import WARNING, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.run.checkpoint import WRITTEN
 from fusion_bench_featcal.run.devices import check_device, usual_torch
@@ -30,52 +34,52 @@ from fusion_bench_featcal.run.devices import check_device, usual_torch
 
 @using_vocabulary(WORDS)
 @usual_torch()
-def run_request(request: Request) -> Path:
+def run_job(request: Request, hub: Mapping[str, HubModel]) -> Path:
     """Calibrate models in folders, and return the folder of the calibrated model.
+
+    Args:
+        request: The request.
+        hub: Models of the hub, by location.
 
     Raises:
         ValueError: If models or data do not fit, or an option cannot be used.
         CalibrationError: If the calibration cannot go on. Messages name the command's options.
     """
-    with quiet(), nullcontext() if request.plan else locked_target(request.folder, "--out"):
-        return _run(request)
-
-
-def _run(request: Request) -> Path:
     out, blocks = request.folder, request.checkpoints
-    if (request.resume or blocks.is_dir()) and is_complete(out, request.recipe):
-        if damaged := damaged_files(out):
-            raise ValueError(
-                f"{out} is not as this command saved it: {', '.join(damaged)} changed or is "
-                f"missing. Restore it, or remove {out} to calibrate again"
-            )
-        if changed := changed_inputs(out / REPORT, digests_of(InputModels(request))):
-            raise ValueError(
-                f"{out} was saved by this command with other files: {', '.join(changed)} changed "
-                "since. Name a new folder by --out"
-            )
-        _remove_blocks(blocks)
-        print(f"{out} is complete: this command saved it before")
-        return out
-    check_device(request.device, f"--device {request.device}")
-    request.check_folder()
-    try:
-        if request.plan and show_downloads(request):
-            return out
-        fetch_all(request.models)
-        inputs = InputModels(request)
-        opened, digests = open_request(inputs), digests_of(inputs)
-        texts = [text for task in opened.tasks.values() for text in task.notes]
-        notes = [*notes_of([*texts, *request.notes]), *repeats(inputs, digests), *opened.notes]
-        notes.sort(key=lambda note: note.kind == WARNING)  # warnings last
-        _refuse(request, opened, digests, notes)
-        show_start(request, opened, notes)
-        if not request.plan:
-            _calibrate(Evaluation(request, opened, notes, digests))
-        return out
-    finally:
-        if not (request.plan or request.has_blocks):
+    with quiet(), nullcontext() if request.plan else locked_target(out, "--out"):
+        if (request.resume or blocks.is_dir()) and is_complete(out, request.recipe):
+            _check_complete(request)
             _remove_blocks(blocks)
+            print(f"{out} is complete: this command saved it before")
+            return out
+        check_device(request.device, f"--device {request.device}")
+        check_folder(request)
+        try:
+            if not (request.plan and show_downloads(hub)):
+                fetch_all(request.models)
+                evaluation = _open_inputs(InputModels(request))
+                show_start(request, evaluation.opened, evaluation.report.notes)
+                if not request.plan:
+                    _calibrate_and_save(evaluation)
+            return out
+        finally:
+            if not (request.plan or request.has_blocks):
+                _remove_blocks(blocks)
+
+
+def _check_complete(request: Request) -> None:
+    """Refuse a saved model if its files, or those that it was made of, have changed."""
+    out = request.folder
+    if damaged := damaged_files(out):
+        raise ValueError(
+            f"{out} is not as this command saved it: {', '.join(damaged)} changed or is "
+            f"missing. Restore it, or remove {out} to calibrate again"
+        )
+    if changed := changed_inputs(out / REPORT, digests_of(InputModels(request))):
+        raise ValueError(
+            f"{out} was saved by this command with other files: {', '.join(changed)} changed "
+            "since. Name a new folder by --out"
+        )
 
 
 def _remove_blocks(folder: Path) -> None:
@@ -87,72 +91,73 @@ def _remove_blocks(folder: Path) -> None:
         folder.rmdir()  # fails if it contains a lock, or a file of the user
 
 
-def open_request(inputs: InputModels) -> Opened:
-    """Open models and rows, by sentence-transformers if the models are its own.
+def _open_inputs(inputs: InputModels) -> Evaluation:
+    """Open models and data, and return a report of them without scores.
 
     Raises:
-        ValueError: If that library is missing, or models or rows do not fit.
-        CalibrationError: If they cannot be used.
+        ValueError: If models or data do not fit, --strict does not accept them, or finished blocks
+            were calibrated with others.
+        CalibrationError: If models or data cannot be used.
     """
-    if name := inputs.class_of_encoders:
+    request = inputs.request
+    if name := inputs.encoder_class:
         # Imported here, because the library's import takes seconds.
         try:
             from fusion_bench_featcal.folders.opened_encoders import open_encoders
         except ImportError as error:
             raise ValueError(f"a {name} {error}") from error
-        return open_encoders(inputs)
-    return open_transformers(inputs)
-
-
-def _refuse(
-    request: Request, opened: Opened, digests: Mapping[str, str], notes: Sequence[Note]
-) -> None:
-    """Refuse what --strict does not accept, and blocks of other models and data."""
+        opened = open_encoders(inputs, name)
+    else:
+        opened = open_transformers(inputs)
+    tasks, digests = opened.tasks.values(), digests_of(inputs)
+    texts = [text for task in tasks for text in task.notes]
+    notes = [*notes_of([*texts, *request.notes]), *repeats(inputs, digests), *opened.notes]
+    notes.sort(key=lambda note: note.kind == WARNING)  # warnings last
     if request.strict and (warnings := [note.text for note in notes if note.kind == WARNING]):
         raise ValueError(f"--strict: {'; '.join(warnings)}. Correct it, or leave --strict out")
-    if request.strict and not any(task.tests for task in opened.tasks.values()):
-        reasons = "; ".join(text for task in opened.tasks.values() for text in task.notes[1:])
+    if request.strict and not any(task.scorer for task in tasks):
+        reasons = "; ".join(text for task in tasks for text in task.notes[1:])
         raise ValueError(
             f"--strict compares scores, and no task has any ({reasons}). Give rows that can be "
             "scored, by --eval NAME=PATH"
         )
     changed = changed_inputs(request.checkpoints, digests)
-    # Other rows to evaluate on change no block.
+    # Other test examples change no block.
     changed = [option for option in changed if not option.startswith("--eval ")]
     if request.has_blocks and changed and not request.plan:
         raise ValueError(
             f"{', '.join(changed)} changed since the blocks in {request.checkpoints} were "
             "calibrated: restore what they were made of, or remove that folder to begin again"
         )
+    return Evaluation(request, opened, notes, digests)
 
 
-def _calibrate(evaluation: Evaluation) -> None:
-    """Calibrate, evaluate, save and show.
+def _calibrate_and_save(evaluation: Evaluation) -> None:
+    """Calibrate the merged model, evaluate and save it, and print the scores.
 
     Raises:
         NotImproved: If --strict forbids to save.
     """
     request, opened, report = evaluation.request, evaluation.opened, evaluation.report
-    first_notes, settings = len(report.notes), opened.settings
+    first_notes, settings, models = len(report.notes), opened.settings, opened.models
     prepare_directory(request.checkpoints, "--out")
     write_inputs(request.checkpoints, evaluation.digests)
     with measure() as cost:
         print(f"calibrating; finished blocks are kept in {request.checkpoints}")
-        calibrated = opened.run_calibration({n: t.batches for n, t in opened.tasks.items()})
-    result, row, merger = calibrated.result, row_of_rule(settings.rule), request.merger[0]
+        result = models.calibrate(settings, {n: t.batches for n, t in opened.tasks.items()})
+    row, merger = row_of_rule(settings.rule), request.merger
     result.reads["budget"] = settings.expert_read_budget
-    result.reads["upstream"] = merger and {"merger": merger, "experts": opened.models.read}
+    result.reads["upstream"] = merger and {"merger": merger.name, "experts": models.expert_bytes}
     counts = {record["task"]: record["samples"] for record in result.log.select("task")}
     samples = {task: {"samples": count, "split": "data"} for task, count in counts.items()}
     facts = calibration_facts(row, settings, result.log.records, samples)
     evaluation.add_references()
-    evaluation.add(row, calibrated.load, facts, cost.as_dict())
+    evaluation.add(row, partial(models.load_calibrated, result), facts, cost.as_dict())
     verdict = evaluation.conclude()
     if is_saved := verdict.is_good or not request.strict:
         # A pooler that experts do not share belongs to each task's head.
-        tail = opened.heads.tail(next(iter(opened.tasks))) if opened.heads else ()
-        card_facts = replace(facts, as_merged=facts.as_merged.without(tail))
-        save_folder(calibrated, card_facts, evaluation)
+        tail = models.heads.tail(next(iter(opened.tasks))) if models.heads else ()
+        save_folder(result, replace(facts, as_merged=facts.as_merged.without(tail)), evaluation)
     _remove_blocks(request.checkpoints)
     show_scores(report, report.notes[first_notes:], evaluation.title)
     if not is_saved:

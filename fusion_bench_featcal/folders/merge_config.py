@@ -1,4 +1,4 @@
-"""The config that mergekit writes next to a merged model: base, experts and their weights."""
+"""The config that mergekit writes beside a merged model: base, experts and their weights."""
 
 import math
 import os
@@ -69,18 +69,18 @@ def read_merge(merged: Path) -> Merge | None:
             "not merge them. Only merged models are calibrated"
         )
     try:
-        return _merge(content, merged)
+        return _parse_merge(content, merged)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not as mergekit writes it: {error}. {ADVICE}") from error
 
 
-def _merge(content: Any, merged: Path) -> Merge:
+def _parse_merge(content: Any, merged: Path) -> Merge:
     """Return base and experts of a config. An adapter on the base is an expert's location."""
     method = str(content.get("merge_method"))
     modules = _list(content, "modules") or [content]
-    if any(map(_stacks, modules)):
+    if any(map(_moves_layers, modules)):
         raise ValueError(
             f"{method} of slices that stack or move layers gives a model with other blocks than "
             "its experts, so it cannot be calibrated"
@@ -92,7 +92,7 @@ def _merge(content: Any, merged: Path) -> Merge:
         for piece in _list(module, "slices") or [module]:
             pieces.append(piece)
             for source in _list(piece, "sources") or _list(piece, "models"):
-                entries.append(entry := _entry(source, merged))
+                entries.append(entry := _parse_entry(source, merged))
                 models[-1][entry.location] = None
                 stated.setdefault(entry.location, []).append(_parameters(source).get("weight"))
     if other := next((names for names in models if names.keys() != models[0].keys()), None):
@@ -101,19 +101,19 @@ def _merge(content: Any, merged: Path) -> Merge:
             f"{', '.join(other)}). {ADVICE}"
         )
     base_names = dict.fromkeys(p.get("base_model") or content.get("base_model") for p in pieces)
-    bases = list(dict.fromkeys(_entry(name, merged) for name in base_names if name))
+    bases = list(dict.fromkeys(_parse_entry(name, merged) for name in base_names if name))
     common, inner = _parameters(content), [p for p in (*pieces, *modules) if p is not content]
-    weights = _weights(method, stated, common, any("weight" in _parameters(p) for p in inner))
+    weights = _find_weights(method, stated, common, any("weight" in _parameters(p) for p in inner))
     if method in _BASE_IS_MERGED and bases:
-        t = _number(common.get("t", 0.5), "t") if method == "slerp" else 0.5
+        t = _as_weight(common.get("t", 0.5), "t") if method == "slerp" else 0.5
         weights = dict.fromkeys(weights, t) | {bases[0].location: None if t is None else 1 - t}
         entries, bases = [*entries, bases[0]], []
-    base = _base(method, bases, entries, weights)
+    base = _find_base(method, bases, entries, weights)
     weights.pop(base or "", None)
-    return Merge(method, base, weights, _is_negative(content))
+    return Merge(method, base, weights, _has_negative_weight(content))
 
 
-def _base(
+def _find_base(
     method: str, bases: Sequence[_Entry], entries: Sequence[_Entry], weights: Mapping[str, object]
 ) -> str | None:
     """Return the common origin of the merged models, or None if the config names none."""
@@ -135,28 +135,32 @@ def _base(
     return base
 
 
-def _weights(
+def _find_weights(
     method: str, stated: Mapping[str, Sequence[object]], common: Mapping[str, object], differ: bool
 ) -> dict[str, float | None]:
     """Return location -> weight, or None if it is not one number.
 
     Args:
         method: The merge method.
-        stated: Location -> the `weight` of each of its entries, or None without one.
+        stated: Location -> the `weight` of all its entries, None for an entry without one.
         common: Parameters of the whole config.
-        differ: Whether slices or modules have weights of their own.
+        differ: Whether a slice or module sets a weight.
     """
     if method in _UNWEIGHTED:
         return dict.fromkeys(stated, 1.0)
     weights = dict[str, float | None]()
-    for location, values in stated.items():
-        numbers = {_number(common.get("weight", 1) if v is None else v, "weight") for v in values}
+    for location, entries in stated.items():
+        values = (common.get("weight", 1) if value is None else value for value in entries)
+        numbers = {_as_weight(value, "weight") for value in values}
         weights[location] = numbers.pop() if len(numbers) == 1 and not differ else None
     return weights
 
 
-def _number(value: Any, name: str) -> float | None:
-    """Return a number, also of a text (YAML 1.1 has no `5e-1`), or None for gradients, filters."""
+def _as_weight(value: Any, name: str) -> float | None:
+    """Return a weight as a number, or None for a gradient or filter.
+
+    A text such as `5e-1`, which YAML 1.1 does not read as a number, is converted.
+    """
     if isinstance(value, list | Mapping):
         return None
     try:
@@ -168,13 +172,13 @@ def _number(value: Any, name: str) -> float | None:
     return number
 
 
-def _is_negative(value: object, is_weight: bool = False) -> bool:
+def _has_negative_weight(value: object, is_weight: bool = False) -> bool:
     """Return whether a weight or lambda anywhere in a config is below 0."""
     if isinstance(value, Mapping):
         inner = ((v, is_weight or key in ("weight", "lambda")) for key, v in value.items())
-        return any(_is_negative(*pair) for pair in inner)
+        return any(_has_negative_weight(*pair) for pair in inner)
     if isinstance(value, list):
-        return any(_is_negative(entry, is_weight) for entry in value)
+        return any(_has_negative_weight(entry, is_weight) for entry in value)
     return is_weight and str(value).strip().startswith("-")
 
 
@@ -189,8 +193,8 @@ def _list(part: Mapping[str, Any], key: str) -> list[Any]:
     return list(entries.values() if isinstance(entries, Mapping) else entries)
 
 
-def _stacks(part: Mapping[str, object]) -> bool:
-    """Return whether a slice has another position than its layers have in its models."""
+def _moves_layers(part: Mapping[str, object]) -> bool:
+    """Return whether the layers of a slice move, as in a stack of layers."""
     end: Any = 0
     for piece in _list(part, "slices"):
         ranges = [source.get("layer_range") or [end, end] for source in _list(piece, "sources")]
@@ -200,18 +204,18 @@ def _stacks(part: Mapping[str, object]) -> bool:
     return False
 
 
-def _entry(value: object, merged: Path) -> _Entry:
+def _parse_entry(value: object, merged: Path) -> _Entry:
     """Read `MODEL`, `MODEL+LORA`, one of mergekit's mappings, or a mapping with parameters."""
     adapter = None
     while isinstance(value, Mapping) and "model" in value:
         value, adapter = value["model"], value.get("lora")
     if adapter is None and isinstance(value, str):
         value, _, adapter = value.partition("+")
-    location = _location(value, merged)
-    return _Entry(location, _location(adapter, merged) if adapter else None)
+    location = _find_location(value, merged)
+    return _Entry(location, _find_location(adapter, merged) if adapter else None)
 
 
-def _location(value: Any, merged: Path) -> str:
+def _find_location(value: Any, merged: Path) -> str:
     """Return a folder or hub id. Relative folders start here or above the merged model."""
     suffix = ""
     if isinstance(value, Mapping):

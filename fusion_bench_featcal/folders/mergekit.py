@@ -1,4 +1,4 @@
-"""Base, experts and weights from the `mergekit_config.yml` next to a merged model."""
+"""Base, experts and weights from the `mergekit_config.yml` beside a merged model."""
 
 import os
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def with_merge_config(
         return base, experts, "--expert"
     option, named = f"{merged}/{FILE}", experts
     if not experts:
-        named = _experts(merge, option, notes)
+        named = _choose_experts(merge, option, notes)
         notes.append(f"experts by {FILE} ({merge.method})")
     if base is None and merge.base is not None:
         notes.append(f"base by {FILE}")
@@ -58,11 +58,11 @@ def with_merge_config(
     return base or merge.base, named, "--expert" if experts else option
 
 
-def _experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
+def _choose_experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
     """Return name -> location of the models that a merge moves towards.
 
-    A name is the last part of a location. A calibration moves towards every expert, so the user has
-    to choose if a merge moves away from a model, or not at all.
+    A name is the last part of a location. A calibration moves towards every expert. If a merge
+    moves away from a model, or gives it the weight 0, the user has to choose the experts.
     """
     totals = merge.weights
     if merge.has_negative_weight:
@@ -80,7 +80,7 @@ def _experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
             f"{option}: {', '.join(merges)} was merged itself, as mergekit-multi does on the way, "
             f"so it is no expert. Name the models that were fine-tuned by --expert NAME=DIR"
         )
-    experts = {_name(location): location for location in totals}
+    experts = {_last_part(location): location for location in totals}
     if not experts or len(experts) < len(totals):
         problem = f"{', '.join(totals)} end in one name" if experts else "no models"
         raise ValueError(f"{option}: {problem}. {ADVICE}")
@@ -99,15 +99,16 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
         notes: Receives a sentence on unequal weights.
 
     Returns:
-        Expert -> factor. Empty if all weights are equal, or cannot be expressed so.
+        Expert -> factor. Empty if all weights are equal, or are not one positive number each.
     """
     try:
         merge = read_merge(Path(merged).expanduser())
     except ValueError:  # all models are named by options
         notes.append(f"{FILE} cannot be read, so weights of the merge have no part in FeatCal+")
         return {}
-    by_place = {} if merge is None else {_place(model): w for model, w in merge.weights.items()}
-    weights = {n: by_place[p] for n, expert in experts.items() if (p := _place(expert)) in by_place}
+    by_path = {_resolved(model): w for model, w in merge.weights.items()} if merge else {}
+    paths = {name: _resolved(location) for name, location in experts.items()}
+    weights = {name: by_path[path] for name, path in paths.items() if path in by_path}
     are_equal = all(weights.values()) and len({*weights.values()}) == 1
     if merge is None or len(weights) < len(experts) or are_equal:
         return {}
@@ -130,13 +131,13 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
     return factors
 
 
-def _place(location: str) -> str:
-    """Return a key of a location that is equal for all paths of one folder."""
+def _resolved(location: str) -> str:
+    """Return the real path of a folder, or a hub id unchanged."""
     path = Path(location).expanduser()
     return os.path.realpath(path) if path.exists() else location
 
 
-def _name(location: str) -> str:
+def _last_part(location: str) -> str:
     """Return the last part of a path or hub id, without a revision."""
     path = Path(location)
     return path.name if path.exists() else path.name.partition("@")[0]

@@ -11,7 +11,7 @@ from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.experts.model_config import complete_config
 from fusion_bench_featcal.families import EveryPosition, Family, Stack, find_stack, resolve_family
 from fusion_bench_featcal.families.base import SOUNDS
-from fusion_bench_featcal.folders.request import labelled
+from fusion_bench_featcal.folders.request import option_label
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import CLIP_CLASSES, ModelFiles, base_models
 
@@ -19,7 +19,7 @@ Kind = Literal[
     "causal", "seq2seq", "speech", "text classifier", "image classifier", "clip", "encoder",
     "image encoder",
 ]  # fmt: skip
-"""Kind of models, which determines inputs and evaluation."""
+"""Kind of a model. It determines inputs and evaluation."""
 SPEECH: Kind = "speech"
 TEXT_CLASSIFIER: Kind = "text classifier"
 IMAGE_CLASSIFIER: Kind = "image classifier"
@@ -37,19 +37,19 @@ class ModelFolder(ModelFiles):
     Attributes:
         option: The option that names it: `MERGED`, `--base`, `--expert TASK` or `--text-tower`.
         name: The task of an expert, else `base` or `merged`.
-        encoder_class: The class of sentence-transformers that its files name, or an empty text.
+        encoder_class: The class of sentence-transformers that its files name, or None.
     """
 
     def __init__(self, option: str, location: str) -> None:
         """Find the folder, and check config and headers of files.
 
-        Files of sentence-transformers are not checked, as its models open their own.
+        Files of encoders are not checked, because sentence-transformers opens them.
 
         Args:
             option: As the attribute.
             location: Folder or hub id.
         """
-        self.option, label = option, labelled(option, location)
+        self.option, label = option, option_label(option, location)
         self.name = option.partition(" ")[2] or option.removeprefix("--").lower()
         super().__init__(fetch(location, label), label)
         if not self.folder.is_dir():
@@ -85,7 +85,8 @@ class ModelFolder(ModelFiles):
         if name in CLIP_CLASSES:
             return "clip"
         for kind, names in _classifiers().items():
-            if any(name == other or name in _several(other) for other in names.values()):
+            classes = ((one,) if isinstance(one, str) else one for one in names.values())
+            if any(name in several for several in classes):
                 if kind == TEXT_CLASSIFIER and has_decoder:
                     raise ValueError(
                         f"{self.label} is a {name}, whose texts run through an encoder and a "
@@ -141,8 +142,8 @@ def body_name(classifier: Any) -> str:
 def family_of(setting: Any, body: Any, kind: Kind) -> Family:
     """Return the family of the calibrated part.
 
-    A classifier's body does not show what its head reads: those of DINOv2 and CLIP average
-    positions, while the pooled output of their bodies is the class token.
+    A classifier's body does not show which positions its head reads. The heads of DINOv2 and CLIP
+    average all positions, while the pooled output of their bodies is the class token.
     """
     family = resolve_family(setting, body)
     if kind == IMAGE_CLASSIFIER and isinstance(family, Stack):
@@ -151,27 +152,27 @@ def family_of(setting: Any, body: Any, kind: Kind) -> Family:
 
 
 def class_names(model: ModelFolder) -> list[str]:
-    """Return the class names of a model's head by number, from `id2label` in its config.
+    """Return the class names of a model's head in the order of `id2label` in its config.
 
-    Names that only its `label2id` has are used.
+    If `id2label` has no real names, those of `label2id` are used.
 
     Raises:
-        ValueError: If `id2label` and `label2id` give a class different numbers.
+        ValueError: If `id2label` and `label2id` give a class different indices.
     """
     config: Any = model.empty.config
     names = [str(name) for _, name in sorted(config.id2label.items())]
-    numbers = (model.config or {}).get("label2id")
-    if not isinstance(numbers, Mapping):
+    indices = (model.config or {}).get("label2id")
+    if not isinstance(indices, Mapping):
         return names
     if are_unnamed(names):
-        ordered = sorted(numbers, key=lambda name: str(numbers[name]).zfill(9))
-        are_numbered = [str(numbers[name]) for name in ordered] == [*map(str, range(len(names)))]
+        ordered = sorted(indices, key=lambda name: str(indices[name]).zfill(9))
+        are_numbered = [str(indices[name]) for name in ordered] == [*map(str, range(len(names)))]
         return ordered if are_numbered else names
-    for number, name in enumerate(names):
-        if str(numbers.get(name, number)) != str(number):
+    for index, name in enumerate(names):
+        if str(indices.get(name, index)) != str(index):
             raise ValueError(
-                f"{model.label}: in its config.json {name!r} is class {number} by id2label and "
-                f"{numbers[name]} by label2id. Correct one of them"
+                f"{model.label}: in its config.json {name!r} is class {index} by id2label and "
+                f"{indices[name]} by label2id. Correct one of them"
             )
     return names
 
@@ -183,7 +184,3 @@ def _classifiers() -> dict[Kind, Any]:
         TEXT_CLASSIFIER: auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         IMAGE_CLASSIFIER: auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     }
-
-
-def _several(names: object) -> Any:
-    return () if isinstance(names, str) else names

@@ -1,9 +1,9 @@
-"""The parts that `featcal calibrate` opens before it calibrates, and runs afterwards."""
+"""What `featcal calibrate` opens before it calibrates: the models, the settings and the tasks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -24,60 +24,68 @@ class CardHead(NamedTuple):
     tags: Sequence[str]
 
 
-@dataclass(frozen=True)
-class CalibratedModel:
-    """The calibrated model.
-
-    Attributes:
-        result: The calibration's log and reads.
-        load: Returns the model on the device.
-        write: Writes the model and all that belongs to it, but no card. Receives an empty folder,
-            and task -> its expert's head, if experts have heads of their own.
-    """
-
-    result: CalibrationResult
-    load: Callable[[], nn.Module]
-    write: Callable[[Path, Mapping[str, nn.Module]], CardHead]
-
-
-class Models(NamedTuple):
+class Models(Protocol):
     """Merged model, base and experts of one request, which fit each other.
 
     Attributes:
         title: Kind and class of the models.
-        size: Bytes of the merged model.
-        read: Bytes of all experts.
-        load_merged: Returns the merged model on the device.
-        load_expert: Returns a task's expert on the device.
-        as_merged: Returns the modules that a calibration leaves as merged.
+        merged_bytes: Bytes of the merged model.
+        expert_bytes: Bytes of all experts.
+        heads: The experts' heads, or None if all tasks share the merged model's.
     """
 
     title: str
-    size: int
-    read: int
-    load_merged: Callable[[], nn.Module]
-    load_expert: Callable[[str], nn.Module]
-    as_merged: Callable[[], AsMerged] = AsMerged
+    merged_bytes: int
+    expert_bytes: int
+    heads: ClassifierHeads | None = None
+
+    def load_merged(self) -> nn.Module:
+        """Return the merged model on the device."""
+        ...
+
+    def load_expert(self, task: str) -> nn.Module:
+        """Return a task's expert on the device."""
+        ...
+
+    def left_as_merged(self, tasks: Mapping[str, Task]) -> AsMerged:
+        """Return the modules that a calibration with these tasks leaves unchanged, if known."""
+        ...
+
+    def calibrate(self, settings: FeatCalSettings, batches: Mapping[str, Any]) -> CalibrationResult:
+        """Calibrate the merged model with each task's batches."""
+        ...
+
+    def load_calibrated(self, result: CalibrationResult) -> nn.Module:
+        """Return the calibrated model on the device."""
+        ...
+
+    def write_calibrated(
+        self, result: CalibrationResult, folder: Path, heads: Mapping[str, nn.Module]
+    ) -> CardHead:
+        """Write the calibrated model and the files beside it, but no card.
+
+        Args:
+            result: The calibration.
+            folder: An empty folder.
+            heads: Task -> its expert's head, if experts have heads of their own.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class Opened:
-    """The parts of one run.
+    """The models and data of one run.
 
     Attributes:
         models: The models.
-        heads: The experts' heads, or None if all tasks share the merged model's.
         settings: Settings of the calibration, all of them set.
-        run_calibration: Calibrates the merged model with these settings and each task's batches.
-        tasks: Task -> its rows.
-        notes: Notes on models and settings. Warnings are on experts that may not read the data as
-            they did when they were tuned.
+        tasks: Task -> its data.
+        notes: Notes on models and settings. Warnings name experts that may not read the data in
+            the way in which they were trained.
     """
 
     models: Models
-    heads: ClassifierHeads | None
     settings: FeatCalSettings
-    run_calibration: Callable[[Mapping[str, Any]], CalibratedModel]
     tasks: Mapping[str, Task]
     notes: Sequence[Note]
 

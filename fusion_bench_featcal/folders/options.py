@@ -26,7 +26,7 @@ WORDS = Vocabulary("--set ", {
     "float32": "save MERGED, --base and every --expert in it, by model.float().save_pretrained("
     "DIR)",
 })  # fmt: skip
-"""Its own options in messages of shared rooms."""
+"""Names of the command's options in messages that other entry points share."""
 
 
 def pair(word: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def mapping(
 
 def add_arguments(parser: argparse.ArgumentParser, owner: type) -> None:
     """Add a dataclass's options to a parser. The first one is a positional argument."""
-    for number, field in enumerate(settings_of(owner)):
+    for index, field in enumerate(settings_of(owner)):
         keys, kinds = field.metadata, (field.type, *get_args(field.type))
         more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": keys["help"]}
         if bool in kinds:
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser, owner: type) -> None:
             more |= {"type": keys["word"], "action": "append", "metavar": keys["metavar"]}
         else:
             more |= {"type": int if int in kinds else str, "metavar": keys.get("metavar")}
-        if number:
+        if index:
             parser.add_argument(flag_of(field.name), **more)
         else:
             parser.add_argument(field.name, nargs="?", **more)
@@ -123,12 +123,12 @@ def command_line_options(parsed: Mapping[str, object], owner: type) -> dict[str,
     values = {}
     for field in settings_of(owner):
         if isinstance(value := parsed.get(field.name), list):
-            value = _joined(value, flag_of(field.name), field.metadata.get("last_counts", False))
+            value = _join(value, flag_of(field.name), field.metadata.get("last_counts", False))
         values[field.name] = value
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _joined(words: Sequence[Mapping[str, object]], flag: str, last_counts: bool) -> dict[str, Any]:
+def _join(words: Sequence[Mapping[str, object]], flag: str, last_counts: bool) -> dict[str, Any]:
     """Join the words of a repeatable option.
 
     Raises:
@@ -137,9 +137,9 @@ def _joined(words: Sequence[Mapping[str, object]], flag: str, last_counts: bool)
     joined = dict[str, Any]()
     for name, value in (entry for word in words for entry in word.items()):
         if name in joined and not last_counts:
-            what = "for all tasks" if name == "*" else name
+            task = "for all tasks" if name == "*" else name
             raise ValueError(
-                f"{flag} has {what} twice, {joined[name]} and {value}: leave one of them out, or "
+                f"{flag} has {task} twice, {joined[name]} and {value}: leave one of them out, or "
                 "give it another name"
             )
         joined[name] = value
@@ -156,7 +156,7 @@ def recipe_text(owner: object, folder: Path) -> str:
     for field in settings_of(type(owner)):
         value, keys = getattr(owner, field.name), field.metadata
         if keys.get("is_recorded", True) and value != getattr(defaults, field.name):
-            recorded[field.name] = _relative(value, folder) if keys.get("is_location") else value
+            recorded[field.name] = _as_relative(value, folder) if keys.get("is_location") else value
     return masked(yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True))
 
 
@@ -166,27 +166,27 @@ def with_full_paths(recipe: Mapping[str, object], owner: type, folder: Path) -> 
     Names without `./` or `../` that the folder lacks are hub ids, or paths in the current folder.
     """
     locations = {field.name for field in settings_of(owner) if field.metadata.get("is_location")}
-    return {n: _absolute(v, folder) if n in locations else v for n, v in recipe.items()}
+    return {n: _as_absolute(v, folder) if n in locations else v for n, v in recipe.items()}
 
 
-def _absolute(value: Any, folder: Path) -> Any:
+def _as_absolute(value: Any, folder: Path) -> Any:
     if isinstance(value, Mapping):
-        return {name: _absolute(entry, folder) for name, entry in value.items()}
+        return {name: _as_absolute(entry, folder) for name, entry in value.items()}
     path = os.path.normpath(folder.resolve() / value)
-    return path if value.startswith(".") or _existing(path) is not None else value
+    return path if value.startswith(".") or _existing_path(path) is not None else value
 
 
-def _relative(value: Any, folder: Path) -> Any:
+def _as_relative(value: Any, folder: Path) -> Any:
     if isinstance(value, Mapping):
-        return {name: _relative(entry, folder) for name, entry in value.items()}
-    if (path := _existing(value)) is None:
+        return {name: _as_relative(entry, folder) for name, entry in value.items()}
+    if (path := _existing_path(value)) is None:
         return value
     file = Path(path).absolute()  # its name stays, because files in the hub's cache are links
     relative = os.path.relpath(file.parent.resolve() / file.name, folder.resolve())
     return f"{relative}{value.removeprefix(path)}"
 
 
-def _existing(value: str) -> str | None:
+def _existing_path(value: str) -> str | None:
     """Return the path that exists in `PATH` or `PATH:SPLIT`, or None."""
     paths = (value, value.rpartition(":")[0])
     return next((path for path in paths if path and Path(path).exists()), None)

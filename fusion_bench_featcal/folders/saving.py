@@ -9,13 +9,13 @@ from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.digests import write_inputs
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.heads import HEADS
-from fusion_bench_featcal.folders.opened import CalibratedModel
 from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.models.cards import CARD, card_text
 from fusion_bench_featcal.models.saving import writing_model, written_bytes
 from fusion_bench_featcal.results import accuracy_frame, write_run
 from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.run import Facts
+from fusion_bench_featcal.run.result import CalibrationResult
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""
@@ -39,42 +39,38 @@ model.load_state_dict(load_file(f"{{head}}/head.safetensors"), strict=False)
 """End of the card of a classifier with heads."""
 
 
-def save_folder(calibrated: CalibratedModel, facts: Facts, evaluation: Evaluation) -> None:
+def save_folder(result: CalibrationResult, facts: Facts, evaluation: Evaluation) -> None:
     """Save the calibrated model with heads, card and report, atomically.
 
     Args:
-        calibrated: The model, its log and reads.
+        result: The calibration.
         facts: Its settings, samples, numbers, and modules that were not calibrated.
         evaluation: The report, for the model card and `featcal/`, the experts' classifiers, whose
             heads are saved, and the digests of models and data.
     """
-    request, report, heads = evaluation.request, evaluation.report, evaluation.heads
-    opened, opened_heads = evaluation.opened, evaluation.opened.heads
-    folder, result = request.folder, calibrated.result
-    advice = (
-        "Make room and repeat the command with --resume: the finished blocks are in "
-        f"{request.checkpoints}"
-    )
-    option, needed = f"--out {folder}", written_bytes(opened.models.size)
-    name, origin = row_of_rule(opened.settings.rule), request.merged or request.merge
-    frame, merger = accuracy_frame(report), {"merged model": origin}
+    request, report, models = evaluation.request, evaluation.report, evaluation.opened.models
+    folder, blocks = request.folder, request.checkpoints
+    advice = f"Make room and repeat the command with --resume: the finished blocks are in {blocks}"
+    option, needed = f"--out {folder}", written_bytes(models.merged_bytes)
+    name = row_of_rule(evaluation.opened.settings.rule)
+    frame, merger = accuracy_frame(report), {"merged model": request.merged or request.merge}
     with writing_model(folder, needed, option=option, advice=advice) as new:
         new.mkdir()
-        library, tags = calibrated.write(new, heads)
+        library, tags = models.write_calibrated(result, new, evaluation.heads)
         card = card_text(name, facts, request.base, request.expert, frame, merger, library, tags)
-        if opened_heads is not None:
-            print(f"heads: {folder / HEADS}/NAME. {folder} loads with that of "
-                  f"{opened_heads.saved_name}")  # fmt: skip
-            inputs = "Image" if opened.models.title.startswith("image") else "Sequence"
+        if models.heads is not None:
+            head = models.heads.saved_name
+            print(f"heads: {folder / HEADS}/NAME. {folder} loads with that of {head}")
+            inputs = "Image" if models.title.startswith("image") else "Sequence"
             kind = f"AutoModelFor{inputs}Classification"
-            card += _HEADS.format(heads=HEADS, own=opened_heads.saved_name, kind=kind)
+            card += _HEADS.format(heads=HEADS, own=head, kind=kind)
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         write_run(new / REPORT, report, "--out", frame)
         write_inputs(new / REPORT, evaluation.digests)
         result.log.write(new / REPORT / "calibration_log.jsonl")
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
-        # Users edit the card.
+        # The card is not listed, because users edit it.
         written = {name: digest_file(new / name) for name in list_files(new) if name != CARD}
         (new / WRITTEN).write_text(json_text(written), encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""Output of `featcal calibrate`: its inputs, its needs, and the scores of the models."""
+"""Output of `featcal calibrate`: inputs, bytes to read and write, and the models' scores."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
@@ -12,7 +12,7 @@ from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import bytes_text, pluralize
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.models.hub import hub_models
+from fusion_bench_featcal.models.hub import HubModel
 from fusion_bench_featcal.models.plan import Plan, check_room, read_within, show_plan
 from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.results import AVERAGE, Run
@@ -32,26 +32,27 @@ def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
     print(f"{models.title}, {pluralize(len(opened.tasks), 'task')}")
     for note in notes:
         print(f"  {masked(note.text)}")
-    read, size = read_within(models.read, settings.expert_read_budget), models.size
+    read, size = read_within(models.expert_bytes, settings.expert_read_budget), models.merged_bytes
     row = row_of_rule(settings.rule)
     rows, strengths = {row: 1}, {row: settings.strengths}
     writes = {str(request.folder): written_bytes(size), str(request.checkpoints): size}
     writes = {} if request.out is None else writes
     plan = Plan(read=read, output=size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:
-        show_plan(replace(plan, as_merged=models.as_merged()))
+        show_plan(replace(plan, as_merged=models.left_as_merged(opened.tasks)))
         print("nothing was run: only a run shows whether every block can be calibrated by itself")
         return
     print(f"plan: {bytes_text(read or 0)} read from experts, at most")
     check_room(plan.writes)
 
 
-def show_downloads(request: Request) -> bool:
-    """Print the files to fetch from the hub, and return whether there are any."""
-    models = hub_models(request.models)
-    if request.tokenizer is not None:
-        models |= hub_models({f"--tokenizer {request.tokenizer}": request.tokenizer}, weights=False)
-    sizes = {model.location: model.missing for model in models.values() if model.missing}
+def show_downloads(hub: Mapping[str, HubModel]) -> bool:
+    """Print the files to fetch from the hub, and return whether there are any.
+
+    Args:
+        hub: Models of the hub, by location.
+    """
+    sizes = {location: model.missing for location, model in hub.items() if model.missing}
     for location, missing in sizes.items():
         files, size = pluralize(len(missing), "file"), bytes_text(sum(missing.values()))
         print(f"to fetch: {location}, {files}, {size}")
@@ -63,7 +64,7 @@ def show_downloads(request: Request) -> bool:
 def show_scores(report: Run, notes: Sequence[Note], title: str) -> None:
     """Print the verdict, accuracy and loss of every model by task, gains by task, and notes.
 
-    The title names both numbers.
+    The title names accuracy and loss.
     """
     for note in notes:
         if note.is_conclusion:
@@ -83,15 +84,14 @@ def show_scores(report: Run, notes: Sequence[Note], title: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context that prints the progress of the calibration, but nothing of loading.
+    """Context that prints the progress of the calibration, but not that of loading.
 
-    After it, levels and progress bars of all libraries are as before.
+    It restores levels and progress bars of all libraries.
     """
     from transformers.utils import logging
 
     package = "fusion_bench_featcal."
-    # The plan lists samples and unrelated experts, and notes the samples that are not trusted
-    # and modules that stay as merged.
+    # The sentences that these would log are notes of the report.
     levels = {
         "run.progress": INFO,
         "streams.samples": ERROR,

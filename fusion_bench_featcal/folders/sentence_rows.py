@@ -1,4 +1,4 @@
-"""Rows of texts for models of sentence-transformers, with the library's own columns."""
+"""Tables of texts for models of sentence-transformers, with the library's own columns."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from fusion_bench_featcal.folders.request import Request
 
 
 class SentenceRows:
-    """A table, of which a row is the dictionary that the library's trainers would read.
+    """A table whose rows are the dictionaries that the library's trainers read.
 
     Attributes:
         columns: Name of a text -> its column. Names are those of the library, such as `query`.
@@ -41,13 +41,13 @@ class SentenceRows:
         self._targets = {n: c for n, c in targets.items() if n in columns or c in available}
         read = {*self.columns.values(), *self._targets.values()}
         self.unread = [column for column in available if column not in read]
-        numbers = (int, float, bool)
-        texts = [c for c in self.unread if not isinstance(_number(rows[0].get(c)), numbers)]
+        first = {column: _as_number(rows[0].get(column)) for column in self.unread}
+        texts = [c for c, value in first.items() if not isinstance(value, int | float)]
         self._others = {} if chosen_names else {c: rows[0].get(c) for c in texts}
 
     @property
-    def doubt(self) -> str:
-        """Return why it is not known which columns are texts, or an empty text."""
+    def problem(self) -> str | None:
+        """Return why it is not known which columns are texts, or None if it is known."""
         if not self.columns:
             return ", and none of them has a known name of texts"
         texts = ", ".join(self.columns)
@@ -59,37 +59,38 @@ class SentenceRows:
             return f", of which only {texts} has a known name of texts"
         lists = [c for c, v in self._others.items() if "neg" in c.lower() and isinstance(v, list)]
         if not lists:
-            return ""
+            return None
         advice = "Write a column for each text (negative_1, negative_2, ...), or leave it out"
         return f", and column {lists[0]} has lists, which are not read. {advice}"
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return a row's texts and targets. Texts of numbers, which CSV files have, are numbers."""
-        row = self._rows[number]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return an example's texts and targets. Texts of numbers (in CSV files) become numbers."""
+        row = self._rows[index]
         chosen = {name: row.get(column) for name, column in self.columns.items()}
         for name, text in chosen.items():
             if not isinstance(text, str) or not text.strip():
                 column = self.columns[name]
                 advice = ": write a row for each of its texts" * isinstance(text, list)
                 raise ValueError(
-                    f"{self.row_name(number)}: {column} is {text!r:.40}, not a text{advice}"
+                    f"{self.row_name(index)}: {column} is {text!r:.40}, not a text{advice}"
                 )
-        return chosen | {name: _number(row.get(column)) for name, column in self._targets.items()}
+        targets = {name: row.get(column) for name, column in self._targets.items()}
+        return chosen | {name: _as_number(value) for name, value in targets.items()}
 
-    def texts(self, number: int) -> tuple[str, ...]:
-        """Return a row's texts, without its targets."""
-        row = self[number]
+    def texts(self, index: int) -> tuple[str, ...]:
+        """Return an example's texts, without its targets."""
+        row = self[index]
         return tuple(row[name] for name in self.columns)
 
-    def row_name(self, number: int) -> str:
-        """Return the name of a row in messages."""
-        return self._rows.row_name(number)
+    def row_name(self, index: int) -> str:
+        """Return the name of an example in messages."""
+        return self._rows.row_name(index)
 
 
-def _number(value: object) -> Any:
+def _as_number(value: object) -> Any:
     """Return the number that a text is, or the value itself."""
     if not isinstance(value, str):
         return value
@@ -120,7 +121,7 @@ def open_sentences(
     absent = [f"{name}={column}" for name, column in columns.items() if column not in available]
     absent = [pair for pair in absent if not pair.startswith(f"{LABEL}=")]  # only scores need it
     opened = SentenceRows(rows, available, columns)
-    if reason := f", so {', '.join(absent)} is wrong" if absent else opened.doubt:
+    if reason := f", so {', '.join(absent)} is wrong" if absent else opened.problem:
         raise ValueError(
             f"{option} has the columns {', '.join(available)}{reason}: name them by --columns "
             "[NAME:]text=COLUMN, or query=COLUMN,document=COLUMN"

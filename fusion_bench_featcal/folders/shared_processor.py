@@ -18,7 +18,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import TEXT_MODELS, ModelFolder
 from fusion_bench_featcal.models.folder_files import FolderFiles
-from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.processors import (
     check_processors,
     has_processor,
@@ -28,30 +27,30 @@ from fusion_bench_featcal.models.processors import (
 
 
 class SharedProcessor:
-    """The one of --tokenizer, else of the first model that has one.
+    """The processor that `--tokenizer` names, or else that of the first model that has one.
 
     Attributes:
         folder: Its folder.
         option: Its name in messages.
         loaded: The tokenizer or image processor. For a whole CLIP, both in one object.
-        tokenizers: This one by its option, and each expert's by the expert. None for images.
-        note: A sentence if it is an expert's, or an empty text.
+        tokenizers: Option or expert -> its tokenizer. This one is the first. Empty for images.
+        note: A sentence if it belongs to an expert, or None.
     """
 
     def __init__(self, inputs: InputModels, model: ModelFolder) -> None:
-        """Load it, and compare it with those of the experts.
+        """Load the processor, and compare it with those of the experts.
 
         Args:
             inputs: The models of the request.
             model: The model that defines the class of the calibrated one.
 
         Raises:
-            CalibrationError: If there is none, or experts have other ones.
-            ValueError: If it gives images that the model does not take.
+            CalibrationError: If there is none, or an expert has a different one.
+            ValueError: If its images have other channels than the model reads.
         """
         self._request, self._is_text = inputs.request, model.kind in TEXT_MODELS
         self._experts = {expert.label: expert.folder for expert in inputs.experts.values()}
-        self.folder, self.note = self._find(inputs, model), ""
+        self.folder, self.note = self._find(inputs, model), None
         self.tokenizers: Mapping[str, PreTrainedTokenizerBase] = {}
         self.option = f"--tokenizer {self.folder}"
         owner = next((e for e in inputs.experts.values() if e.folder == self.folder), None)
@@ -62,8 +61,8 @@ class SharedProcessor:
 
     def _find(self, inputs: InputModels, model: ModelFolder) -> Path:
         """Return the folder that has it."""
-        if (location := self._request.tokenizer) is not None:
-            return fetch(location, f"--tokenizer {location}", weights=False)
+        if inputs.processor_folder is not None:
+            return inputs.processor_folder
         models = filter(None, (model, inputs.base, *inputs.experts.values()))
         folders = (m.folder for m in models)
         is_image = not self._is_text

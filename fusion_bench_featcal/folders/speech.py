@@ -1,4 +1,4 @@
-"""Tasks of speech models: sounds and their texts."""
+"""Tasks of speech models: audio and its transcripts."""
 
 from functools import partial
 from typing import Any
@@ -7,14 +7,15 @@ from fusion_bench_featcal.data.speech import COLUMNS, SpeechBatches, read_speech
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.data.transcripts import TranscriptScorer
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import Task, TaskRows
-from fusion_bench_featcal.folders.texts import folder_of, open_media, open_texts
+from fusion_bench_featcal.folders.tasks import Task, TaskData
+from fusion_bench_featcal.folders.text_tables import open_texts
+from fusion_bench_featcal.folders.texts import without_repeated_media
 
 
 def open_speech_task(
     task: str, request: Request, encoder: TextEncoder, extractor: Any, start: int | None
 ) -> Task:
-    """Open a task's speech: rows with `audio` and `text`. Transcripts are scored by their words.
+    """Open a task's speech: examples with `audio` and `text`, scored by their words.
 
     Args:
         task: The task.
@@ -24,19 +25,22 @@ def open_speech_task(
         start: Token with which decoders begin.
     """
     columns = request.columns_of(task)
-    open_rows = partial(open_texts, columns=columns, names=COLUMNS, usual=COLUMNS[:1])
-    rows = TaskRows.open(task, request, open_rows)
+    open_dataset = partial(open_texts, columns=columns, names=COLUMNS, usual=COLUMNS[:1])
+    data = TaskData.open(task, request, open_dataset)
     samples, tested = (
-        [read_speech(part.rows, index, folder_of(part)) for index in part.indices]
-        for part in (rows.samples, rows.tests)
+        [read_speech(subset.dataset, index, subset.folder) for index in subset.indices]
+        for subset in (data.samples, data.tests)
     )
     calibration = SpeechBatches(samples, extractor, encoder, start)
     unread = dict.fromkeys(name for text in calibration.texts for name in text.unread)
     notes = [f"columns that are not read: {', '.join(unread)}"] if unread else []
     read = [columns.get(name, name) for name in COLUMNS]
-    return open_media(rows, calibration, tested, read, notes, _transcripts)
-
-
-def _transcripts(test: SpeechBatches) -> tuple[TranscriptScorer, dict[str, str]]:
-    measure, title = "word accuracy, 1 - word error rate", "word accuracy % (loss)"
-    return TranscriptScorer(test), {"measure": measure, "title": title}
+    data, test = without_repeated_media(data, calibration, tested)
+    return data.opened(
+        calibration,
+        TranscriptScorer(test) if test.rows else None,
+        read,
+        notes,
+        measure="word accuracy, 1 - word error rate",
+        title="word accuracy % (loss)",
+    )

@@ -1,7 +1,8 @@
-"""One task of `featcal calibrate`: calibration samples and test samples."""
+"""One task of `featcal calibrate`: its calibration samples and its test examples."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -9,35 +10,39 @@ from torch import nn
 from fusion_bench_featcal.data.draws import evenly_spaced, sample_order
 from fusion_bench_featcal.data.labels import are_unnamed, class_indices
 from fusion_bench_featcal.data.scoring import Score
+from fusion_bench_featcal.data.tables import parent_folder
 from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.folders.request import Request
 
-HELD_BACK = 5
-"""Without test data, one row in this number is held back for evaluation."""
-FEW_ROWS = 5
-"""Number of evaluated rows below which a task is not compared."""
+HELD_OUT = 5
+"""Without test data, one example in this number is held out for evaluation."""
+FEW_EXAMPLES = 5
+"""Number of test examples below which a task is not compared."""
 
 
-class Part(NamedTuple):
-    """Rows of a dataset for one purpose.
+class Subset(NamedTuple):
+    """Selected examples of a dataset.
 
     Attributes:
         option: The option with the dataset, for messages.
-        rows: The dataset.
-        indices: Numbers of its rows.
+        location: Path or hub id of the dataset, with or without a split.
+        dataset: The dataset.
+        indices: Indices of the examples in it.
     """
 
     option: str
-    rows: Any
+    location: str
+    dataset: Any
     indices: list[int]
 
-    def of(self, indices: list[int]) -> "Part":
-        """Return other rows of the same dataset."""
-        return self._replace(indices=indices)
+    @property
+    def folder(self) -> Path:
+        """The folder of the dataset's table, where relative paths in it start."""
+        return parent_folder(self.location)
 
 
 class Scorer(Protocol):
-    """Test samples that score a model."""
+    """Test examples on which a model is scored."""
 
     def score(self, model: nn.Module) -> Score:
         """Score a model."""
@@ -51,167 +56,170 @@ class Task:
     Attributes:
         batches: Calibration samples: an iterable of the model's inputs.
         samples: Number of calibration samples.
-        tests: Test samples, or None.
+        scorer: Scores a model on the test examples, or None if there are none.
         notes: Sentences on the samples.
-        title: What the scores are, a share in percent and a loss.
-        has_repeats: Whether test samples repeat calibration samples.
+        title: Names of both scores: a percentage and a loss.
+        has_repeats: Whether test examples repeat calibration samples.
     """
 
     batches: Iterable[Any]
     samples: int
-    tests: Scorer | None
+    scorer: Scorer | None
     notes: Sequence[str] = ()
     title: str = "accuracy % (loss)"
     has_repeats: bool = False
 
 
 @dataclass(frozen=True)
-class TaskRows:
-    """A task's rows, divided into calibration samples and test rows.
+class TaskData:
+    """A task's data, divided into calibration samples and test examples.
 
-    Calibration rows are those that `method=featcal` draws. Held-back rows come from the end of the
-    same random order, so the two never overlap. Rows of --eval are spread over their dataset,
-    because image folders are sorted by class.
+    The samples are the same as those of `method=featcal`. Held-out examples come from the end of
+    the same random order, so the two never overlap. Examples of --eval are spread over their
+    dataset, because image folders are sorted by class.
 
     Attributes:
         task: The task.
         request: The request.
-        samples: Calibration rows.
-        tests: Test rows, none if nothing is scored.
-        order: Numbers of all rows of --data in random order.
-        reason: Why nothing is scored, or an empty text.
-        notes: Sentences on test rows that repeat samples.
-        has_repeats: Whether such rows are scored.
+        samples: Calibration samples.
+        tests: Test examples. Empty if nothing is scored.
+        order: Indices of all examples of --data in random order.
+        reason: Why nothing is scored, or None.
+        notes: Sentences on test examples that repeat samples.
+        has_repeats: Whether such examples are scored.
     """
 
     task: str
     request: Request
-    samples: Part
-    tests: Part
+    samples: Subset
+    tests: Subset
     order: list[int]
-    reason: str = ""
+    reason: str | None = None
     notes: Sequence[str] = ()
     has_repeats: bool = False
 
     @classmethod
     def open(
-        cls, task: str, request: Request, open_rows: Callable[[str, str, str], Any]
-    ) -> "TaskRows":
-        """Open a task's rows.
+        cls, task: str, request: Request, open_dataset: Callable[[str, str, str], Any]
+    ) -> "TaskData":
+        """Open a task's data.
 
         Args:
             task: The task.
             request: The request.
-            open_rows: Returns the rows of a location, a split and a name for messages.
+            open_dataset: Returns a dataset. Its arguments are a location, a split and an option for
+                messages.
 
         Raises:
-            ValueError: If there are no rows, or too few for --strict.
+            ValueError: If there are no examples, or too few for --strict.
         """
 
-        def opened(field: str, location: str, split: str) -> Part:
+        def opened(field: str, location: str, split: str) -> Subset:
             option = f"--{field} {task}={location}"
-            rows = open_rows(location, split, option)
-            if not len(rows):
+            dataset = open_dataset(location, split, option)
+            if not len(dataset):
                 raise ValueError(f"{option} has no rows")
-            return Part(option, rows, [])
+            return Subset(option, location, dataset, [])
 
         data, most = opened("data", request.data[task], "train"), request.eval_rows
-        order = sample_order(len(data.rows), task, request.settings.seed)
-        held_back = 0 if request.no_eval or task in request.eval else len(order) // HELD_BACK
-        first_test = len(order) - min(most, held_back)
-        samples = data.of(order[: min(request.settings.samples_per_task, first_test)])
-        tests = data.of(order[first_test:])
+        order = sample_order(len(data.dataset), task, request.settings.seed)
+        held_out = 0 if request.no_eval or task in request.eval else len(order) // HELD_OUT
+        first_test = len(order) - min(most, held_out)
+        most_samples = min(request.settings.samples_per_task, first_test)
+        samples = data._replace(indices=order[:most_samples])
+        tests = data._replace(indices=order[first_test:])
         if task in request.eval and not request.no_eval:
             tests = opened("eval", request.eval[task], "test")
-            tests = tests.of(evenly_spaced(len(tests.rows), most))
-        if request.strict and not request.no_eval and len(tests.indices) < FEW_ROWS:
+            tests = tests._replace(indices=evenly_spaced(len(tests.dataset), most))
+        if request.strict and not request.no_eval and len(tests.indices) < FEW_EXAMPLES:
             raise ValueError(
-                f"--strict compares at least {FEW_ROWS} rows per task, and {tests.option} leaves "
-                f"{len(tests.indices)}: give more by --eval {task}=PATH"
+                f"--strict compares at least {FEW_EXAMPLES} rows per task, and {tests.option} "
+                f"leaves {len(tests.indices)}: give more by --eval {task}=PATH"
             )
         return cls(task, request, samples, tests, order)
 
-    def unscored(self, reason: str) -> "TaskRows":
-        """Return the rows without tests. Those that were held back become samples."""
-        samples = self.samples.of(self.order[: self.request.settings.samples_per_task])
-        return replace(self, samples=samples, tests=self.tests.of([]), reason=reason)
+    def unscored(self, reason: str) -> "TaskData":
+        """Return the data without test examples. Held-out examples become samples."""
+        order = self.order[: self.request.settings.samples_per_task]
+        samples, tests = self.samples._replace(indices=order), self.tests._replace(indices=[])
+        return replace(self, samples=samples, tests=tests, reason=reason)
 
     def without_repeats(
         self, sample_keys: Iterable[Hashable], test_keys: Iterable[Hashable]
-    ) -> tuple["TaskRows", list[int]]:
-        """Leave out held-back rows that repeat a sample if enough others remain.
+    ) -> tuple["TaskData", list[int]]:
+        """Leave out held-out examples that repeat a sample if enough others remain.
 
         Args:
-            sample_keys: What is read of each sample.
-            test_keys: What is read of each test row.
+            sample_keys: The content of each sample.
+            test_keys: The content of each test example.
 
         Returns:
-            The rows, and the places of those test rows among the former ones that remain.
+            The data, and the positions in `test_keys` of the test examples that remain.
         """
         read = {*sample_keys} if self.tests.indices else set[Hashable]()
         repeats = [content in read for content in test_keys]
-        new = [place for place, is_repeat in enumerate(repeats) if not is_repeat]
+        new = [position for position, is_repeat in enumerate(repeats) if not is_repeat]
         if len(new) == len(repeats):
             return self, new
         note = f"{sum(repeats)} of {pluralize(len(repeats), 'test row')} repeat samples"
-        if self.task in self.request.eval or len(new) < FEW_ROWS:
+        if self.task in self.request.eval or len(new) < FEW_EXAMPLES:
             notes = [f"{self.task}: {note}, and are scored all the same"]
             return replace(self, notes=notes, has_repeats=True), [*range(len(repeats))]
-        tests = self.tests.of([self.tests.indices[place] for place in new])
+        tests = self.tests._replace(indices=[self.tests.indices[n] for n in new])
         return replace(self, tests=tests, notes=[f"{self.task}: {note}, and are left out"]), new
 
     def opened(
         self,
         batches: Iterable[object],
-        tests: Scorer | None,
+        scorer: Scorer | None,
         columns: Iterable[str],
         notes: Sequence[str] = (),
         *,
         measure: str = "share of right answers",
         title: str = Task.title,
     ) -> Task:
-        """Return the task with its batches and tests.
+        """Return the task with its batches and scorer.
 
         Args:
             batches: Calibration samples.
-            tests: Test samples, or None.
+            scorer: Scores a model on the test examples, or None.
             columns: The columns that are read.
-            notes: Further sentences on the rows, without the task's name.
-            measure: What is scored.
-            title: What the scores are.
+            notes: Further sentences on the data, without the task's name.
+            measure: Description of the accuracy.
+            title: Names of both scores.
         """
         unscored = [f"not scored, as {self.reason}"] if self.reason else []
         task_notes = [f"{self.task}: {note}" for note in (*notes, *unscored)]
         texts = [self._sentence(columns, measure), *self.notes, *task_notes]
-        return Task(batches, len(self.samples.indices), tests, texts, title, self.has_repeats)
+        return Task(batches, len(self.samples.indices), scorer, texts, title, self.has_repeats)
 
     def _sentence(self, columns: Iterable[str], measure: str) -> str:
-        """Describe the samples, the columns, and the rows of the evaluation."""
+        """Describe the samples, the columns, and the test examples."""
         task, request = self.task, self.request
         named = {column: name for name, column in request.columns_of(task).items()}
         read = ", ".join(f"{named[c]}={c}" if named.get(c, c) != c else c for c in columns)
-        begin = f"{task}: {pluralize(len(self.samples.indices), 'sample')} of {request.data[task]}"
-        begin += f" ({read})" if read else ""
+        samples = pluralize(len(self.samples.indices), "sample")
+        description = f"{task}: {samples} of {request.data[task]}{f' ({read})' * bool(read)}"
         if request.no_eval or self.reason:
-            return begin
+            return description
         if not self.tests.indices:
-            return f"{begin}; too few rows to hold any back, so it is not evaluated (--eval)"
+            return f"{description}; too few rows to hold any back, so it is not evaluated (--eval)"
         source = "of --eval" if task in request.eval else "of --data, held back"
-        few = " (too few to compare, more by --eval)" * (len(self.tests.indices) < FEW_ROWS)
+        few = " (too few to compare, more by --eval)" * (len(self.tests.indices) < FEW_EXAMPLES)
         rows = pluralize(len(self.tests.indices), "row")
-        return f"{begin}; evaluated on {rows} {source}{few}: {measure}"
+        return f"{description}; evaluated on {rows} {source}{few}: {measure}"
 
 
-def head_numbers(
+def head_class_indices(
     values: Sequence[object],
     names: Sequence[str] | None,
     classes: Sequence[str],
     row_name: Callable[[int], str],
     more_labels: Sequence[object] = (),
-) -> tuple[list[int], str]:
-    """Return the head's number of each label, and a note on how they were found, or no text.
+) -> tuple[list[int], str | None]:
+    """Return the head's class index of each label, and a note on how it was found, or None.
 
-    If the head has no names (LABEL_0, ...), the data's own are used in their order.
+    If the head has no names (LABEL_0, ...), the class names of the data are used in their order.
 
     Args:
         values: The labels: numbers or texts.
@@ -223,28 +231,28 @@ def head_numbers(
     Raises:
         CalibrationError: As `class_indices`.
     """
-    note, texts = "", {value for value in (*values, *more_labels) if isinstance(value, str)}
+    note, texts = None, {value for value in (*values, *more_labels) if isinstance(value, str)}
     names = names or sorted(texts)
     if len(names) == len(classes) and are_unnamed(classes) and names != classes:
         order = ", ".join(names)
         note = f"its expert's head has no names of classes, so they are {order:.200} in this order"
         classes = names
     owner = " of the expert's head"
-    numbers = class_indices(values, classes, row_name, owner=owner, advice="")
+    indices = class_indices(values, classes, row_name, owner=owner, advice="")
     labels = [str(value).removesuffix(".0") for value in (*values, *more_labels)]
-    pairs = zip(labels, numbers, strict=False)
-    # They are numbers of classes, not of their names, and none is 0.
+    pairs = zip(labels, indices, strict=False)
+    # All labels are class indices, not names that are numbers, and none is 0.
     are_from_one = "0" not in labels and all(text == str(n) != classes[n] for text, n in pairs)
     if are_from_one and not note:
-        first = min(numbers)
+        first = min(indices)
         note = f"no label is 0, and labels count from 0: {first} is {classes[first]!r}"
-    return numbers, note
+    return indices, note
 
 
-def not_scored(values: Sequence[object], classes: Sequence[str]) -> str:
-    """Return why labels cannot be compared with a head's classes, or an empty text."""
+def not_scored(values: Sequence[object], classes: Sequence[str]) -> str | None:
+    """Return why labels cannot be compared with a head's classes, or None if they can."""
     if len(classes) == 1:
         return "its expert's head has one output, which is no choice between classes"
     if values and all(isinstance(value, list | tuple) for value in values):
         return "its labels are lists, not one class each"
-    return ""
+    return None

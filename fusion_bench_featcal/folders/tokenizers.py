@@ -1,4 +1,4 @@
-"""Warnings of experts whose tokenizers or chat templates read the data in another way."""
+"""Warnings about experts whose tokenizers or chat templates read the data differently."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -19,19 +19,19 @@ _PROBED = 64
 
 
 Tokenizers = Mapping[str, PreTrainedTokenizerBase]
-"""An option or expert in the words of messages -> its tokenizer. The first writes all inputs."""
+"""Name of an option or expert in messages -> its tokenizer. The first one encodes all inputs."""
 
 
 def warnings_on_tokens(
     tokenizers: Tokenizers, samples: Mapping[str, Iterable[object]]
 ) -> list[Note]:
-    """Warn of experts whose tokenizers split a text into other tokens of the same numbers.
+    """Warn about experts whose tokenizers split a text into different tokens.
 
-    The texts are an expert's samples, tokens that only its tokenizer has, and tokens of all. Texts
-    of samples are not shown: the sentences stand in the card of the result.
+    The texts are an expert's samples, tokens that only its tokenizer has, and tokens that all
+    tokenizers have. Samples are not quoted, because the warnings go into the model card.
 
     Args:
-        tokenizers: The tokenizer of all inputs, and those of experts.
+        tokenizers: The tokenizer of all inputs, and the experts' tokenizers.
         samples: An expert -> samples of its task: texts, or lists or dictionaries with texts.
     """
     (option, tokenizer), *experts = tokenizers.items()
@@ -44,10 +44,10 @@ def warnings_on_tokens(
         added = {*other.get_vocab()} - vocabulary - {*other.all_special_tokens}
         probes = chain(_PROBES, sorted(added)[:_PROBED], words, map(str.upper, words))
         differs = partial(_difference, tokenizer, other)
-        differing = next(filter(None, map(differs, probes)), "")
-        if not differing and any(map(differs, _texts([*samples.get(label, ())]))):
+        differing = next(filter(None, map(differs, probes)), None)
+        if differing is None and any(map(differs, _texts([*samples.get(label, ())]))):
             differing = "one of its samples becomes other tokens"
-        if differing:
+        if differing is not None:
             texts.append(
                 f"{label} has a tokenizer that splits texts otherwise than {option}: {differing}"
             )
@@ -55,7 +55,7 @@ def warnings_on_tokens(
 
 
 def warnings_on_chats(tokenizers: Tokenizers) -> list[Note]:
-    """Warn of experts whose chat template differs from that of all inputs."""
+    """Warn about experts whose chat template differs from the one that writes all inputs."""
     rendered = {label: render_shortest_chat(tokenizer) for label, tokenizer in tokenizers.items()}
     option, expected = next(iter(rendered.items()))
     texts = [
@@ -70,26 +70,28 @@ def warnings_on_chats(tokenizers: Tokenizers) -> list[Note]:
 def refuse_languages(tokenizers: Tokenizers, models: Iterable[ModelFolder]) -> None:
     """Refuse encoder-decoders that answer in several languages, or for several tasks of Whisper.
 
-    One tokenizer writes the targets of all tasks, so an expert's may not write other tokens around
-    them. The models' configs may not begin answers otherwise. What is not declared fits everything.
+    One tokenizer encodes the targets of all tasks, so every expert's tokenizer must put the same
+    tokens around a target, and every model's config must begin answers with the same token. A model
+    that declares neither fits all others.
 
     Args:
-        tokenizers: The tokenizer of all inputs, and those of experts.
+        tokenizers: The tokenizer of all inputs, and the experts' tokenizers.
         models: The experts, and the model whose configs the result gets.
 
     Raises:
-        CalibrationError: Naming two models and what they declare.
+        CalibrationError: If two models declare different languages or tasks.
     """
     tokenizer, *_ = tokenizers.values()
     expected, marks = _target_marks(tokenizer), "tgt_lang or language of the tokenizer"
-    said = [(marks, label, _target_marks(one) or expected) for label, one in tokenizers.items()]
+    texts = {label: _target_marks(one) or expected for label, one in tokenizers.items()}
+    declared_values = [(marks, label, text) for label, text in texts.items()]
     for model, key in product(models, ("forced_bos_token_id", "language", "task")):
         if (value := declared(key, model)) is not None:
             token = tokenizer.convert_ids_to_tokens(value) if type(value) is int else value
             name = str(token).strip("<|>")  # Whisper's may also be a code or the language's name
-            said.append((key, model.label, TO_LANGUAGE_CODE.get(name.lower(), name)))
+            declared_values.append((key, model.label, TO_LANGUAGE_CODE.get(name.lower(), name)))
     first = dict[str, tuple[str, str]]()
-    for key, label, value in said:
+    for key, label, value in declared_values:
         other, expected = first.setdefault(key, (label, value))
         if value != expected:
             raise CalibrationError(
@@ -109,15 +111,17 @@ def _target_marks(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _difference(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str
-) -> str:
-    """Return what another tokenizer makes of a text, or an empty text if it makes the same."""
+) -> str | None:
+    """Return the first token of a text that another tokenizer splits differently, or None."""
     pairs = zip_longest(_tokens(tokenizer, text), _tokens(other, text), fillvalue="")
-    expected, token = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-    return f"of {text!r} it makes {token!r} where {expected!r} is here" if expected != token else ""
+    for expected, token in pairs:
+        if expected != token:
+            return f"of {text!r} it makes {token!r} where {expected!r} is here"
+    return None
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a row's value, such as those of a chat's turns."""
+    """Yield all texts inside a value of an example, such as a chat's turns."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple | Mapping):
@@ -126,7 +130,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
-    """Return the tokens of a text without an end token, which not every training adds."""
+    """Return the tokens of a text without the end token, because some trainings add none."""
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     end = tokenizer.eos_token_id
     return [*tokenizer.convert_ids_to_tokens(ids[:-1] if ids[-1:] == [end] else ids)]

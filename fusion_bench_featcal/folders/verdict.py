@@ -1,4 +1,4 @@
-"""The verdict after `featcal calibrate`, and experts that are worse than the merged model."""
+"""The verdict of `featcal calibrate`: a comparison of models on test examples, task by task."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -6,34 +6,34 @@ from typing import NamedTuple
 
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import pluralize
-from fusion_bench_featcal.folders.tasks import FEW_ROWS
+from fusion_bench_featcal.folders.tasks import FEW_EXAMPLES
 from fusion_bench_featcal.results import ACCURACY
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.statistics import ADDED_DIFFERENCES, Difference, mean_difference
 from fusion_bench_featcal.results.tables import Unit
 
 _WORSE = 0.1
-"""Smallest excess loss of an expert over the merged model. An expert may use other words."""
+"""An expert is worse if its loss exceeds the merged model's by more. It may use other words."""
 LEAST_LOSS = 0.01
-"""Smallest change of the loss: that of a right answer's probability by one percent."""
+"""Smallest change of the loss that counts. It changes a right answer's probability by 1 %."""
 
 
 class TaskChange(NamedTuple):
     """Change of a task's scores from the merged to the calibrated model.
 
     Attributes:
-        rows: Number of rows.
+        examples: Number of test examples.
         loss: Rise of the loss.
         accuracy: Rise of the accuracy. None if it counts tokens.
     """
 
-    rows: int
+    examples: int
     loss: Difference
     accuracy: Difference | None
 
     @classmethod
     def of(cls, before: Score, after: Score) -> "TaskChange":
-        """Compare the scores of two models on the same rows."""
+        """Compare the scores of two models on the same examples."""
         accuracy = None
         flags, shares = (before.correct, after.correct), (before.word_scores, after.word_scores)
         for (old, new), added in ((flags, ADDED_DIFFERENCES), (shares, None)):
@@ -46,7 +46,7 @@ class TaskChange(NamedTuple):
     def kind(self) -> str:
         """`few`, `worse`, `better` or `unclear`."""
         accuracy = self.accuracy or Difference(0.0, 0.0, 1, None)
-        if self.rows < FEW_ROWS:
+        if self.examples < FEW_EXAMPLES:
             return "few"
         if self.loss.is_above(LEAST_LOSS) or accuracy.is_below():
             return "worse"
@@ -62,12 +62,12 @@ class TaskChange(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Comparison of the calibrated model with the merged one on held-back rows.
+    """Comparison of the calibrated model with the merged one on test examples.
 
     Attributes:
-        gains: Task -> a sentence, with 95 % intervals over its rows.
+        gains: Task -> a sentence, with 95 % intervals over its examples.
         sentence: The conclusion.
-        is_good: Whether a task was compared, none is worse, and nothing is in doubt.
+        is_good: Whether a task was compared, none is worse, and there are no warnings.
     """
 
     gains: dict[str, str]
@@ -79,50 +79,51 @@ def compare(
     merged: Mapping[str, Score],
     calibrated: Mapping[str, Score],
     advice: str,
-    held_back: Collection[str] = (),
+    held_out: Collection[str] = (),
     repeating: Sequence[str] = (),
     unscored: Collection[str] = (),
     warnings: Sequence[Note] = (),
 ) -> Verdict:
     """Compare two models.
 
-    Both directions need the same evidence. A task is worse if its mean loss rises or its accuracy
-    falls beyond Student's 95 % interval of its rows' differences. Any other task is better if its
-    loss falls or its accuracy rises beyond it. Losses change by 0.01 at least. Tasks with few rows
-    are neither.
+    A task is worse if its mean loss rises or its accuracy falls, and Student's 95 % interval of the
+    differences of its examples does not include 0. Otherwise it is better if its loss falls or its
+    accuracy rises in the same sense. A loss has to change by 0.01 at least. Tasks with few examples
+    are neither better nor worse.
 
     Args:
         merged: Task -> the merged model's score.
-        calibrated: Task -> the calibrated model's score, on the same rows.
+        calibrated: Task -> the calibrated model's score, on the same examples.
         advice: Sentence on what to try if a task is worse.
-        held_back: Tasks whose rows are of the same source as their samples. These rows cannot show
-            that the samples are unlike the data in use.
-        repeating: Tasks whose rows repeat their samples.
+        held_out: Tasks whose test examples were held out of their samples. Such examples cannot
+            show that the samples are unlike the data in use.
+        repeating: Tasks whose test examples repeat their samples.
         unscored: Tasks without scores.
-        warnings: Reasons why models or data may be other ones than meant.
+        warnings: Warnings that the models or data may not be the intended ones.
     """
     changes = {task: TaskChange.of(before, calibrated[task]) for task, before in merged.items()}
     by_kind = defaultdict[str, dict[str, TaskChange]](dict)
     for task, change in changes.items():
         by_kind[change.kind][task] = change
     unclear, few, worse = by_kind["unclear"], by_kind["few"], by_kind["worse"]
-    rows = {task: pluralize(change.rows, "row") for task, change in changes.items()}
-    parts = ["none, as nothing was scored"]
+    rows = {task: pluralize(change.examples, "row") for task, change in changes.items()}
+    clauses = ["none, as nothing was scored"]
     if merged:
         count = f"{len(by_kind['better'])} of {pluralize(len(merged), 'task')}"
-        same = [task for task in merged if task in held_back]  # rows of the same source
-        names = f" ({', '.join(same)})" if len(same) < len(merged) else ""
-        source = f", on held-back rows of the same source{names}" if same else ""
-        parts = [f"better than the merged model on {count} by Student's 95 % interval{source}"]
-        parts += [f"test rows repeat samples: {', '.join(repeating)}"] if repeating else []
-        parts += [f"not scored: {', '.join(unscored)}"] if unscored else []
-    parts += [f"no clear change: {', '.join(unclear)}"] if unclear else []
+        same_source = [task for task in merged if task in held_out]
+        names = f" ({', '.join(same_source)})" if len(same_source) < len(merged) else ""
+        source = f", on held-back rows of the same source{names}" if same_source else ""
+        clauses = [f"better than the merged model on {count} by Student's 95 % interval{source}"]
+        clauses += [f"test rows repeat samples: {', '.join(repeating)}"] if repeating else []
+        clauses += [f"not scored: {', '.join(unscored)}"] if unscored else []
+    clauses += [f"no clear change: {', '.join(unclear)}"] if unclear else []
     counts = ", ".join(f"{task} ({rows[task]})" for task in few)
-    parts += [f"too few rows to compare (below {FEW_ROWS}): {counts}"] if few else []
-    figures = ", ".join(f"{task} ({change.text})" for task, change in worse.items())
-    parts += [f"worse: {figures}. {advice}".rstrip()] if worse else []
-    doubted = f"in doubt: {'; '.join(note.text for note in warnings)}. Scores: " if warnings else ""
-    conclusion = f"verdict: {doubted}{'; '.join(parts)}"
+    clauses += [f"too few rows to compare (below {FEW_EXAMPLES}): {counts}"] if few else []
+    changed_scores = ", ".join(f"{task} ({change.text})" for task, change in worse.items())
+    clauses += [f"worse: {changed_scores}. {advice}".rstrip()] if worse else []
+    reasons = "; ".join(note.text for note in warnings)
+    in_doubt = f"in doubt: {reasons}. Scores: " if warnings else ""
+    conclusion = f"verdict: {in_doubt}{'; '.join(clauses)}"
     gains = {t: f"gain of {t} on {rows[t]}: {change.text}" for t, change in changes.items()}
     return Verdict(gains, conclusion, bool(merged) and not worse and not warnings)
 

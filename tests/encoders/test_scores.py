@@ -24,7 +24,7 @@ from sentence_transformers.sentence_transformer import evaluation as of_texts  #
 from sentence_transformers.sparse_encoder import evaluation as of_terms  # noqa: E402
 from sklearn.metrics import average_precision_score  # noqa: E402
 
-from fusion_bench_featcal.encoders.scores import encoder_tests, name_tests  # noqa: E402
+from fusion_bench_featcal.encoders.scores import class_name_scorer, encoder_scorer  # noqa: E402
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
 from fusion_bench_featcal.results.statistics import NORMAL  # noqa: E402
 
@@ -63,13 +63,13 @@ def row_name(number: int) -> str:
 
 
 def score(model: Any, data: Any) -> Any:
-    tests = encoder_tests(model, data, row_name)
+    tests = encoder_scorer(model, data, row_name)
     assert not isinstance(tests, str), tests
     return tests.score(model)
 
 
 def reason(model: Any, data: list[dict[str, Any]]) -> str:
-    tests = encoder_tests(model, data, row_name)
+    tests = encoder_scorer(model, data, row_name)
     assert isinstance(tests, str)
     return tests
 
@@ -244,7 +244,7 @@ def test_classes_of_a_reranker(models: dict[str, Any]) -> None:
     assert "has words, and the model's classes have no names" in reason(model, words)
     words[3]["label"] = "never"
     with pytest.raises(CalibrationError, match=r"^line 4: label 'never' is none of the 3 classes"):
-        encoder_tests(named, words, row_name)
+        encoder_scorer(named, words, row_name)
     for more in ({}, {"score": SCORES}):
         assert "among 3 classes, and its rows" in reason(model, rows(**PAIR, **more))
 
@@ -263,7 +263,7 @@ def test_reranking(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
         return found
 
     monkeypatch.setattr(model, "predict", recording)
-    tests = encoder_tests(model, rows(query=queries, passage=passages), row_name)
+    tests = encoder_scorer(model, rows(query=queries, passage=passages), row_name)
     assert not isinstance(tests, str)
     result: Any = tests.score(model)
     for number, (query, passage) in enumerate(zip(queries, passages, strict=True)):
@@ -364,9 +364,9 @@ def test_rows_without_a_score(models: dict[str, Any], name: str, data: Any, text
 def test_careless_rows(models: dict[str, Any]) -> None:
     data = rows(text=FIRST, label=[*LABELS[:3], math.nan, *LABELS[4:]])
     with pytest.raises(ValueError, match=r"^line 4 has no label, but other rows have one: give it"):
-        encoder_tests(models["cosine"], data, row_name)
+        encoder_scorer(models["cosine"], data, row_name)
     with pytest.raises(TypeError, match=r"^line 1 is a single text, but a CrossEncoder reads"):
-        encoder_tests(models["CrossEncoder"], rows(text=FIRST, label=LABELS), row_name)
+        encoder_scorer(models["CrossEncoder"], rows(text=FIRST, label=LABELS), row_name)
 
 
 # --- class names ---
@@ -375,7 +375,7 @@ def test_careless_rows(models: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["SentenceTransformer", "SparseEncoder"])
 def test_names_of_labels(models: dict[str, Any], name: str) -> None:
     model, other = models[name], tiny.tuned(models[name], 5)
-    tests = name_tests(rows(text=FIRST, label=LABELS), row_name, other, "of {} and")
+    tests = class_name_scorer(rows(text=FIRST, label=LABELS), row_name, other, "of {} and")
     assert not isinstance(tests, str)
     result: Any = tests.score(model)
     names = sorted({*LABELS})
@@ -391,7 +391,7 @@ def test_names_of_labels(models: dict[str, Any], name: str) -> None:
 
 def test_labels_without_names(models: dict[str, Any]) -> None:
     def of(data: Any, model: Any = "cosine") -> Any:
-        return name_tests(data, row_name, models[model], "{}")
+        return class_name_scorer(data, row_name, models[model], "{}")
 
     for labels in ([*range(COUNT)], ["a"] * COUNT, [f"{n}" for n in range(COUNT)], [None] * COUNT):
         assert of(rows(text=FIRST, label=labels)) == "class names need at least two labels in words"

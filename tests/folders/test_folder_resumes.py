@@ -21,7 +21,7 @@ from tiny_texts import TASKS
 
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data import scoring
-from fusion_bench_featcal.folders import calibrated_transformers
+from fusion_bench_featcal.folders import transformers_models
 from fusion_bench_featcal.models import saving
 from fusion_bench_featcal.run.checkpoint import CheckpointFolder
 
@@ -214,7 +214,7 @@ def test_a_block_that_is_damaged_before_it_is_saved_is_named(folder: Path, monke
         change(block)
         write(*arguments)
 
-    monkeypatch.setattr(calibrated_transformers, "write_shards", damaging)
+    monkeypatch.setattr(transformers_models, "write_shards", damaging)
     message = error_of(*words(folder, *FAST))
     assert f"{block}: its tensor" in message and "--resume" in message
     assert not (folder / "out").exists() and block.exists()

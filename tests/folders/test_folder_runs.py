@@ -41,6 +41,7 @@ from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
 from fusion_bench_featcal.cli import main
 from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.folders import calibrate_folder, options, screen, transformers_models
+from fusion_bench_featcal.folders.read_request import read_request
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results import read_run
 
@@ -162,7 +163,9 @@ def test_paths_of_a_recipe_start_at_its_folder(folder, tmp_path, monkeypatch):
 
 def test_options_have_priority_over_a_recipe(finished):
     run, more = finished("llama"), {"set": {"seed": 1}, "data": {"two": finished("bert").folder}}
-    recipe = Request.of({"config": run.out / "recipe.yaml", "out": "new", "preset": "plus", **more})
+    recipe = read_request(
+        {"config": run.out / "recipe.yaml", "out": "new", "preset": "plus", **more}
+    )
     assert (recipe.settings.seed, recipe.settings.samples_per_task) == (1, ROWS)
     assert recipe.data == {"one": f"{run.folder}/one.jsonl", "two": str(more["data"]["two"])}
     assert recipe.preset == "plus" and recipe.settings.rule

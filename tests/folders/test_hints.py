@@ -12,7 +12,7 @@ from reports import featcal
 import fusion_bench_featcal
 from fusion_bench_featcal.data import speech
 from fusion_bench_featcal.errors import words
-from fusion_bench_featcal.folders import images, options, request, texts
+from fusion_bench_featcal.folders import images, options, request, text_classes, texts
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.tasks import load_images
 
@@ -24,7 +24,7 @@ SETTINGS = {*FeatCalSettings.names()} - OTHERS
 # Encoders take any name, `score` as a target.
 COLUMNS = {
     *texts._PROMPT_COLUMNS,
-    *texts._CLASSIFIER_COLUMNS,
+    *text_classes._COLUMNS,
     *images._COLUMNS,
     *speech.COLUMNS,
     "score",

@@ -17,7 +17,7 @@ from fusion_bench_featcal.data.labels import encode_labels
 from fusion_bench_featcal.data.text_samples import ClassifierTextEncoder
 from fusion_bench_featcal.folders.images import open_image_task
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.texts import open_class_task
+from fusion_bench_featcal.folders.text_classes import open_class_task
 
 PETS, UNNAMED = ["cat", "dog", "owl"], ["LABEL_0", "LABEL_1", "LABEL_2"]
 STARS = ["1 star", "2 stars", "3 stars"]
@@ -49,7 +49,7 @@ def opened(path: str, heads: Any) -> Any:
 
 
 def numbers_of(task: Any) -> list[int]:
-    return torch.cat([batch["labels"] for batch in task.tests.batches(None)]).tolist()
+    return torch.cat([batch["labels"] for batch in task.scorer.batches(None)]).tolist()
 
 
 @pytest.mark.parametrize(("labels", "names", "heads", "expected"), [
@@ -168,13 +168,13 @@ def test_labels_that_name_no_class_are_not_scored(tmp_path, labels, heads, reaso
     asked = Request(expert={"a": "x"}, data={"a": str(file)})
     encoder = ClassifierTextEncoder(word_tokenizer())
     task = open_class_task("a", asked, encoder, heads, pads=True)
-    assert task.tests is None and task.samples == 10
+    assert task.scorer is None and task.samples == 10
     assert re.search(f"a: not scored, as {reason}", "; ".join(task.notes))
 
 
 def test_images_of_a_head_with_one_output_are_not_scored(tmp_path):
     task = opened(write(tmp_path, [0, 0], []), ["LABEL_0"])
-    assert task.tests is None
+    assert task.scorer is None
     assert task.notes[-1].startswith("a: not scored, as its expert's head has one output")
 
 

@@ -13,7 +13,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("base", "one", "two", "runs/a/three", "runs/a/merged", "one-lora", "two-lora"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(folders, "run", lambda request: request)
+    monkeypatch.setattr(folders, "calibrate_request", lambda request: request)
 
 
 def requested(config: str, experts: dict[str, str], **options: Any) -> Any:
