@@ -139,6 +139,7 @@ def test_visible_lines(name, level, message, rank, visible, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "message", "is_bug"), [
     (["method.ridge_lambda=-1"], "method.ridge_lambda must be", False),
+    (["method.ridge_lamda=1"], "method.ridge_lamda is unknown (nearest: 'ridge_lambda')", False),
     (["method.modules=[nothing]"], "method.modules='nothing' matches no module", False),
     (["modelpool._target_=nowhere.Pool"], "No module named 'nowhere'", True),
 ])  # fmt: skip

@@ -11,9 +11,11 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException, MissingConfigException
 from hydra.experimental.callback import Callback
@@ -46,7 +48,6 @@ WORDS = Vocabulary("method.", {
     "processes": " (fabric.devices, fabric.num_nodes)",
 })  # fmt: skip
 """Settings in messages of shared rooms."""
-_hook_before: Any = None
 
 
 class FeatCalJob(Callback):
@@ -58,7 +59,6 @@ class FeatCalJob(Callback):
 
     def __init__(self) -> None:
         """Create the callback after the config is composed."""
-        stop_explaining()
         set_vocabulary(WORDS)
 
     def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
@@ -72,7 +72,7 @@ class FeatCalJob(Callback):
 
         make_importable(os.getcwd())
         explain_interruptions()
-        # FusionBench sets it to 1, which processes started by the job would take for the user's.
+        # FusionBench's YAML sets 1, which processes of the job would take for the user's choice.
         config.hydra.job.env_set[FULL_ERROR] = os.environ.get(FULL_ERROR, "0")
         if is_helper(os.environ):  # the time in the folder's name would differ
             with open_dict(config.hydra):
@@ -202,7 +202,11 @@ def make_importable(folder: str) -> None:
 
 
 def explain_interruptions() -> None:
-    """Say how to go on in place of a traceback, if a run is interrupted by Ctrl-C or a signal."""
+    """Print how to continue instead of a traceback, if Ctrl-C or a signal interrupts a run.
+
+    Python's hook for uncaught errors is the only place for this: FusionBench's command catches
+    nothing, and Hydra calls no callback after a KeyboardInterrupt.
+    """
     before = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -220,26 +224,24 @@ def explain_interruptions() -> None:
 
 
 def explain_config_errors() -> None:
-    """Explain Hydra's errors in one line until the config is composed."""
-    global _hook_before
-    if os.environ.get(FULL_ERROR) != "1":
-        os.environ[FULL_ERROR] = "1"  # Hydra then leaves its errors to the hook
-        _hook_before, sys.excepthook = sys.excepthook, _explain
+    """End a command in one line if Hydra cannot compose its config.
 
+    Hydra has no hook for such errors: its plugins run before a config is composed, and its
+    callbacks afterwards. So its method that loads a config is wrapped.
+    """
+    load = ConfigLoaderImpl.load_configuration
 
-def stop_explaining() -> None:
-    """Restore the error handling of Hydra and Python."""
-    global _hook_before
-    if _hook_before is not None:
-        os.environ.pop(FULL_ERROR, None)
-        sys.excepthook, _hook_before = _hook_before, None
+    @wraps(load)
+    def load_or_exit(*args: Any, validate_sweep_overrides: bool = True, **options: Any) -> Any:
+        try:
+            return load(*args, validate_sweep_overrides=validate_sweep_overrides, **options)
+        except (HydraException, OmegaConfBaseException) as error:
+            # Without validation Hydra only reads the mode, and ignores errors.
+            if not validate_sweep_overrides or os.environ.get(FULL_ERROR) == "1":
+                raise
+            raise SystemExit(masked(f"error: {explained(error)}")) from error
 
-
-def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        print(masked(f"error: {explained(error)}"), file=sys.stderr)
-    else:
-        _hook_before(kind, error, trace)
+    ConfigLoaderImpl.load_configuration = load_or_exit  # type: ignore[method-assign]
 
 
 @using_vocabulary(WORDS)
