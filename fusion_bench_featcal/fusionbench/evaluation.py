@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Real
+from operator import getitem
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def open_tests(taskpool: Any) -> None:
             if isinstance(rows, Sized):  # a pool of a user's may have anything there
                 if not len(rows):
                     raise CalibrationError(f"task {task!r} has no test items")
-                _ = rows[0]  # type: ignore[index]
+                getitem(rows, 0)  # type: ignore[call-overload]  # raises if it cannot be read
 
 
 def task_names(taskpool: BaseTaskPool) -> list[str] | None:

@@ -62,9 +62,7 @@ def open_pool_models(models: PoolModels) -> None:
         CalibrationError: If a model's files are missing or damaged, or the models differ, naming
             the model.
     """
-    models.fetch()
-    for model in models.values():
-        _ = model.files  # reads config and headers
+    models.open()
     labels = {BASE_MODEL: "the base", MERGED_MODEL: "the merged model"}
     labels |= {name: f"expert {name!r}" for name in models.experts}
     opened = {label: models[name] for name, label in labels.items() if name in models}

@@ -202,12 +202,20 @@ class PoolModels(dict[str, PoolModel]):
         config = (self.first.config or {}) if module is None else module.config.to_dict()
         return config.get("decoder_start_token_id")
 
-    def fetch(self) -> None:
-        """Download at once all files that the hub's cache lacks. Raises as `fetch_all`."""
+    def open(self) -> dict[str, ExpertSource | None]:
+        """Download all files that are not in the hub's cache, then open all models.
+
+        Returns:
+            Model -> its weights in safetensors files, or None without such files.
+
+        Raises:
+            CalibrationError: If files are missing or damaged, naming the model.
+        """
         locations = [
             (n, location) for n, model in self.items() for location in model.locations.values()
         ]
         fetch_all({f"modelpool.models.{name}={location}": location for name, location in locations})
+        return {name: model.files for name, model in self.items()}
 
 
 def import_target(setting: str, target: str) -> Any:

@@ -48,7 +48,7 @@ def take_default_taskpool(program: FabricModelFusionProgram) -> None:
         elif default is not None:
             log.debug("evaluating on the model pool's default_taskpool")
             program.taskpool = program._instantiate_and_setup(default)
-    _ = getattr(program.taskpool, "test_data", None)  # raises before anything is merged
+    getattr(program.taskpool, "test_data", None)  # raises before anything is merged
 
 
 def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -> None:
