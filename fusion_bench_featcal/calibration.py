@@ -1,7 +1,6 @@
 """The public Python function `calibrate`."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -118,7 +117,8 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
         family = changed.pop("family", rule.family)
         if changed:
             raise TypeError(f"{', '.join(changed)}: set it in the settings, settings.replace(...)")
-        rule, options = rule.rule_object, replace(rule.options, family=family)
+        options = rule if family == rule.family else rule.replace(family=family)
+        rule = rule.rule_object
     if not isinstance(rule, Rule):
         raise TypeError(
             f"rule must be a Rule, such as Plus() or Paper(), or settings, not {rule!r}"

@@ -61,7 +61,7 @@ def open_encoders(inputs: InputModels, class_name: str) -> Opened:
     require_base(request)
     models = EncoderModels(inputs, class_name)
     # The model itself limits the length of texts.
-    settings = request.settings.replace(max_length=None).with_rule_defaults
+    settings = request.settings.complete(max_length=None)
     tasks = {task: _open_task(task, request, models) for task in request.expert}
     notes = notes_of([*_notes(models), *settings.extremes])
     return Opened(models, settings, tasks, notes + _warnings(models, tasks))

@@ -95,7 +95,7 @@ def _complete_settings(
         raise ValueError(f"--set {name} has no part in a model of kind {kind}: leave it out")
     settings = request.settings
     if kind not in TEXT_MODELS:
-        return settings.replace(max_length=None).with_rule_defaults, None
+        return settings.complete(max_length=None), None
     if request.text_tower or request.prompt:
         raise ValueError(
             f"--text-tower is for CLIP, --prompt for CLIP and encoders, and these are {kind} models"
@@ -105,7 +105,7 @@ def _complete_settings(
     most, limit = longest_text(tokenizer, positions)
     is_cut = kind != SPEECH and most <= MAX_LENGTH and most == positions
     note = f"texts are cut at {most} tokens: {limit}" if is_cut else None
-    return settings.replace(max_length=min(MAX_LENGTH, most)).with_rule_defaults, note
+    return settings.complete(max_length=min(MAX_LENGTH, most)), note
 
 
 def _warnings_on_texts(

@@ -58,7 +58,15 @@ class FeatCalSettings(PoolDraw, Texts, Options, RuleSettings):
 
         Raises as `rule_object`.
         """
-        completed = self.with_rule(self.rule_object)
+        return self.complete()
+
+    def complete(self, **changes: object) -> Self:
+        """Return a checked copy with changes by name, and the values of its rule in place of null.
+
+        Args:
+            **changes: Settings other than the rule and its numbers.
+        """
+        completed = self.with_rule(self.rule_object, **changes)
         vars(completed)["rule_object"] = self.rule_object  # its own values make the same rule
         return completed
 

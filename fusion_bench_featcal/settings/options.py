@@ -100,10 +100,11 @@ class Options(Draw, Blocks):
             folder = option("checkpoint_dir")
             yield f"{option('resume')} needs {folder}, the folder that keeps the blocks"
 
-    def with_rule(self, rule: object) -> Self:
-        """Return the options with the rule's values in place of null."""
+    def with_rule(self, rule: object, **changes: Any) -> Self:
+        """Return the options with changes by name, and the rule's values in place of null."""
         unset = [name for name in self.names_by_rule() if getattr(self, name) is None]
-        return replace(self, **{name: getattr(rule, name) for name in unset}) if unset else self
+        changes |= {name: getattr(rule, name) for name in unset}
+        return replace(self, **changes) if changes else self
 
     @classmethod
     def names_by_rule(cls) -> tuple[str, ...]:
@@ -113,7 +114,7 @@ class Options(Draw, Blocks):
     def model_options(self) -> dict[str, object]:
         """Return the options that change the calibrated model, but for the family, by name."""
         others = (*SETTINGS_OF_THE_RUN, "family")
-        return {name: value for name, value in self.by_name.items() if name not in others}
+        return {name: getattr(self, name) for name in Options.names() if name not in others}
 
 
 class OptionKeywords(TypedDict, total=False):

@@ -75,7 +75,7 @@ class Merger(Rule, SampleSettings, Blocks):
         inputs = Inputs(start, base, experts, batches)
         runtime = Runtime(device, autocast or nullcontext)
         state = prepare_calibration(
-            inputs, self, settings.with_rule_defaults.options, runtime, Checkpoint()
+            inputs, self, settings.with_rule_defaults, runtime, Checkpoint()
         )
         # Routed experts of mixtures are the experts' mean.
         modules = {block: replace(part, mixtures=()) for block, part in state.modules.items()}
