@@ -8,10 +8,10 @@ from fusion_bench_featcal.fusionbench.driver import RowsMethod
 from fusion_bench_featcal.fusionbench.featcal import FeatCal
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.run_settings import (
-    Choices,
     RunSettings,
-    checked_choices,
-    suite_of,
+    SelectedModels,
+    pool_defaults,
+    select_models,
 )
 
 
@@ -40,14 +40,14 @@ class FeatCalAlgorithm(RowsMethod):
         self.run_settings: RunSettings = self.declared[1]
 
     @cached_property
-    def _choices(self) -> Choices[FeatCal]:
+    def _selected_models(self) -> SelectedModels[FeatCal]:
         """The further models that the run makes, by its settings or the model pool's."""
-        return checked_choices(self.settings, self.run_settings, suite_of(self._program))
+        return select_models(self.settings, self.run_settings, pool_defaults(self._program))
 
     @cached_property
     def rows(self) -> Mapping[str, FeatCal]:  # type: ignore[override]
         """Row -> its calibration, the method's own first."""
-        return self._choices.rows
+        return self._selected_models.rows
 
     def open(self, inputs: MethodInputs) -> None:
         """Open models and data of all rows. The first row's reads include the upstream merger's."""
@@ -58,9 +58,9 @@ class FeatCalAlgorithm(RowsMethod):
     @property
     def saved(self) -> str:
         """The row to save and return."""
-        return self._choices.save
+        return self._selected_models.save
 
     @property
     def references(self) -> Sequence[str]:
         """Reference rows to evaluate."""
-        return self._choices.compare_with
+        return self._selected_models.compare_with

@@ -55,10 +55,10 @@ class FetchingError(Exception):
 def test_a_pool_passes_the_checks_before_downloads_or_is_refused_by_its_cause(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch(_: PoolModels) -> None:
+    def open_models(_: PoolModels) -> None:
         raise FetchingError("downloads begin")
 
-    monkeypatch.setattr(PoolModels, "fetch", fetch)
+    monkeypatch.setattr(PoolModels, "open", open_models)
     cause = next((REFUSED[key] for key in REFUSED if re.fullmatch(key, name)), "downloads begin")
     with (
         pytest.raises(Exception, match=cause),

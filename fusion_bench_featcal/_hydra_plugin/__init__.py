@@ -24,8 +24,8 @@ PROGRAMS = ("fusion_bench.scripts.cli", "fusion_bench_featcal.fusionbench.plan_r
 class _SuitePath:
     """Resolves ``${featcal_suite:clip-vit-mini/mini_mnist}`` to a folder of the bundled suites.
 
-    Workers of a launcher, such as joblib's, get the resolvers pickled before they compose a config,
-    and build no search path. So this one also lets Hydra expand task lists there.
+    A launcher such as joblib's pickles the resolvers for its workers, which compose configs
+    without building a search path. So unpickling this resolver lets Hydra expand task lists.
     """
 
     def __call__(self, name: str) -> str:
@@ -34,10 +34,10 @@ class _SuitePath:
         return str(suite_path(name))
 
     def __reduce__(self) -> Any:
-        return _expanding_suite_path, ()
+        return _install_suite_path, ()
 
 
-def _expanding_suite_path() -> _SuitePath:
+def _install_suite_path() -> _SuitePath:
     from fusion_bench_featcal.fusionbench.task_lists import expand_when_composing
 
     expand_when_composing()
@@ -54,11 +54,11 @@ def _weights_path(name: str) -> str:
 def _config_folder(package: str, marker: str, *candidates: str) -> Path | None:
     """Return the first of `candidates`, relative to the package's folder, that has `marker`."""
     if package in sys.modules:  # an imported FusionBench has no __spec__, on which find_spec fails
-        homes = list(sys.modules[package].__path__)
+        package_folders = list(sys.modules[package].__path__)
     else:
         spec = find_spec(package)
-        homes = list(spec.submodule_search_locations or ()) if spec else []
-    folders = ((Path(home) / path).resolve() for home in homes[:1] for path in candidates)
+        package_folders = list(spec.submodule_search_locations or ()) if spec else []
+    folders = ((Path(home) / path).resolve() for home in package_folders[:1] for path in candidates)
     return next((folder for folder in folders if (folder / marker).is_file()), None)
 
 
@@ -71,13 +71,13 @@ class FeatCalSearchPath(SearchPathPlugin):
         programs = [name for name in PROGRAMS if name in (main, *sys.modules)]
         if not programs and not _is_fusion_bench(search_path):
             return
-        OmegaConf.register_new_resolver("featcal_suite", _expanding_suite_path(), replace=True)
+        OmegaConf.register_new_resolver("featcal_suite", _install_suite_path(), replace=True)
         OmegaConf.register_new_resolver("featcal_real", _weights_path, replace=True)
         # The source tree's folder comes first, because an editable install has a stale copy.
         ours = _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
         # FusionBench's command uses ./config as its only folder if it exists.
-        places = ("../config", "../fusion_bench_config")
-        fusion_bench_folder = _config_folder("fusion_bench", FUSION_BENCH_MARKER, *places)
+        candidates = ("../config", "../fusion_bench_config")
+        fusion_bench_folder = _config_folder("fusion_bench", FUSION_BENCH_MARKER, *candidates)
         for folder in (ours, fusion_bench_folder):
             if folder is not None:
                 # Not Path.as_uri(), because Hydra does not unquote the text after file://.
@@ -85,15 +85,15 @@ class FeatCalSearchPath(SearchPathPlugin):
         if (
             PROGRAMS[0] in programs
             and fusion_bench_folder is not None
-            and _is_not_in(fusion_bench_folder, sys.argv[1:])
+            and _selects_other_method(fusion_bench_folder, sys.argv[1:])
         ):
             from fusion_bench_featcal.fusionbench.console import explain_config_errors
 
             explain_config_errors()
 
 
-def _is_not_in(folder: Path, words: list[str]) -> bool:
-    """Return whether a command names a method of this package, or a misspelt one."""
+def _selects_other_method(folder: Path, words: list[str]) -> bool:
+    """Return whether a command selects a method that FusionBench's folder does not have."""
     names = [word.removeprefix("method=") for word in words if word.startswith("method=")]
     return bool(names) and not (folder / "method" / f"{names[-1]}.yaml").is_file()
 

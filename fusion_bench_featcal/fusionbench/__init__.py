@@ -5,7 +5,7 @@
 `method_inputs`, `data`, `program`: inputs of methods, their samples, FusionBench's program.
 `pool_models`, `processors`: models of a pool by their files or whole, tokenizers, processors.
 `pool_checks`: checks before experts are loaded.
-`upstream`: the upstream merger, which reads files tensor by tensor if it is a plain one.
+`upstream`: the merging method, of which averages and task arithmetic read files by tensors.
 `plan_run`, `program_processes`: the plan of a run, and several processes.
 `rows`, `featcal`: a method that makes the model of a row, and FeatCal as one.
 `driver`: the one run of every method: merge, make the rows, report, save one.

@@ -14,8 +14,8 @@ from fusion_bench_featcal.files import PATH_STARTS, is_missing
 from fusion_bench_featcal.fusionbench.run_settings import (
     FUSION_BENCH_KEYS,
     RunSettings,
-    checked_choices,
     read_settings,
+    select_models,
 )
 from fusion_bench_featcal.settings import RULE_SETTINGS, FeatCalSettings, remedy_of
 
@@ -31,13 +31,14 @@ ROOT_KEYS = (
 
 
 def check_config(config: DictConfig) -> None:
-    """Refuse wrong settings of `method=featcal`, unknown names, and paths that do not exist.
+    """Check the settings of `method=featcal`, names of tasks and keys, and paths.
 
     Args:
         config: FusionBench's composed config, with its interpolations.
 
     Raises:
-        ValueError: Naming the setting, and the nearest name if there is one.
+        ValueError: If a value is wrong, a name unknown or a path missing. Names the setting, and
+            the nearest name if there is one.
         CalibrationError: If a task has no calibration data.
     """
     check_root_keys(map(str, config), config)
@@ -49,26 +50,26 @@ def check_config(config: DictConfig) -> None:
         groups = ("modelpool.models", data, "method.calibration_data", *_TEST_SETTINGS)
         entries = {group: _entries(config, group) for group in groups}
     except (OmegaConfBaseException, AttributeError) as error:
-        # of a resolver: a suite or weights that are not there
+        # A resolver raises it if a suite or weights are missing.
         missing = next((link for link in causes(error) if isinstance(link, OSError)), None)
         if missing is not None:
             raise ValueError(f"{getattr(error, 'full_key', 'config')}: {missing}") from error
         raise ValueError(f"the config cannot be resolved: {error}") from error
-    suite: Any = OmegaConf.to_container(config.modelpool, resolve=False)
-    refuse_unknown((k for k in suite if k.endswith(("dataset", "datasets"))), _DATA, "modelpool.")
+    pool: Any = OmegaConf.to_container(config.modelpool, resolve=False)
+    refuse_unknown((k for k in pool if k.endswith(("dataset", "datasets"))), _DATA, "modelpool.")
     tasks = [name for name in entries["modelpool.models"] if not str(name).startswith("_")]
     for key in _BY_TASK:
         if isinstance(names := method.get(key), Mapping):  # RegMean's task_weights is a text
             refuse_unknown(names, tasks, f"method.{key}.")
     if str(method.get("_target_")).endswith(".FeatCalAlgorithm"):
         keys = {k: v for k, v in method.items() if k not in ("_target_", *FUSION_BENCH_KEYS)}
-        settings, chosen = read_settings(keys, (FeatCalSettings, RunSettings))
-        checked_choices(settings, chosen, suite.get("featcal") or {})
+        settings, run_settings = read_settings(keys, (FeatCalSettings, RunSettings))
+        select_models(settings, run_settings, pool.get("featcal") or {})
         if entries[data]:  # else the pool's class may have data
             available = entries[data] | (settings.calibration_data or {})
             check_tasks_have_data(tasks, available, settings.calibration_split)
-    pool: Any = suite.get("default_taskpool") or {}
-    _check_tasks(pool if isinstance(pool, Mapping) else {}, tasks)
+    taskpool: Any = pool.get("default_taskpool") or {}
+    _check_tasks(taskpool if isinstance(taskpool, Mapping) else {}, tasks)
     refuse_missing_paths(entries)
 
 
@@ -80,7 +81,7 @@ def check_root_keys(names: Iterable[str], config: DictConfig) -> None:
         config: The config, with its interpolations. It may use a key that a user has added.
 
     Raises:
-        ValueError: Naming a setting of the method in full, else the nearest name.
+        ValueError: With the nearest name, or for a setting of the method with its full name.
     """
     content: Any = OmegaConf.to_container(config, resolve=False)
     method = content.get("method") or {}
@@ -94,7 +95,7 @@ def check_root_keys(names: Iterable[str], config: DictConfig) -> None:
 
 
 def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, object]) -> None:
-    """Refuse overrides of settings that a method's config leaves out, as its rule has none.
+    """Refuse overrides of settings that a method's config leaves out, because its rule lacks them.
 
     Args:
         words: Overrides such as `method.ridge_lambda=0.1`.
@@ -131,9 +132,9 @@ def check_tasks_have_data(tasks: Iterable[str], available: Iterable[str], split:
             )
 
 
-def _check_tasks(pool: Mapping[str, Any], experts: list[str]) -> None:
-    """Refuse a task whose name is nearly that of an expert without a task."""
-    names = pool.get("tasks") or ()
+def _check_tasks(taskpool: Mapping[str, Any], experts: list[str]) -> None:
+    """Refuse an unknown task whose name is similar to that of an expert without a task."""
+    names = taskpool.get("tasks") or ()
     free = [expert for expert in experts if expert not in names]
     for name in names:
         if name not in experts and (hint := nearest_hint(name, free)):
@@ -141,7 +142,7 @@ def _check_tasks(pool: Mapping[str, Any], experts: list[str]) -> None:
 
 
 def _entries(config: DictConfig, group: str) -> Any:
-    """Return a resolved part of the config, or nothing."""
+    """Return a mapping of the config with its interpolations resolved, or {} if there is none."""
     part = OmegaConf.select(config, group)
     return OmegaConf.to_container(part, resolve=True) if OmegaConf.is_dict(part) else {}
 
@@ -150,7 +151,7 @@ def refuse_missing_paths(groups: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse paths that do not exist.
 
     Args:
-        groups: Beginning of settings -> name -> path, hub id, config of a loader, or object.
+        groups: Prefix of settings -> name -> path, hub id, config of a loader, or object.
 
     Raises:
         ValueError: Naming the setting.
@@ -158,7 +159,7 @@ def refuse_missing_paths(groups: Mapping[str, Mapping[str, Any]]) -> None:
     for group, entries in groups.items():
         for name, entry in entries.items():
             for key, value in (entry if isinstance(entry, Mapping) else {"": entry}).items():
-                # Under a key a table may be a file of a hub dataset.
+                # In a mapping, a table may be a file of a hub dataset.
                 is_path = isinstance(value, str) and (key == "" or value.startswith(PATH_STARTS))
                 if is_path and is_missing(value):
                     setting = ".".join(filter(None, (group, name, key)))

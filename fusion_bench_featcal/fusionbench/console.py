@@ -1,8 +1,8 @@
-"""Screen of a run: few lines, everything in the log file, and a mistake in one line.
+"""Screen of a run: few lines, with everything in the log file and a mistake in one line.
 
 The methods' YAMLs choose the logging configuration `config/hydra/job_logging/featcal.yaml`, which
-brings the callback. With another one, such as `hydra/job_logging=rich_logging`, the screen is
-FusionBench's.
+contains the callback `FeatCalJob`. With another logging configuration, such as
+`hydra/job_logging=rich_logging`, the screen is FusionBench's.
 """
 
 import logging
@@ -47,14 +47,14 @@ WORDS = Vocabulary("method.", {
     "float32": "models that are stored or loaded in it, and fabric.precision=32-true",
     "processes": " (fabric.devices, fabric.num_nodes)",
 })  # fmt: skip
-"""Settings in messages of shared rooms."""
+"""Names of settings in messages of packages that are not specific to FusionBench."""
 
 
 class FeatCalJob(Callback):
-    """Checks a run's config, switches FusionBench's prints off, and ends a mistake in one line.
+    """Checks a run's config, switches FusionBench's prints off, and prints a mistake in one line.
 
-    Modules in the current folder can be named by `_target_`. Only the first of several processes
-    has a log directory and prints.
+    `_target_` may name modules in the current folder. Only the first of several processes has a log
+    directory and prints.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class FeatCalJob(Callback):
         set_vocabulary(WORDS)
 
     def on_run_start(self, config: DictConfig, **kwargs: object) -> None:
-        """Check the config before FusionBench makes anything of it.
+        """Check the config before FusionBench builds anything from it.
 
         Raises:
             SystemExit: If a name or value is wrong.
@@ -115,7 +115,7 @@ class FeatCalJob(Callback):
         ]
 
     def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
-        """Hide private texts, and adapt FusionBench before it makes the pools."""
+        """Hide private texts, and adapt FusionBench before it builds the pools."""
         set_vocabulary(WORDS)  # a job of a sweep may have a process of its own
         hide_private_texts(config)
         import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
@@ -128,10 +128,10 @@ class FeatCalJob(Callback):
         set_print_function_call_permeanent(bool(config.print_function_call))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
-        """Replace a mistake by its line. The traceback is in the log file, that of a bug is shown.
+        """Replace a mistake by one line. Its traceback is only in the log file.
 
-        Python prints the text of a `SystemExit` last, and exits with 1. If Hydra runs several jobs,
-        the other jobs come first.
+        A bug keeps its traceback on the screen. Python prints the text of a `SystemExit` at the
+        end, and exits with 1. If Hydra runs several jobs, it runs the other jobs first.
         """
         error = job_return._return_value
         if not isinstance(error, Exception) or os.environ.get(FULL_ERROR) == "1":
@@ -149,7 +149,7 @@ class FeatCalJob(Callback):
 
 
 class ScreenFilter(logging.Filter):
-    """Passes the lines of the first process, without FusionBench's steps and tracebacks."""
+    """Passes records of the first process, except for FusionBench's steps and tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is shown."""
@@ -162,7 +162,7 @@ class ScreenFilter(logging.Filter):
 
 
 class MaskingFormatter(logging.Formatter):
-    """A formatter of lines and tracebacks without private texts."""
+    """Formats records and tracebacks without private texts."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as text."""
@@ -170,7 +170,7 @@ class MaskingFormatter(logging.Formatter):
 
 
 def hide_private_texts(config: DictConfig) -> None:
-    """Hide texts of the pools in messages, and in the files that Hydra has written for a job."""
+    """Mask private texts of the pools in messages and in the files that Hydra wrote for a job."""
     from fusion_bench_featcal.fusionbench.run_settings import POOLS, plain_config
 
     parts = [config[name] for name in POOLS if config.get(name) is not None]
@@ -273,7 +273,7 @@ def explained(error: BaseException) -> ValueError:
 
 
 def _configs_of(group: str) -> Iterator[str]:
-    """Yield this package's configs of a group, in folders too, which Hydra's error leaves out."""
+    """Yield this package's configs of a group. Hydra's error leaves out those in subfolders."""
     package = Path(__file__).parents[1]
     for folder in (package / "config" / group, package.parent / "config" / group):
         for file in folder.rglob("*.yaml"):

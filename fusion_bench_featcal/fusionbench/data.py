@@ -47,8 +47,9 @@ def calibration_batches(
 ) -> dict[str, object]:
     """Draw every task's calibration samples from a model pool.
 
-    Datasets are opened at once. A task's samples depend only on the seed, its name and its dataset.
-    With one seed, fewer samples are a prefix of more samples. If a task has too few, all are used.
+    Datasets are opened immediately. A task's samples depend only on the seed, the task's name and
+    its dataset. With the same seed, a smaller number of samples is a prefix of a larger one. If a
+    task has too few samples, all of them are used.
 
     Args:
         modelpool: A FusionBench model pool with datasets for the tasks.
@@ -57,13 +58,13 @@ def calibration_batches(
         processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
             callable from an RGB picture to a tensor `[channels, height, width]`.
         device: Device on which experts generate targets, by default the one they are loaded on.
-        positions: Positions of text models, as of `positions_of`.
-        ends: End tokens of text models, as of `end_tokens`.
-        start: Token with which decoders of speech models begin.
+        positions: Number of positions of text models, the result of `positions_of`.
+        ends: End tokens of text models, the result of `end_tokens`.
+        start: Start token of the decoders of speech models.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
-        or `{"input_ids", "attention_mask", "labels"}`, each `[batch, length]`, int64. For sounds
+        or `{"input_ids", "attention_mask", "labels"}`, each `[batch, length]`, int64. For audio
         `{"input_features": [1, bins, frames], "labels": [1, length]}`.
 
     Raises:
@@ -86,7 +87,7 @@ def calibration_batches(
         raise CalibrationError(f"{name} has texts: set method.calibration_corruption=null")
     batches = {}
     for task in task_names:
-        rows = _open(modelpool, task, split, settings)
+        rows = _open_data_set(modelpool, task, split, settings)
         indices = draw_samples(len(rows), task, settings)
         if encoder_class is None:
             batches[task] = ImageBatches(rows, indices, size, processor)
@@ -103,7 +104,7 @@ def calibration_batches(
     return batches
 
 
-def with_own_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> BaseModelPool:
+def with_calibration_data(modelpool: BaseModelPool, settings: FeatCalSettings) -> BaseModelPool:
     """Return a copy of the pool with `calibration_data` in its datasets of `calibration_split`.
 
     Raises:
@@ -146,20 +147,20 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
 def samples_used(
     modelpool: BaseModelPool, tasks: Iterable[str], most: int, split: str
 ) -> dict[str, dict[str, Any]]:
-    """Return the number of samples, at most `most`, that are drawn from each task's data.
+    """Return the number of samples that are drawn from each task's data, at most `most`.
 
     Returns:
         Task -> `{"samples": number, "split": split}`, for the tasks that have data.
     """
     names = getattr(modelpool, f"{split}_dataset_names")
-    sizes = {task: len(_open(modelpool, task, split)) for task in tasks if task in names}
+    sizes = {task: len(_open_data_set(modelpool, task, split)) for task in tasks if task in names}
     return {task: {"samples": min(most, size), "split": split} for task, size in sizes.items()}
 
 
-def _open(
+def _open_data_set(
     modelpool: BaseModelPool, task: str, split: str, settings: FeatCalSettings | None = None
 ) -> Any:
-    """Open a task's dataset without reading its items, nor labels of images."""
+    """Open a task's dataset. Neither its examples nor labels of images are read."""
     setting, is_text = _setting(task, split, settings), text_encoder_class(modelpool) is not None
     name = f"task {task!r}, {setting}"
     entry = _entry(modelpool, task, split)

@@ -143,15 +143,15 @@ class RowsMethod(DeclaredMethod):
         merged = self._merged(inputs, report)
         merged_facts = Facts(settings=plain_config(self.base_method) or {})
         if merged is not None:
-            report.offer(name, merged, merged_facts)
+            report.save_if_selected(name, merged, merged_facts)
         for row, method in self.rows.items():
-            with report.surviving(row, alone=len(self.rows) == 1 or processes.size > 1):
+            with report.continue_on_error(row, alone=len(self.rows) == 1 or processes.size > 1):
                 log.info(method.title(row))
                 log.debug("settings of %s: %s", row, method.settings)
                 with measure() as cost:
                     model = self._made(method, inputs, merged)
                 facts = self.facts(row, model, inputs.modelpool.model_names)
-                report.offer(row, model, facts)
+                report.save_if_selected(row, model, facts)
                 watch(row, model)
                 report.add(row, model, facts, cost)
                 del model  # frees it before the next one

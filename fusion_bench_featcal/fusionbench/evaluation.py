@@ -1,4 +1,4 @@
-"""Evaluation of models on a FusionBench task pool, including flags for every test item."""
+"""Evaluation of models on a FusionBench task pool, with per-example results."""
 
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import nullcontext
@@ -23,8 +23,8 @@ class PoolEvaluation:
     """Result of a task pool for one model."""
 
     raw: Mapping[str, Any]  # FusionBench's report
-    by_task: Mapping[str, Mapping[str, Any]]  # task -> {accuracy, loss}, and more
-    correct: dict[str, Any] | None  # a flag per test item, or None if the pool has none
+    by_task: Mapping[str, Mapping[str, Any]]  # task -> {metric: value}
+    correct: dict[str, Any] | None  # task -> a flag for each test example, if the pool has flags
 
     @property
     def scores(self) -> dict[str, dict[str, float]]:
@@ -38,28 +38,28 @@ class PoolEvaluation:
 
 
 def open_tests(taskpool: Any) -> None:
-    """Open a task pool's data up to the first rows. Its evaluations use what is opened here.
+    """Open a task pool's data and read the first example of each task.
 
-    FusionBench's own pools open their data in `setup`, together with their model. Those without
-    `setup` open them in each evaluation, and are left.
+    FusionBench's own pools open their data in `setup`, together with their model. A pool without
+    `setup` opens its data in each evaluation, and is not checked here.
 
     Raises:
-        CalibrationError: If data cannot be opened, or have no rows.
+        CalibrationError: If data cannot be opened, or have no examples.
         ValueError: If a task has no data.
     """
     if getattr(taskpool, "opened", None) is not None:
         return
     with error_context("taskpool", cause=unloadable):
         for task in task_names(taskpool) or ():
-            rows = getattr(taskpool.test_dataloaders[task], "dataset", None)
-            if isinstance(rows, Sized):  # a pool of a user's may have anything there
-                if not len(rows):
+            examples = getattr(taskpool.test_dataloaders[task], "dataset", None)
+            if isinstance(examples, Sized):  # a user's pool may have anything there
+                if not len(examples):
                     raise CalibrationError(f"task {task!r} has no test items")
-                getitem(rows, 0)  # type: ignore[call-overload]  # raises if it cannot be read
+                getitem(examples, 0)  # type: ignore[call-overload]  # raises if it cannot be read
 
 
 def task_names(taskpool: BaseTaskPool) -> list[str] | None:
-    """Return the tasks of a pool, after its setup, or None if it has no loaders."""
+    """Set a pool up if it is not, and return its tasks, or None if it has no data loaders."""
     if not getattr(taskpool, "_is_setup", True):
         taskpool.setup()  # type: ignore[attr-defined]
         # Some of FusionBench's pools would open their data again in each evaluation.
@@ -70,7 +70,10 @@ def task_names(taskpool: BaseTaskPool) -> list[str] | None:
 def evaluate(
     taskpool: BaseTaskPool, model: nn.Module, tasks: Iterable[str] | None = None
 ) -> PoolEvaluation:
-    """Evaluate one model on some tasks, by default on all. Some pools can only evaluate all."""
+    """Evaluate one model on some tasks, by default on all tasks.
+
+    A pool without data loaders by task evaluates all tasks.
+    """
     loaders = getattr(taskpool, "test_dataloaders", None) if task_names(taskpool) else None
     requested = None if tasks is None else set(tasks)
     pool: Any = taskpool
@@ -97,11 +100,10 @@ def evaluate(
     return PoolEvaluation(raw, by_task, correct)
 
 
-def joined_evaluation(evaluations: Iterable[PoolEvaluation]) -> PoolEvaluation:
-    """Return one row from evaluations of different models, such as each expert on its task."""
-    rows = list(evaluations)
-    by_task = {task: values for row in rows for task, values in row.by_task.items()}
-    correct = None
-    if all(row.correct is not None for row in rows):
-        correct = {task: flags for row in rows for task, flags in (row.correct or {}).items()}
-    return PoolEvaluation(by_task, by_task, correct)
+def join_evaluations(evaluations: Iterable[PoolEvaluation]) -> PoolEvaluation:
+    """Join evaluations of different models, such as those of each expert on its task."""
+    evaluations = list(evaluations)
+    by_task = {task: values for joined in evaluations for task, values in joined.by_task.items()}
+    correct = {t: flags for joined in evaluations for t, flags in (joined.correct or {}).items()}
+    is_complete = all(joined.correct is not None for joined in evaluations)
+    return PoolEvaluation(by_task, by_task, correct if is_complete else None)

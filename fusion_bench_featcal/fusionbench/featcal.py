@@ -12,7 +12,7 @@ from fusion_bench_featcal.calibration import calibrate
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.json_files import json_lines, json_text
 from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
-from fusion_bench_featcal.fusionbench.data import with_own_data
+from fusion_bench_featcal.fusionbench.data import with_calibration_data
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.fusionbench.upstream import Upstream
@@ -69,7 +69,7 @@ class FeatCal(FeatCalSettings, Method):
         if self.rule_object.needs_base:
             inputs.require_base("anchors need", ", or set method.anchor_rho to 1")
         # Before models are downloaded: the config alone does not name the data of every pool.
-        pool, split = with_own_data(inputs.modelpool, self), self.calibration_split
+        pool, split = with_calibration_data(inputs.modelpool, self), self.calibration_split
         check_tasks_have_data(pool.model_names, getattr(pool, f"{split}_dataset_names"), split)
 
     def open(self, inputs: MethodInputs) -> None:

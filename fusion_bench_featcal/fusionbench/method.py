@@ -14,7 +14,7 @@ from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, open_pool_models
 from fusion_bench_featcal.fusionbench.program import prepare_run
 from fusion_bench_featcal.fusionbench.run_settings import FUSION_BENCH_KEYS, read_settings
-from fusion_bench_featcal.fusionbench.saved_model import folder_of_job
+from fusion_bench_featcal.fusionbench.saved_model import job_folder
 from fusion_bench_featcal.settings import Settings
 
 
@@ -58,7 +58,7 @@ class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
     @property
     def log_dir(self) -> str | None:
         """The program's log directory, in a sweep a job's folder of it."""
-        return folder_of_job(super().log_dir)
+        return job_folder(super().log_dir)
 
     def on_run_start(self) -> None:
         """Use the suite's task pool if none was named, and check the log directory."""

@@ -19,7 +19,7 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.fusionbench.data import (
     calibration_batches,
-    with_own_data,
+    with_calibration_data,
 )
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.fusionbench.processors import (
@@ -114,7 +114,7 @@ class MethodInputs:
         Raises:
             CalibrationError: If a task lacks data.
         """
-        pool = with_own_data(self.modelpool, settings)
+        pool = with_calibration_data(self.modelpool, settings)
         reads_texts = text_encoder_class(pool) is not None
         positions = self.models.positions if reads_texts else NO_LIMIT
         if settings.max_length is None and reads_texts and self.pooling is not None:

@@ -1,4 +1,4 @@
-"""Plans of FusionBench runs, from command-line overrides, with all checks of the run."""
+"""Plans a FusionBench run from its command-line overrides, with all checks of the run."""
 
 import contextlib
 import logging
@@ -41,8 +41,8 @@ _OLD_LOADERS = {  # of configs without `_target_`
 def plan_run(overrides: Sequence[str]) -> Plan:
     """Return the plan of a run, or of a sweep, with these command-line overrides.
 
-    The checks are those of the run, up to the first model that it would load. Nothing is
-    downloaded: if models or data are not here, the checks end before they would be fetched.
+    The plan makes the same checks as the run, up to the first model that the run would load.
+    Nothing is downloaded: if models or data are missing here, the checks end before the download.
 
     Args:
         overrides: Overrides such as `modelpool=clip-vit-base-patch32_TA8`. Without `method=` the
@@ -50,41 +50,43 @@ def plan_run(overrides: Sequence[str]) -> Plan:
 
     Raises:
         ValueError: If the overrides do not compose, or a name, value or path is wrong.
-        CalibrationError: If the hub has no such model, or the run could not go on.
+        CalibrationError: If the hub has no such model, or the run would fail.
     """
     make_importable(os.getcwd())  # as in the run: `_target_` may name a class in this folder
-    words, jobs = _first_job(overrides)
-    with _composed(words) as config:
+    words, jobs = _parse_sweep(overrides)
+    with _compose_config(words) as config:
         check_config(config)
         OmegaConf.resolve(config)
         method, pool = plain_config(config.method), plain_config(config.modelpool)
         entries = pool.get("models") or {}
-        models = {name: _locations(name, entry) for name, entry in entries.items()}
+        models = {name: _model_locations(name, entry) for name, entry in entries.items()}
         downloads, sizes = model_downloads(dict(chain(*(keys.items() for keys in models.values()))))
-        (program, inputs), as_merged = _checked(config), AsMerged()
-        downloads += data_sets_to_fetch(_data_sets(method, pool, program.taskpool))
+        (program, inputs), as_merged = _open_program(config), AsMerged()
+        downloads += data_sets_to_fetch(_hub_data(method, pool, program.taskpool))
         if inputs is not None and not downloads:
             with _silence():
                 program.method.open(inputs)
-            as_merged = _left_as_merged(program.method, inputs)
-        made = getattr(program.method, "rows", {})  # FusionBench's methods have none
-        once = {method_name(config.method): 1}
-        rows: dict[str, int] = getattr(program.method, "planned_rows", once)
-    # As the run counts: an adapter's bytes, without those of its base.
+            as_merged = _uncalibrated_modules(program.method, inputs)
+        # FusionBench's own methods have neither rows nor planned rows.
+        methods = getattr(program.method, "rows", {})
+        rows: dict[str, int] = getattr(
+            program.method, "planned_rows", {method_name(config.method): 1}
+        )
+    # The run counts an adapter's bytes without those of its base.
     experts = [[*keys][-1] for name, keys in models.items() if keys and not name.startswith("_")]
     expert_sizes = [sizes[key] for key in experts]
     read = None if None in expert_sizes else sum(size or 0 for size in expert_sizes)
     read = read_within(read, method.get("expert_read_budget"))
     rows = {row: jobs * times for row, times in rows.items()}
-    strengths = {name: r.strengths for name, r in made.items() if hasattr(r, "strengths")}
+    strengths = {name: r.strengths for name, r in methods.items() if hasattr(r, "strengths")}
     first = next(iter(sizes.values()), None)
     folders = (method.get("checkpoint_dir"), config.merged_model_save_path)
     writes = {str(folder): first for folder in folders if folder}
     return Plan(tuple(downloads), read, first, writes, rows, strengths, jobs, as_merged)
 
 
-def _left_as_merged(method: Any, inputs: MethodInputs) -> AsMerged:
-    """Return the modules that a calibration leaves as merged, by the names of a base in files."""
+def _uncalibrated_modules(method: Any, inputs: MethodInputs) -> AsMerged:
+    """Return the modules that will not be calibrated, if the base is in files."""
     rows = getattr(method, "rows", {}).values()
     settings = next((row for row in rows if isinstance(row, FeatCalSettings)), None)
     base = inputs.models.base
@@ -96,14 +98,14 @@ def _left_as_merged(method: Any, inputs: MethodInputs) -> AsMerged:
     return left_by_names(model, stages, modules)
 
 
-def _checked(config: DictConfig) -> tuple[Any, Any]:
-    """Make the parts of a run as FusionBench's program does, with the run's checks of names.
+def _open_program(config: DictConfig) -> tuple[Any, Any]:
+    """Build the program with pools and method as FusionBench does, and check their settings.
 
     Args:
         config: The resolved config.
 
     Returns:
-        The program, and the method's inputs or, for a method of FusionBench, None.
+        The program, and the inputs of its method. They are None for a method of FusionBench.
     """
     import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
     from fusion_bench.utils import instantiate
@@ -127,7 +129,7 @@ def _checked(config: DictConfig) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Drop prints and warnings, which a run writes into its log file."""
+    """Context without prints and warnings, which a run writes into its log file."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -137,8 +139,8 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:
-    """Return the words of a sweep's first job, and the number of its jobs."""
+def _parse_sweep(overrides: Sequence[str]) -> tuple[list[str], int]:
+    """Return the overrides of a sweep's first job, and the number of its jobs."""
     words, jobs = [], 1
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         word = str(override.input_line)
@@ -152,8 +154,8 @@ def _first_job(overrides: Sequence[str]) -> tuple[list[str], int]:
 
 
 @contextlib.contextmanager
-def _composed(words: list[str]) -> Iterator[DictConfig]:
-    """Yield the config of a run, which is that of Hydra's job."""
+def _compose_config(words: list[str]) -> Iterator[DictConfig]:
+    """Compose the config of a run. Within the context it is the config of Hydra's job."""
     try:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
             config = compose("fabric_model_fusion", overrides=words, return_hydra_config=True)
@@ -172,8 +174,8 @@ def _composed(words: list[str]) -> Iterator[DictConfig]:
         HydraConfig.instance().cfg = before
 
 
-def _locations(name: str, entry: Any) -> dict[str, str]:
-    """Return the settings of a model with its folders or hub ids, that of its adapter last."""
+def _model_locations(name: str, entry: Any) -> dict[str, str]:
+    """Return setting -> folder or hub id of a model. A LoRA adapter comes after its base."""
     values = entry if isinstance(entry, Mapping) else {"": entry}
     return {
         ".".join(filter(None, ("modelpool.models", name, key))): values[key]
@@ -182,8 +184,8 @@ def _locations(name: str, entry: Any) -> dict[str, str]:
     }
 
 
-def _data_sets(method: Mapping[str, Any], pool: Mapping[str, Any], taskpool: Any) -> Iterator[str]:
-    """Yield the hub ids of data that a run draws samples from, and is evaluated on."""
+def _hub_data(method: Mapping[str, Any], pool: Mapping[str, Any], taskpool: Any) -> Iterator[str]:
+    """Yield the hub ids of a run's calibration and test data."""
     samples = dict(pool.get(f"{method.get('calibration_split', 'train')}_datasets") or {})
     samples |= method.get("calibration_data") or {}
     tests = getattr(taskpool, "test_data", None) or getattr(taskpool, "_test_datasets", None) or {}

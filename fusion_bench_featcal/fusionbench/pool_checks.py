@@ -1,4 +1,4 @@
-"""Checks of a pool's models: names before anything is fetched, then configs and headers."""
+"""Checks of a pool's models: first their names, then configs and headers of their files."""
 
 from collections.abc import Mapping
 
@@ -28,8 +28,8 @@ def check_pool_models(models: PoolModels, fabric: Fabric) -> None:
         fabric: Lightning Fabric.
 
     Raises:
-        CalibrationError: If the precision has no effect, there is no expert, or an entry is no
-            model.
+        CalibrationError: If Fabric's precision would have no effect, there is no expert, or an
+            entry is not a model.
         ValueError: If an expert's name cannot be a task's name.
     """
     _check_precision(fabric)
@@ -54,9 +54,10 @@ def check_pool_models(models: PoolModels, fabric: Fabric) -> None:
 
 
 def open_pool_models(models: PoolModels) -> None:
-    """Download a pool's models, and check that they are of one kind. Loads no model.
+    """Download and open a pool's models, and check that they are of one kind. Loads no model.
 
-    Configs are compared with the base's, else with the merged model's or the first expert's.
+    Configs are compared with that of the base, the merged model or the first expert, whichever the
+    pool has first.
 
     Raises:
         CalibrationError: If a model's files are missing or damaged, or the models differ, naming
@@ -70,7 +71,7 @@ def open_pool_models(models: PoolModels) -> None:
 
 
 def _check_precision(fabric: Fabric) -> None:
-    """Refuse a precision that would convert models. A pool loads them in their stored dtypes."""
+    """Refuse a precision that would convert models, because pools load them in stored dtypes."""
     precision = str(fabric.strategy.precision.precision)
     if precision == "32-true" or precision.endswith("-mixed"):
         return
@@ -86,10 +87,10 @@ def check_experts(models: PoolModels, family: object = None) -> list[str]:
 
     Args:
         models: The pool's models.
-        family: The setting that must fit the base, or None without a calibration.
+        family: The setting `family`, which must fit the base, or None without a calibration.
 
     Returns:
-        Sentences on experts that are unrelated or equal to the base.
+        Warnings about experts that are unrelated or equal to the base.
 
     Raises:
         CalibrationError: If the base cannot be loaded, the family does not find its blocks, or an

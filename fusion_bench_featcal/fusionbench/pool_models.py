@@ -41,7 +41,7 @@ OWN_LOADER = f"{load_lora_model.__module__}.{load_lora_model.__name__}"
 
 @dataclass(eq=False)
 class PoolModel:
-    """One model of a pool. Its files are found and their headers read once, on first use."""
+    """One model of a pool. Its files are located and their headers read once, on first use."""
 
     pool: BaseModelPool
     name: str
@@ -58,15 +58,15 @@ class PoolModel:
 
     @property
     def location(self) -> str | None:
-        """The folder or hub id of its weights, for a LoRA expert the adapter's."""
+        """The folder or hub id of its weights. For a LoRA expert it is that of the adapter."""
         return next(reversed(self.locations.values()), None)
 
     @property
     def locations(self) -> dict[str, str]:
-        """Keys of its entry -> folders or hub ids to download.
+        """Key of its entry -> folder or hub id to download.
 
-        A plain name has an empty key. FusionBench loads models itself if their entry has further
-        options.
+        An entry that is only a name has an empty key. The mapping is empty if FusionBench must load
+        the model itself, because its entry has further options.
         """
         entry, keys = self.entry, (_CONFIG,)
         if not isinstance(entry, Mapping):
@@ -81,7 +81,7 @@ class PoolModel:
 
     @cached_property
     def paths(self) -> dict[str, Path]:
-        """Keys of `locations` -> local folders. Hub ids are downloaded.
+        """Key of `locations` -> local folder. Hub ids are downloaded.
 
         Raises:
             CalibrationError: If a download fails, naming the model's setting.
@@ -104,7 +104,7 @@ class PoolModel:
         """Content of its config.json (for a LoRA expert the base's), or None if there is none.
 
         Raises:
-            CalibrationError: If the file is damaged, or transformers reads another model from it.
+            CalibrationError: If the file is damaged, or transformers builds another model from it.
         """
         files = next(iter(self._opened.values()), None)
         return None if files is None else files.config
@@ -125,7 +125,7 @@ class PoolModel:
         return None if source is None else self.with_common_rows(source)
 
     def with_common_rows(self, source: ExpertSource) -> ExpertSource:
-        """Return weights with the rows of the vocabulary that the pool's models share."""
+        """Return weights of which only the common rows of the vocabulary are read."""
         rows = getattr(self.pool, "vocabulary_rows", None)
         return source if rows is None else VocabularyRows(source, rows)
 
@@ -137,7 +137,7 @@ class PoolModel:
 
     @property
     def file_bytes(self) -> int | None:
-        """Bytes to read for loading it, 0 if it is in memory, or None if unknown."""
+        """Bytes to read for loading the model, 0 if it is in memory, or None if unknown."""
         if self.module is not None:
             return 0
         source = self.files
@@ -156,7 +156,7 @@ class PoolModels(dict[str, PoolModel]):
     """All models of a pool by name, for a whole run."""
 
     def __init__(self, pool: BaseModelPool) -> None:
-        """Refer to a pool's models. Nothing is opened yet."""
+        """Create an entry for each model of a pool. Nothing is opened yet."""
         super().__init__({name: PoolModel(pool, name) for name in pool.all_model_names})
         self.pool = pool
 
@@ -177,27 +177,27 @@ class PoolModels(dict[str, PoolModel]):
 
     @property
     def positions(self) -> int:
-        """Positions of text models (`positions_of`), `NO_LIMIT` if their files do not say it."""
+        """Number of positions of text models, or `NO_LIMIT` if their files do not declare it."""
         model = self.first
         if model.module is not None:
             return positions_of(model.module)
         try:
             return positions_of(model.folders[0].empty) if model.folders else NO_LIMIT
-        except CalibrationError:  # the pool may load it all the same
+        except CalibrationError:  # the pool may be able to load it
             return NO_LIMIT
 
     @property
     def ends(self) -> frozenset[int]:
         """End tokens of text models, as far as their files declare them."""
         ends = set[int]()
-        with suppress(CalibrationError, ValueError):  # the pool may load such models all the same
+        with suppress(CalibrationError, ValueError):  # the pool may be able to load such models
             for model in self.values():
                 ends |= end_tokens(*(model.folders if model.module is None else [model.module]))
         return frozenset(ends)
 
     @property
     def start(self) -> int | None:
-        """Token with which decoders begin, as the first model's config has it."""
+        """The decoder's start token in the first model's config, or None."""
         module: Any = self.first.module
         config = (self.first.config or {}) if module is None else module.config.to_dict()
         return config.get("decoder_start_token_id")
@@ -235,7 +235,7 @@ def import_target(setting: str, target: str) -> Any:
 
 
 def local_pool(modelpool: BaseModelPool, name: str | None = None) -> BaseModelPool:
-    """Copy a pool so that it loads all models, or one, from local folders and not lazily."""
+    """Copy a pool so that it loads all models, or the one named, at once and from local folders."""
     pool: Any = copy.copy(modelpool)
     if getattr(modelpool, "enable_lazy_loading", False):
         pool.enable_lazy_loading = False
@@ -258,10 +258,10 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         CalibrationError: If it cannot be found or loaded, naming the model and its entry.
     """
     entry: Any = modelpool._models.get(name)
-    with error_context(f"modelpool.models.{name}", cause=partial(_cause, entry)):
+    with error_context(f"modelpool.models.{name}", cause=partial(_explain_loading_error, entry)):
         model = local_pool(modelpool, name).load_model(name)
         opened = PoolModel(modelpool, name)
-        # PEFT itself only warns of tensors that belong to no module, and leaves the base in place.
+        # PEFT only warns of tensors that belong to no module, and keeps the base's weights there.
         if len(opened.locations) > 1 and entry.get("_target_") != OWN_LOADER:
             base, adapter = opened.folders
             source = adapter.source(base, part=opened.adapted_part)
@@ -277,8 +277,8 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
         return bind_own_functions(model)
 
 
-def _cause(entry: object, error: Exception) -> str | None:
-    """Return why an entry of a pool cannot be loaded. A loader may raise anything."""
+def _explain_loading_error(entry: object, error: Exception) -> str | None:
+    """Return why an entry of a pool cannot be loaded, or None if memory is full."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return None
     cause = loading_cause(error)

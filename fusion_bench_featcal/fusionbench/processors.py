@@ -55,17 +55,18 @@ def generates_text(modelpool: object) -> bool:
 
 
 def is_of_speech(modelpool: object) -> bool:
-    """Return whether a pool has speech models, whose texts belong to sounds."""
+    """Return whether a pool has speech models, whose texts are transcripts of audio data."""
     return any(parent.__name__ == _SPEECH for parent in type(modelpool).__mro__)
 
 
 def load_input_processor(models: PoolModels) -> Any:
     """Load the tokenizer or processor that converts a pool's data to inputs of its models.
 
-    Without one in its config, a pool of image classifiers has its base's.
+    If the config of a pool of image classifiers has no processor, that of the base is loaded.
 
     Raises:
-        CalibrationError: If there is none, it cannot be loaded, or an expert has another one.
+        CalibrationError: If there is no processor, it cannot be loaded, or an expert's processor
+            differs.
     """
     modelpool = models.pool
     folders: dict[str, Path] = {
@@ -74,15 +75,15 @@ def load_input_processor(models: PoolModels) -> Any:
         if expert.folders
     }
     if is_of_speech(modelpool):
-        processor = _loaded(models, "processor", AutoProcessor)
+        processor = _load_entry(models, "processor", AutoProcessor)
         check_processors(processor, "modelpool.processor", folders)
         return processor
     if text_encoder_class(modelpool) is not None:
-        tokenizer = _loaded(models, "tokenizer", AutoTokenizer)
+        tokenizer = _load_entry(models, "tokenizer", AutoTokenizer)
         load_tokenizers(tokenizer, "modelpool.tokenizer", folders)  # raises
         return tokenizer
     is_clip = hasattr(modelpool, "load_clip_model")
-    processor = _loaded(models, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
+    processor = _load_entry(models, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
     check_processors(processor, "modelpool.processor", folders)
     first = models.first
     config = first.config or {}
@@ -91,8 +92,11 @@ def load_input_processor(models: PoolModels) -> Any:
     return processor
 
 
-def _loaded(models: PoolModels, name: str, kind: object) -> Any:
-    """Load the entry of a pool's config, which some pools do not keep, or the base's processor."""
+def _load_entry(models: PoolModels, name: str, kind: object) -> Any:
+    """Load the component `name` of a pool's config, or else the base's processor.
+
+    Some pools do not store their config, so the program's config is searched too.
+    """
     pool, setting = models.pool, f"modelpool.{name}"
     config = getattr(getattr(pool, "_program", None), "_modelpool", None) or {}
     entries = (getattr(pool, f"_{name}", None), getattr(pool, name, None), config.get(name))
@@ -110,10 +114,10 @@ def load_part(setting: str, entry: Any, kind: Any, **options: Any) -> Any:
     """Load a component of a pool: a folder, a hub id, a mapping with `_target_`, or the object.
 
     Args:
-        setting: The setting that names it.
-        entry: The component's entry.
-        kind: Its class if it is a folder or hub id.
-        **options: Arguments of the loader of a model.
+        setting: The setting that names the component, for messages.
+        entry: The value of the setting.
+        kind: Class of the component, used if the entry is a folder or hub id.
+        **options: Arguments for loading a model.
 
     Raises:
         ValueError: If there is no entry.

@@ -21,13 +21,13 @@ from fusion_bench_featcal.errors.masking import masked, public
 from fusion_bench_featcal.experts.copies import bind_own_functions, copied_module
 from fusion_bench_featcal.files import write_atomic
 from fusion_bench_featcal.fusionbench.pool_models import local_pool
-from fusion_bench_featcal.fusionbench.program_processes import fabric_alone
+from fusion_bench_featcal.fusionbench.program_processes import single_process_fabric
 from fusion_bench_featcal.fusionbench.run_settings import POOLS, method_name
 from fusion_bench_featcal.fusionbench.saved_model import check_save_target
 from fusion_bench_featcal.results import prepare_directory
 
 log = logging.getLogger(__name__)
-prints = logging.getLogger("fusion_bench.prints")  # in the log file only (console.ScreenFilter)
+print_log = logging.getLogger("fusion_bench.prints")  # in the log file only (console.ScreenFilter)
 
 _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 
@@ -55,9 +55,9 @@ def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -
     """Prepare a run of any method: choose the task pool, check and fill the log directory.
 
     Args:
-        program: The running program. Without one, nothing is done.
-        log_dir: Its log directory, which receives the resolved config without private texts. None
-            writes nothing.
+        program: The running program. Without a program, nothing is done.
+        log_dir: Its log directory, which gets the resolved config without private texts, or None
+            to write nothing.
 
     Raises:
         ReportError: If the directory cannot be written.
@@ -77,7 +77,7 @@ def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -
     taskpool: Any = program.taskpool
     if hasattr(taskpool, "_fabric_instance"):
         # With a log directory FusionBench's task pools write a report of each evaluation there.
-        taskpool._fabric_instance = fabric_alone(fabric, first=False)
+        taskpool._fabric_instance = single_process_fabric(fabric, first=False)
     if log_dir is not None:
         folder = prepare_directory(log_dir)
         parts: Any = OmegaConf.to_container(program.config, resolve=True)
@@ -94,7 +94,7 @@ def run_merger(
 
     Args:
         program: The running program, or None.
-        config: The merger's config: with `_target_` or, for older methods, `name`.
+        config: Config of the merging method, with `_target_` or, for older methods, `name`.
         modelpool: The pool. Models that it has in memory are not changed.
         setting: The setting with the config, for the message.
 
@@ -105,7 +105,7 @@ def run_merger(
         CalibrationError: If the method does not return exactly one model.
     """
     log.info("merging with %s", method_name(config))
-    # Times of steps, and other notes for developers. FusionBench needs a file with a descriptor.
+    # FusionBench prints notes for developers, such as times, to a file with a descriptor.
     with TemporaryFile("w+", encoding="utf-8") as printed:
         try:
             with redirect_stdout(printed):
@@ -117,18 +117,18 @@ def run_merger(
         finally:
             printed.seek(0)
             if text := printed.read().strip():
-                prints.info(text)
+                print_log.info(text)
     if not isinstance(merged, nn.Module):
         raise CalibrationError(
             f"{setting} ({method_name(config)}) returned {type(merged).__name__}; "
             "what follows needs one merged model"
         )
     bind_own_functions(merged)
-    return counting_in(torch.int64, merged).requires_grad_(False)
+    return convert_batch_counts(torch.int64, merged).requires_grad_(False)
 
 
-def counting_in(dtype: torch.dtype, model: Any) -> Any:
-    """Convert the batch counts of a model's BatchNorms to a dtype."""
+def convert_batch_counts(dtype: torch.dtype, model: Any) -> Any:
+    """Convert the batch counts of a model's BatchNorms to a dtype, and return the model."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None:
             module.num_batches_tracked = module.num_batches_tracked.to(dtype)
@@ -136,15 +136,15 @@ def counting_in(dtype: torch.dtype, model: Any) -> Any:
 
 
 def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
-    """Return the pool for a merger, with copies of models that it has in memory.
+    """Return the pool for a merging method, with copies of the models that it has in memory.
 
-    Mergers may change such models in place, and base and experts are needed afterwards. Most of
-    FusionBench's mergers refuse integers, so BatchNorm's counts are floating point in the copies.
+    A merging method may change models in place, but base and experts are needed afterwards. Most
+    of FusionBench's methods refuse integers, so BatchNorm's counts are float32 in all models.
     """
     modelpool = local_pool(modelpool)
     pool = copy.copy(modelpool)
     load: Any = pool.load_model
-    pool.load_model = lambda *args, **options: counting_in(torch.float32, load(*args, **options))
+    pool.load_model = lambda *args, **kw: convert_batch_counts(torch.float32, load(*args, **kw))
     if not modelpool.has_instance_models:
         return pool
     models: Any = {

@@ -1,8 +1,8 @@
-"""Several processes of one FusionBench program: shared work, and work of the first one alone.
+"""Several processes of one FusionBench program, which share the calibration.
 
-Calibration is shared. Everything else that FusionBench does (merging, evaluating, reporting,
-saving) is written for one process or distributes its data differently. The first process does it
-with a separate Fabric, while the others wait.
+Everything else that FusionBench does (merging, evaluating, reporting, saving) is written for one
+process or distributes its data differently. The first process does it with a separate Fabric, while
+the others wait.
 """
 
 import logging
@@ -46,7 +46,7 @@ def join_processes(algorithm: Any) -> Processes:
     end_at_once()
     # A plan starts no processes.
     processes = TorchProcesses() if torch.distributed.is_initialized() else Processes()
-    alone = fabric_alone(fabric, first=processes.rank == 0)
+    alone = single_process_fabric(fabric, first=processes.rank == 0)
     program = algorithm._program
     pools = [getattr(program, name, None) for name in ("modelpool", "taskpool")]
     components: list[Any] = [algorithm, program, *pools]
@@ -73,8 +73,8 @@ def open_fabric(config: DictConfig) -> lightning.Fabric:
         raise ValueError(f"fabric cannot be made: {first_line(error)}") from error
 
 
-def fabric_alone(fabric: Any, *, first: bool) -> lightning.Fabric:
-    """Return a Fabric for this process alone. The `first` process keeps the loggers."""
+def single_process_fabric(fabric: Any, *, first: bool) -> lightning.Fabric:
+    """Return a Fabric for this process only. The `first` process keeps the loggers."""
     strategy = SingleDeviceStrategy(
         device=fabric.device, accelerator=fabric.accelerator, precision=fabric._precision
     )
@@ -92,9 +92,9 @@ def share_model(model: nn.Module | None, processes: Processes, device: torch.dev
     if processes.size == 1:
         assert model is not None
         return model
-    gathered = processes.gather(None if model is None else _packed(model))
+    gathered = processes.gather(None if model is None else _pickle_without_values(model))
     shared = pickle.loads(gathered[0] or b"") if model is None else model
-    for tensor in _stored(shared):
+    for tensor in _stored_tensors(shared):
         if model is None:
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
         travelling = tensor.detach().to(device).contiguous()
@@ -104,19 +104,19 @@ def share_model(model: nn.Module | None, processes: Processes, device: torch.dev
     return shared
 
 
-def _stored(model: nn.Module) -> list[Tensor]:
-    """Return parameters and persistent buffers, tied ones once."""
+def _stored_tensors(model: nn.Module) -> list[Tensor]:
+    """Return parameters and persistent buffers. A tied parameter occurs once."""
     return list({id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
 
 
-def _packed(model: nn.Module) -> bytes:
-    """Return a model without the values of its parameters, each replaced by an expanded zero."""
+def _pickle_without_values(model: nn.Module) -> bytes:
+    """Pickle a model in which each tensor is replaced by an expanded zero of the same shape."""
 
     def empty(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
     try:
-        return pickle.dumps(copied_module(model, _stored(model), empty))
+        return pickle.dumps(copied_module(model, _stored_tensors(model), empty))
     except (AttributeError, pickle.PicklingError) as error:  # by the kind of function
         raise CalibrationError(
             f"the merged {type(model).__name__} cannot be sent to other processes, because its "

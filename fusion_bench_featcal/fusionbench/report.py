@@ -1,4 +1,4 @@
-"""The report of a run: models are evaluated when they are added, and written at the end."""
+"""The report of a run, which evaluates models when they are added, and is written at the end."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from fusion_bench_featcal.files.suite_paths import without_roots
 from fusion_bench_featcal.fusionbench.evaluation import (
     PoolEvaluation,
     evaluate,
-    joined_evaluation,
+    join_evaluations,
     task_names,
 )
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
@@ -42,18 +42,18 @@ from fusion_bench_featcal.results.run import Facts, conditions_of
 
 log = logging.getLogger(__name__)
 
-_NOT_OF_A_POOL = ("featcal", "default_taskpool")  # keys that FusionBench's pools do not read
+_PACKAGE_KEYS = ("featcal", "default_taskpool")  # FusionBench's pools do not read them
 _NOT_INPUTS = ("_usage_", "_version_", "dataloader_kwargs")  # keys that change no result
-_NO_PLACES = {"split", "calibration_split", "name", "task", "tasks", "style"}
+_NOT_LOCATIONS = {"split", "calibration_split", "name", "task", "tasks", "style"}
 
 
 class Report:
-    """Rows of models on one pool.
+    """Evaluates models on one pool and collects their results.
 
     Without a task pool nothing is evaluated.
 
     Attributes:
-        run: The rows.
+        run: The results, with one row for each model.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Report:
         Args:
             inputs: The pools, the device and the program.
             suite: Name of the model pool.
-            merger: Name of the upstream merger's row.
-            base_method: Config of that merger.
+            merger: Name of the merged model in the report.
+            base_method: Config of the merging method.
             tasks: Tasks to evaluate, by default all.
             tasks_label: Number or names of the merged tasks, by default the number of experts.
         """
@@ -81,28 +81,28 @@ class Report:
         self._inputs, self._tasks = inputs, tasks
         precision = str(inputs.fabric.strategy.precision.precision)
         label = len(inputs.modelpool.model_names) if tasks_label is None else tasks_label
-        self._conditions = {"precision": precision, "tasks": label, **digest_of_pools(inputs)}
+        self._conditions = {"precision": precision, "tasks": label, **digest_pools(inputs)}
         self._base_method = dict(plain_config(base_method) or {})
         self._failed: dict[str, Exception] = {}
 
     def warn(self, notes: Sequence[str]) -> None:
-        """Warn of something at once, and note it in the report."""
+        """Log warnings, and note them in the report."""
         for text in notes:
             log.warning(text)
             self.run.note(Note(NOTE, text))
 
     @contextmanager
-    def surviving(self, name: str, *, alone: bool) -> Iterator[None]:
-        """Context of one row, whose failure becomes a note, so that the other rows are reported.
+    def continue_on_error(self, name: str, *, alone: bool) -> Iterator[None]:
+        """Context of one model, whose failure becomes a note, so that the run continues.
 
         Args:
-            name: The row.
-            alone: Whether a failure ends the run, because there is no other row, or because
+            name: The model's name in the report.
+            alone: Whether a failure ends the run, because there is no other model, or because
                 several processes would wait for each other.
         """
         try:
             yield
-        except Exception as error:  # of the calibration, the task pool, the disk or a user's rule
+        except Exception as error:  # calibration, task pool, disk or a user's rule may raise
             if alone:
                 raise
             is_expected = isinstance(error, CalibrationError | ValueError)
@@ -113,12 +113,12 @@ class Report:
     def add(
         self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
     ) -> PoolEvaluation | None:
-        """Evaluate a model and add its row. Without a task pool, add only a method's costs.
+        """Evaluate a model and add its results. Without a task pool, add only a method's costs.
 
         Args:
-            name: Its row.
+            name: The model's name in the report.
             model: The model.
-            facts: What else is known of it.
+            facts: Its settings, samples and further data for the report.
             cost: Time and memory of its method, None for references.
 
         Returns:
@@ -126,30 +126,27 @@ class Report:
         """
         if self._inputs.taskpool is None and cost is None:
             return None
-        evaluation = None
+        facts, evaluation = facts or Facts(), None
         if self._inputs.taskpool is not None:
             log.info("evaluating %s", name)
             evaluation = evaluate(self._inputs.taskpool, model, self._tasks)
-            self._note_unscored(evaluation, facts or Facts())
-        self._add(name, evaluation, facts or Facts(), cost)
+            scored = {task for values in evaluation.scores.values() for task in values}
+            unscored = [task for task in facts.samples if task not in scored]
+            text = (
+                f"{', '.join(unscored)}: calibrated, but not evaluated and in no average. Add "
+                "tests to the task pool: default_taskpool.tasks or default_taskpool.test_datasets"
+            )
+            # If all tasks are unscored, the task pool has other names for them.
+            is_partial = 0 < len(unscored) < len(facts.samples)
+            if is_partial and text not in {note.text for note in self.run.notes}:
+                self.run.note(Note(NOTE, text))
+        self._add(name, evaluation, facts, cost)
         return evaluation
-
-    def _note_unscored(self, evaluation: PoolEvaluation, facts: Facts) -> None:
-        """Note tasks that a model was calibrated on, and that the task pool does not have."""
-        scored = {task for values in evaluation.scores.values() for task in values}
-        unscored = [task for task in facts.samples if task not in scored]
-        if not 0 < len(unscored) < len(facts.samples):  # some pools have names of their own
-            return
-        text = (
-            f"{', '.join(unscored)}: calibrated, but not evaluated and in no average. Add tests to "
-            "the task pool: default_taskpool.tasks or default_taskpool.test_datasets"
-        )
-        if text not in {note.text for note in self.run.notes}:
-            self.run.note(Note(NOTE, text))
 
     def _add(
         self, name: str, evaluation: PoolEvaluation | None, facts: Facts, cost: Cost | None = None
     ) -> None:
+        """Add results, None without a task pool, under the conditions of this run."""
         correct = None if evaluation is None else evaluation.correct
         scores = {} if evaluation is None else evaluation.scores
         costs = None if cost is None else cost.as_dict()
@@ -160,19 +157,19 @@ class Report:
             row.conditions |= conditions_of(self.run.merger, self._base_method, taken)
 
     def add_references(
-        self, names: Sequence[str], watch: Callable[[str, nn.Module], None] | None = None
+        self, names: Sequence[str], on_base_loaded: Callable[[str, nn.Module], None] | None = None
     ) -> None:
-        """Load and evaluate the base and the experts named in `names`, one at a time.
+        """Load and evaluate references, one model at a time.
 
         Args:
-            names: Of `base` and `experts`.
-            watch: Called with the base's row and model before its evaluation.
+            names: The references: `base`, `experts` or both. Other names are ignored.
+            on_base_loaded: Called with the base's name and model before its evaluation.
         """
         pool, taskpool = self._inputs.modelpool, self._inputs.taskpool
-        if BASE in names and pool.has_pretrained and (watch or taskpool is not None):
+        if BASE in names and pool.has_pretrained and (on_base_loaded or taskpool is not None):
             base = load_pool_model(pool, BASE_MODEL)
-            if watch is not None:
-                watch(BASE, base)
+            if on_base_loaded is not None:
+                on_base_loaded(BASE, base)
             self.add(BASE, base)
             del base  # frees it before the experts
         if EXPERTS not in names or taskpool is None:
@@ -184,14 +181,14 @@ class Report:
             self.run.note(Note(NOTE, note))
             return
         log.info("evaluating experts, each on its own task")
-        row = joined_evaluation(evaluate(taskpool, load_pool_model(pool, t), [t]) for t in tasks)
-        self._add(EXPERTS, row, Facts())
+        evaluations = (evaluate(taskpool, load_pool_model(pool, t), [t]) for t in tasks)
+        self._add(EXPERTS, join_evaluations(evaluations), Facts())
 
     def close(self, folder: Path | None) -> Frame:
-        """Order the rows, write them to a folder, and return the frame of their accuracies.
+        """Sort the results, write them to a folder, and return the frame of their accuracies.
 
         Raises:
-            Exception: That of the first row that failed, if there is no other one.
+            Exception: If all models of methods failed, the error of the first one.
         """
         run = self.run
         if self._failed and not any(row.is_repair for row in run.rows):
@@ -200,7 +197,7 @@ class Report:
         run.rows.sort(key=lambda row: first.index(row.name) if row.name in first else len(first))
         seeds = {row.seed for row in run.rows if row.seed is not None}
         for merged in (row for row in run.rows if row.name == run.merger):
-            if merged.seed is None and len(seeds) == 1:  # else it goes with rows of every seed
+            if merged.seed is None and len(seeds) == 1:  # else it is compared with every seed
                 (merged.seed,) = seeds
         run.versions |= commits()
         frame = accuracy_frame(run)
@@ -210,44 +207,44 @@ class Report:
 
 
 def config_of(pool: object) -> Any:
-    """Return a pool's config, without the keys of this package."""
+    """Return a pool's config without the keys that only this package reads."""
     config = plain_config(getattr(pool, "config", None))
     if not isinstance(config, Mapping):
         return config
-    return {key: value for key, value in config.items() if key not in _NOT_OF_A_POOL}
+    return {key: value for key, value in config.items() if key not in _PACKAGE_KEYS}
 
 
 def with_contents(value: object, digest: Callable[[str], str | None], name: str = "") -> object:
-    """Return a config in which each text that names files here has their digest beside it.
+    """Return a config in which each path of local files becomes a list: path and digest.
 
-    The files of suites and fetched weights do not change, so these texts stay as they are.
+    Paths of suites and fetched weights are returned unchanged, because these files do not change.
 
     Args:
         value: The config, or a value in it.
-        digest: Returns the digest of the files that a text names, or None.
-        name: The value's name.
+        digest: Returns the digest of the files at a path, or None if the text is not a path.
+        name: The value's key.
     """
     if isinstance(value, Mapping):
         return {key: with_contents(entry, digest, str(key)) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [with_contents(entry, digest, name) for entry in value]
-    if not isinstance(value, str) or name in _NO_PLACES or not re.search(r"\w", value):
+    if not isinstance(value, str) or name in _NOT_LOCATIONS or not re.search(r"\w", value):
         return value
     content = digest(value) if without_roots(value) == value else None
     return value if content is None else [value, content]
 
 
 def digest_config(config: object) -> str:
-    """Return the digest of plain configs, equal wherever suites and fetched weights lie."""
+    """Return the digest of a plain config. It does not depend on the folders of the suites."""
     text = json.dumps(config, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(without_roots(text).encode()).hexdigest()
 
 
-def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
-    """Return the condition `inputs` of rows: a digest of the pools' models and data.
+def digest_pools(inputs: MethodInputs) -> dict[str, str]:
+    """Return the condition `inputs` of the results: a digest of the pools' models and data.
 
-    Files here count by content. A model in memory has no name to identify it by, so such pools have
-    none.
+    The digest includes the contents of local files. A pool with models in memory has no digest,
+    because no name identifies these models.
     """
     if inputs.modelpool.has_instance_models:
         return {}
@@ -259,7 +256,7 @@ def digest_of_pools(inputs: MethodInputs) -> dict[str, str]:
 
 
 def suite_name(modelpool: BaseModelPool) -> str:
-    """Return the model pool's name on the command line, else its class."""
+    """Return the model pool's name on the command line, or without one its class name."""
     from hydra.core.hydra_config import HydraConfig
 
     if HydraConfig.initialized() and (name := HydraConfig.get().runtime.choices.get("modelpool")):

@@ -1,4 +1,4 @@
-"""Settings of a method from YAML: checked, and refused by name if unknown."""
+"""Reads and checks the settings of a method from its YAML keys."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ FUSION_BENCH_KEYS = ("_usage_", "_version_", "_recursive_")
 """Keys in FusionBench's configs that are not settings of the method."""
 
 POOLS = ("modelpool", "taskpool", "fabric")
-"""Parts of a run's config with arguments of any loader."""
+"""Parts of a run's config that may contain arguments of any loader."""
 COMPARED_ROWS = (BASE, EXPERTS, MERGED)
-Chosen = TypeVar("Chosen", bound=FeatCalSettings)
+SettingsType = TypeVar("SettingsType", bound=FeatCalSettings)
 _SUITE_DEFAULTS = ("presets", "compare_with", "compare")
 
 
@@ -81,23 +81,32 @@ class RunSettings(MergedBy):
 
 
 @dataclass(frozen=True)
-class Choices(Generic[Chosen]):
-    """Models that a run calibrates and evaluates."""
+class SelectedModels(Generic[SettingsType]):
+    """Models that a run calibrates and evaluates.
 
-    rows: Mapping[str, Chosen]  # row -> settings, the method's own first
-    compare_with: tuple[str, ...]  # of `base`, `experts` and `merged`
-    save: str  # the row that is saved and returned
+    Attributes:
+        rows: Name in the report -> settings of the calibration. The method itself comes first.
+        compare_with: Reference models to evaluate: any of `base`, `experts` and `merged`.
+        save: Name of the model that is saved and returned.
+    """
+
+    rows: Mapping[str, SettingsType]
+    compare_with: tuple[str, ...]
+    save: str
 
 
 def read_settings(values: Mapping[str, object], kinds: Sequence[type[Settings]]) -> list[Any]:
     """Build the dataclasses of a method's settings from its keys.
 
     Args:
-        values: Values by name, as OmegaConf or plain objects. Missing ones keep their default.
+        values: Values by name, as OmegaConf or plain objects. A missing setting has its default.
         kinds: The dataclasses that declare the settings.
 
+    Returns:
+        An object of each dataclass.
+
     Raises:
-        ValueError: If a key is unknown, with the nearest one, or a value is not accepted.
+        ValueError: If a value is not accepted, or if a key is unknown, naming the nearest key.
     """
     refuse_unknown(values, [name for kind in kinds for name in kind.names()], "method.")
     # FusionBench instantiates a merger from OmegaConf's config.
@@ -112,45 +121,48 @@ def read_settings(values: Mapping[str, object], kinds: Sequence[type[Settings]])
     return [kind(**class_values) for kind, class_values in zip(kinds, values_by_class, strict=True)]
 
 
-def suite_of(program: object) -> dict[str, object]:
-    """Return the key `featcal` of the running program's model pool, or nothing."""
+def pool_defaults(program: object) -> dict[str, object]:
+    """Return the model pool's defaults for this method: the key `featcal` of its YAML, or {}."""
     return plain_config(getattr(program, "_modelpool", {}).get("featcal")) or {}
 
 
-def checked_choices(
-    settings: Chosen, chosen: RunSettings, suite: Mapping[str, Any]
-) -> Choices[Chosen]:
-    """Return rows and references of the method, with presets of it or else of the model pool.
+def select_models(
+    settings: SettingsType, run_settings: RunSettings, defaults: Mapping[str, Any]
+) -> SelectedModels[SettingsType]:
+    """Select the models of a run: the method's, one for each preset, and the references.
+
+    Without presets in the run settings, the model pool's presets apply.
 
     Args:
-        settings: The method's settings, which presets change.
-        chosen: The settings of the run.
-        suite: Defaults for this method in the model pool's YAML (its key `featcal`).
+        settings: Settings of the method. A preset changes some of them.
+        run_settings: Settings of the run.
+        defaults: Result of `pool_defaults`.
 
     Raises:
-        ValueError: If the row to save is unknown, or a preset's setting is unknown or not accepted.
+        ValueError: If the model to save is unknown, or if a preset has an unknown setting or a
+            value that is not accepted.
     """
-    refuse_unknown(suite, _SUITE_DEFAULTS, "modelpool.featcal.")
-    references = chosen.compare_with
+    refuse_unknown(defaults, _SUITE_DEFAULTS, "modelpool.featcal.")
+    references = run_settings.compare_with
     if references is None:
-        references = suite.get("compare_with", [MERGED])
+        references = defaults.get("compare_with", [MERGED])
     row = row_of_rule(settings.rule)
-    if chosen.presets is not None:
-        checked = _checked_presets(settings, chosen.presets, "method.presets")
-    else:  # the pool's, which are for the paper's rule and other settings than the run's
-        presets = suite.get("presets") or {} if settings.rule == "paper" else {}
-        checked = _checked_presets(settings, presets, "modelpool.featcal.presets")
-        checked = {name: preset for name, preset in checked.items() if preset != settings}
+    if run_settings.presets is not None:
+        presets = _read_presets(settings, run_settings.presets, "method.presets")
+    else:  # a pool's presets are for the paper's rule
+        pool_presets = defaults.get("presets") or {} if settings.rule == "paper" else {}
+        presets = _read_presets(settings, pool_presets, "modelpool.featcal.presets")
+        presets = {name: preset for name, preset in presets.items() if preset != settings}
     if (folder := settings.checkpoint_dir) is not None:
-        checked = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in checked.items()}
-    rows = {row: settings} | {f"{FEATCAL}_{name}": preset for name, preset in checked.items()}
-    rows[row] = settings  # before a preset of this name
-    save = row if chosen.save == FEATCAL else chosen.save
+        presets = {n: p.replace(checkpoint_dir=f"{folder}/preset-{n}") for n, p in presets.items()}
+    rows = {row: settings} | {f"{FEATCAL}_{name}": preset for name, preset in presets.items()}
+    rows[row] = settings  # a preset may have the same name
+    save = row if run_settings.save == FEATCAL else run_settings.save
     refuse_unknown([save], [*rows, MERGED], "method.save: row ")
-    return Choices(rows, tuple(references), save)
+    return SelectedModels(rows, tuple(references), save)
 
 
-def _checked_presets(settings: Chosen, presets: Any, key: str) -> dict[str, Chosen]:
+def _read_presets(settings: SettingsType, presets: Any, key: str) -> dict[str, SettingsType]:
     if not is_mapping_to(is_mapping, presets):
         raise ValueError(f"{key} must be a mapping of names to settings, got {presets!r}")
     refuse_unusable_names(presets, key)
@@ -168,8 +180,7 @@ def _checked_presets(settings: Chosen, presets: Any, key: str) -> dict[str, Chos
 def with_preset(values: Mapping[str, Any], preset: Mapping[str, object]) -> dict[str, Any]:
     """Return values of settings with the changes of a preset.
 
-    A preset with another rule has none of the values that belong to a rule, which may have no part
-    in its rule, and would make its row another method.
+    If the preset has another rule, the values that belong to the first rule are left out.
     """
     rule = values.get("rule", FeatCalSettings.rule)
     if preset.get("rule", rule) == rule:
@@ -179,10 +190,15 @@ def with_preset(values: Mapping[str, Any], preset: Mapping[str, object]) -> dict
 
 
 def refuse_other_rule(row: str, rule: object, key: str) -> None:
-    """Refuse a row that is named like FeatCal+ and has another rule.
+    """Refuse a model that has the name of FeatCal+, but another rule.
+
+    Args:
+        row: Name of the model in the report.
+        rule: Its rule.
+        key: The setting that declares the model, for the message.
 
     Raises:
-        ValueError: Naming the key of the row.
+        ValueError: Naming the key.
     """
     if row == FEATCAL_PLUS and rule != "plus":
         raise ValueError(f"{key}: the row {row} is FeatCal+: set {key}.rule=plus, or rename it")

@@ -1,4 +1,4 @@
-"""Saving one row's model to `merged_model_save_path`."""
+"""Saving one model to `merged_model_save_path`."""
 
 import logging
 import os
@@ -31,8 +31,8 @@ _ADVICE = (
 )
 
 
-def folder_of_job(log_dir: str | None) -> str | None:
-    """Return the current job's log directory. Jobs of a sweep have folders in it, by number."""
+def job_folder(log_dir: str | None) -> str | None:
+    """Return the current job's log directory: in a sweep, a subfolder with the job's number."""
     config = HydraConfig.get() if HydraConfig.initialized() else None
     if log_dir is None or config is None or config.mode != RunMode.MULTIRUN:
         return log_dir
@@ -44,7 +44,7 @@ def path_option(program: FabricModelFusionProgram | None, name: str) -> Path | N
     path = getattr(program, name, None)
     if path is None:
         return None
-    log_dir = folder_of_job(getattr(program, "log_dir", None))
+    log_dir = job_folder(getattr(program, "log_dir", None))
     return destination(str(path).replace("{log_dir}", str(log_dir))).absolute()
 
 
@@ -73,10 +73,10 @@ def check_disks(
     models: PoolModels,
     checkpoint_dirs: Iterable[str | None],
 ) -> None:
-    """Refuse a run whose saved model and finished blocks have too little room on their disks.
+    """Check that the disks have enough room for the saved model and the finished blocks.
 
     Raises:
-        CalibrationError: If there is too little.
+        CalibrationError: If a disk has too little room.
     """
     sizes = (model.file_bytes for model in models.values())
     size = max(filter(None, sizes), default=None)  # adapters are smaller
@@ -93,13 +93,13 @@ def save_model(
     pickled state dict.
 
     Args:
-        modelpool: Its `save_model` writes models without `save_pretrained`.
+        modelpool: The pool. Its `save_model` writes a model that has no `save_pretrained`.
         model: The model.
-        path: A new folder (a file if the pool saves a state dict).
+        path: A new folder, or a new file if the pool saves a state dict.
         processor: Tokenizer or image processor, which is saved if it has `save_pretrained`.
 
     Raises:
-        CalibrationError: If it cannot be written.
+        CalibrationError: If the model cannot be written.
     """
     target = destination(os.fspath(path)).absolute()
     needed = stored_bytes(model.state_dict().values())

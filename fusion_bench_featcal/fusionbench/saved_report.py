@@ -34,8 +34,8 @@ class SavedReport(Report):
     FusionBench would save the model only after all evaluations.
 
     Attributes:
-        row: The row whose model is saved and returned.
-        model: Its model, available after `offer`.
+        row: Name of the model that is saved and returned.
+        model: This model, available after `save_if_selected`.
     """
 
     model: nn.Module
@@ -46,7 +46,7 @@ class SavedReport(Report):
         Args:
             inputs: The pools, the device and the program.
             folder: The run's log directory, or None to write nothing.
-            row: The row to save. `check_save_target` has checked the target before.
+            row: Name of the model to save. `check_save_target` has checked the target before.
             **options: Arguments of `Report`.
         """
         super().__init__(inputs, **options)
@@ -57,19 +57,18 @@ class SavedReport(Report):
     def add(
         self, name: str, model: nn.Module, facts: Facts | None = None, cost: Cost | None = None
     ) -> PoolEvaluation | None:
-        """Write the files of its method beside the report, and FusionBench's own report."""
+        """Evaluate a model. Write its method's files, and FusionBench's report if it is saved."""
         if facts is not None and self._folder is not None:
             for file, text in facts.files.items():
                 write_atomic(self._folder / file, text)
         evaluation = super().add(name, model, facts, cost)
         file = path_option(self._inputs.program, "report_save_path")
         if evaluation is not None and file is not None and name == self.row:
-            # FusionBench's own report
             write_atomic(file, json.dumps(evaluation.raw), "report_save_path")
         return evaluation
 
-    def offer(self, name: str, model: nn.Module, facts: Facts) -> None:
-        """Save a model if it is the row to save. Its evaluation, which may fail, comes after.
+    def save_if_selected(self, name: str, model: nn.Module, facts: Facts) -> None:
+        """Save a model if it is the one to save. Call this before its evaluation, which may fail.
 
         Raises:
             CalibrationError: If it cannot be written, naming path, free space and setting.
@@ -79,7 +78,7 @@ class SavedReport(Report):
         self._facts = facts
         self.model, inputs, processor = model, self._inputs, None
         if (target := path_option(inputs.program, SAVE_PATH)) is not None:
-            with suppress(CalibrationError):  # some methods need none
+            with suppress(CalibrationError):  # some methods need no processor
                 processor = inputs.processor
             save_model(inputs.modelpool, model, target, processor)
             self._saved = target
@@ -87,10 +86,10 @@ class SavedReport(Report):
             inputs.program.save_merged_model = lambda merged_model: None
 
     def finish(self) -> nn.Module:
-        """Write and show the report, and return the model of the row to save.
+        """Write and print the report, and return the saved model.
 
         Raises:
-            CalibrationError: If a row failed, after everything else is written and shown.
+            CalibrationError: If a model failed, after everything else is written and printed.
         """
         program, saved = self._inputs.program, self._saved
         frame = self.close(self._folder)

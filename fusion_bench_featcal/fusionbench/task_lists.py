@@ -1,4 +1,4 @@
-"""Pools that list their tasks once: the entry `*` of a mapping stands for an entry of every task.
+"""Expands pools that list their tasks once: a key `*` stands for an entry of each task.
 
 tasks: [mini_mnist, mini_greek]
 models:
@@ -21,14 +21,18 @@ _hydra_applies = ConfigLoaderImpl._apply_overrides_to_config
 
 
 def expand_when_composing() -> None:
-    """Let Hydra expand the task lists of every config that it composes."""
+    """Let Hydra expand the task lists of every config that it composes.
+
+    Hydra has no hook between composing a config and applying its overrides, so its function that
+    applies them is replaced.
+    """
     ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_overrides)  # type: ignore[method-assign]
 
 
 def _apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:
-    """Apply a choice of tasks, expand the lists, then apply all other overrides.
+    """Apply an override of the task list, expand the list, then apply all other overrides.
 
-    A resolver cannot do this: an override of one task's entry would replace all entries.
+    With a resolver, an override of one task's entry would replace the entries of all tasks.
     """
     choices = [override for override in overrides if override.key_or_group == _TASKS]
     _hydra_applies(choices, config)
@@ -43,9 +47,9 @@ def _apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:
 
 
 def _copy_references(config: DictConfig, key: str) -> None:
-    """Replace references to mappings on the way to a key of a pool by copies.
+    """Replace references by copies of their mappings, along the path to a key of a pool.
 
-    OmegaConf would replace them by empty mappings, and a task would lose its data.
+    OmegaConf would replace a reference by an empty mapping, and a task would lose its data.
     """
     node = config
     for part in key.split(".")[:-1] if key.startswith(_POOLS) else ():
@@ -61,14 +65,14 @@ def _copy_references(config: DictConfig, key: str) -> None:
 def expand_task_lists(config: DictConfig) -> bool:
     """Expand model pool and task pool, and remove the key `tasks` of the model pool.
 
-    A model pool without the key has the tasks of its experts. An entry with a task's own name
-    replaces the task's part of `*`.
+    A model pool without this key has the tasks of its experts. If a task has an entry besides
+    `*`, that entry is used for the task.
 
     Returns:
-        Whether the model pool has an entry `*`.
+        Whether the model pool has a key `*`.
 
     Raises:
-        ConfigCompositionException: If `tasks` is no list of different names.
+        ConfigCompositionException: If `tasks` is not a list of different names.
     """
     pools = {key: config.get(key) for key in _POOLS}
     contents: dict[str, Any] = {
@@ -76,52 +80,51 @@ def expand_task_lists(config: DictConfig) -> bool:
         for key, pool in pools.items()
         if OmegaConf.is_dict(pool)
     }
-    with_lists = {key for key, content in contents.items() if _has_lists(content)}
+    with_lists = {key for key, content in contents.items() if _has_star_entries(content)}
     if not with_lists:
         return False
     modelpool = contents.get("modelpool", {})
     tasks = [name for name in modelpool.get("models") or () if not name.startswith("_")]
     if "modelpool" in with_lists:
-        tasks = _checked(modelpool.pop("tasks", tasks))
+        tasks = modelpool.pop("tasks", tasks)
+        are_names = isinstance(tasks, list) and all(isinstance(t, str) and t for t in tasks)
+        if not are_names or not tasks or len(set(tasks)) < len(tasks):
+            raise ConfigCompositionException(
+                f"{_TASKS} must be a list of different names, got {tasks!r}"
+            )
     for key in with_lists:
-        config[key] = filled(contents[key], tasks)
+        config[key] = expand_entries(contents[key], tasks)
     return "modelpool" in with_lists
 
 
-def filled(node: object, tasks: Iterable[str]) -> Any:
-    """Return a part of a config with an entry per task in place of each entry `*`."""
+def expand_entries(node: object, tasks: Iterable[str]) -> Any:
+    """Return a node of a config in which each key `*` is replaced by one key per task."""
     if isinstance(node, list):
-        return [filled(item, tasks) for item in node]
+        return [expand_entries(item, tasks) for item in node]
     if not isinstance(node, Mapping):
         return node
     entries: dict[object, object] = {}
     for key, value in node.items():
         if key == EACH:
-            entries |= {task: _for_task(value, task) for task in tasks if task not in node}
+            entries |= {task: _with_task_name(value, task) for task in tasks if task not in node}
         else:
-            entries[key] = filled(value, tasks)
+            entries[key] = expand_entries(value, tasks)
     return entries
 
 
-def _for_task(node: object, task: str) -> object:
-    """Return a part of a config with the task's name in place of each `*`."""
+def _with_task_name(node: object, task: str) -> object:
+    """Return a node of a config in which each `*` of a text is replaced by the task's name."""
     if isinstance(node, Mapping):
-        return {key: _for_task(value, task) for key, value in node.items()}
+        return {key: _with_task_name(value, task) for key, value in node.items()}
     if isinstance(node, list):
-        return [_for_task(item, task) for item in node]
+        return [_with_task_name(item, task) for item in node]
     return node.replace(EACH, task) if isinstance(node, str) else node
 
 
-def _has_lists(node: object) -> bool:
+def _has_star_entries(node: object) -> bool:
+    """Return whether a node of a config contains a key `*`."""
     if isinstance(node, list):
-        return any(map(_has_lists, node))
-    return isinstance(node, Mapping) and (EACH in node or any(map(_has_lists, node.values())))
-
-
-def _checked(tasks: Any) -> list[str]:
-    is_list = isinstance(tasks, list) and all(isinstance(task, str) and task for task in tasks)
-    if not is_list or not tasks or len(set(tasks)) < len(tasks):
-        raise ConfigCompositionException(
-            f"{_TASKS} must be a list of different names, got {tasks!r}"
-        )
-    return tasks
+        return any(map(_has_star_entries, node))
+    return isinstance(node, Mapping) and (
+        EACH in node or any(map(_has_star_entries, node.values()))
+    )

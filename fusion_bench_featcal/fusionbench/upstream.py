@@ -1,4 +1,4 @@
-"""Upstream merger of a run. Plain mergers are computed tensor by tensor from files."""
+"""The merging method of a run. Simple ones are computed from files, one tensor at a time."""
 
 import json
 import logging
@@ -39,26 +39,26 @@ _OPTIONS = {"_target_", "inplace", "show_pbar", "scaling_factor", *FUSION_BENCH_
 
 
 class Upstream:
-    """The upstream merger of a run.
+    """The merging method that makes the initial merged model of a run.
 
     Attributes:
         config: `method.base_method`, or None if the pool has the merged model.
-        name: Name of its row in reports.
+        name: Name of the merged model in reports.
     """
 
     def __init__(
         self, config: Any, models: PoolModels, setting: str = "method.base_method"
     ) -> None:
-        """Refer to the merger, which has not run yet.
+        """Check that the merging method can be imported. It does not run yet.
 
         Args:
-            config: `method.base_method`, checked by `check_merger`.
+            config: `method.base_method`.
             models: The pool's models.
             setting: The setting with the config, for messages.
 
         Raises:
-            CalibrationError: If there is neither a merger nor a merged model in the pool, or the
-                merger cannot be imported.
+            CalibrationError: If there is neither a merging method nor a merged model in the pool,
+                or if the method cannot be imported.
         """
         if config is None and not models.pool.has_merged:
             raise CalibrationError(
@@ -80,21 +80,21 @@ class Upstream:
             program: The running program, or None.
 
         Raises:
-            CalibrationError: If it cannot be loaded, or the merger does not return exactly one
-                model.
+            CalibrationError: If a model cannot be loaded, or the merging method does not return
+                exactly one model.
         """
         if self.config is None:
             return load_pool_model(self._models.pool, MERGED_MODEL)
-        merged = merged_from_files(self.config, self._models)
+        merged = merge_from_files(self.config, self._models)
         if merged is not None:
             return merged
         return run_merger(program, self.config, self._models.pool, self._setting)
 
     def budget_left(self, settings: FeatCalSettings) -> float | str | None:
-        """Return the rest of a read budget for the calibration, or None without a limit.
+        """Return the part of the read budget that merging leaves, or None without a limit.
 
         Raises:
-            CalibrationError: If the merger alone reads more than the budget.
+            CalibrationError: If merging alone reads more than the budget.
         """
         budget = settings.expert_read_budget
         if budget is None or self.config is None:
@@ -112,7 +112,7 @@ class Upstream:
         )
 
     def reads(self) -> dict[str, Any]:
-        """Return the bytes of all files that the merger reads, None if they are not known."""
+        """Return the bytes that merging reads by kind of model, None if a size is not known."""
         if self.config is None:
             return {"merger": None, "merged": self._models[MERGED_MODEL].file_bytes}
         sizes = [expert.file_bytes for expert in self._models.experts.values()]
@@ -124,32 +124,33 @@ class Upstream:
         }
 
 
-def merged_from_files(base_method: object, models: PoolModels) -> nn.Module | None:
-    """Merge models with one tensor of each in memory. The result equals the merger's bit by bit.
+def merge_from_files(base_method: object, models: PoolModels) -> nn.Module | None:
+    """Merge models with one tensor of each in memory.
 
-    Models are read in the dtype that the pool would use. It is only known if the pool loads all
-    models in the same way, and their files and configs have the same dtypes.
+    The result equals that of FusionBench bit by bit. Models are read in the dtype in which the pool
+    would load them. This dtype is known only if the pool loads all models in the same way, and if
+    their files and configs have the same dtypes.
 
     Args:
-        base_method: Config of the merger.
+        base_method: Config of the merging method.
         models: The pool's models.
 
     Returns:
-        The merged model, or None if FusionBench must load whole models, because of another merger
-        or incomplete safetensors files.
+        The merged model, or None if FusionBench must load whole models: for another merging method,
+        incomplete safetensors files or different dtypes.
 
     Raises:
         CalibrationError: If a model cannot be loaded.
     """
-    merge = _plain_merge(plain_config(base_method))
+    merge = _tensor_merge(plain_config(base_method))
     # The merged model takes its class and dtypes from the first model.
-    first = next(iter(models.experts.values()), None) if merge is _average else models.base
+    first = next(iter(models.experts.values()), None) if merge is _average_tensors else models.base
     if merge is None or first is None:
         return None
     used = {model.name: model for model in (first, *models.experts.values())}
     if any(type(model.files) is not SafetensorsExpert for model in used.values()):
         return None
-    if len(set(map(_loading, used.values()))) > 1:
+    if len(set(map(_loading_options, used.values()))) > 1:
         return None
     model = load_pool_model(models.pool, first.name)
     if getattr(model, "_fusion_bench_target_modules", None) is not None:
@@ -167,20 +168,20 @@ def merged_from_files(base_method: object, models: PoolModels) -> nn.Module | No
     return model
 
 
-def _plain_merge(config: Mapping[str, Any]) -> TensorMerge | None:
-    """Return the function of a plain average or task arithmetic, or None for other mergers."""
+def _tensor_merge(config: Mapping[str, Any]) -> TensorMerge | None:
+    """Return the merging function of an average or task arithmetic, or None for other methods."""
     if set(config) - _OPTIONS or "_target_" not in config:
         return None
     merger, scale = get_object(config["_target_"]), config.get("scaling_factor")
     if merger is SimpleAverageAlgorithm and "scaling_factor" not in config:
-        return _average
+        return _average_tensors
     if merger is TaskArithmeticAlgorithm and isinstance(scale, Real) and type(scale) is not bool:
-        return _arithmetic(scale)
+        return _task_arithmetic(scale)
     return None
 
 
-def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
-    """Return options, configured and stored dtypes, which determine how a pool loads files."""
+def _loading_options(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
+    """Return the loading options, configured dtypes and stored floating-point dtypes."""
     entry, source, config = plain_config(model.entry), model.files, model.config or {}
     assert isinstance(source, SafetensorsExpert)
     options = dict(entry) if isinstance(entry, Mapping) else {}
@@ -198,14 +199,14 @@ def _loading(model: PoolModel) -> tuple[str, frozenset[str], frozenset[str]]:
 # FusionBench's operations in the same order, so that the merged model is equal bit by bit.
 
 
-def _average(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
+def _average_tensors(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
     total = experts[0]
     for expert in experts[1:]:
         total = total + expert
     return total / len(experts)
 
 
-def _arithmetic(scale: Any) -> TensorMerge:
+def _task_arithmetic(scale: Any) -> TensorMerge:
     def merge(first: Tensor, experts: Sequence[Tensor]) -> Tensor:
         total = experts[0] - first
         for expert in experts[1:]:

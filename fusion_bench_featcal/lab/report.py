@@ -1,4 +1,4 @@
-"""The verb `featcal report`, which reads the files of runs and loads no model."""
+"""The command `featcal report`, which reads the files of runs and loads no model."""
 
 import argparse
 from pathlib import Path

@@ -14,7 +14,7 @@ _RUNS = {
     "compare": "lab.compare.ComparisonAlgorithm",
     "diagnose": "lab.diagnosis.DiagnosisAlgorithm",
 }
-"""`method=<name>` -> its class, for methods that are no rivals."""
+"""`method=<name>` -> its class, for methods that are not baselines."""
 
 
 def method_names() -> list[str]:

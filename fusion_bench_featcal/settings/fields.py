@@ -44,7 +44,7 @@ def setting(
         gt: Lower bound that values must exceed.
         le: Largest number.
         choices: Accepted values, in addition to numbers if the annotation allows these.
-        accepts: Accepted values in words, if annotation, bounds and choices do not describe them.
+        accepts: Text that describes the values, if annotation, bounds and choices do not suffice.
         check: Test of a value, if annotation, bounds and choices are not enough.
         convert: Applied to an accepted value, unless it is None.
         **more: Further metadata of the field, such as the command line name of its value.
@@ -99,7 +99,7 @@ class Settings:
 
 
 def _plain(value: object) -> Any:
-    """Return a setting's value for JSON: families and rules that are objects as their repr."""
+    """Return a setting's value for JSON. Families and rules that are objects become their repr."""
     if isinstance(value, Mapping):
         return {str(key): entry for key, entry in value.items()}
     if isinstance(value, list | tuple):

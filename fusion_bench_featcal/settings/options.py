@@ -10,7 +10,7 @@ from fusion_bench_featcal.files.budgets import is_read_budget
 from fusion_bench_featcal.settings.fields import Settings, is_text_list, setting, settings_of
 
 SETTINGS_OF_THE_RUN = ("activations", "checkpoint_dir", "resume")
-"""Options of storage and reading, which do not change the calibrated model."""
+"""Options for storage and resuming, which do not change the calibrated model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +51,7 @@ class Blocks(Settings):
 class Options(Draw, Blocks):
     """Options of one calibration, of any rule.
 
-    A setting with `by_rule` has the rule's attribute of the same name in place of null.
+    For a setting with `by_rule`, null stands for the rule's attribute of the same name.
 
     Raises:
         ValueError: If a value is not accepted, or two options contradict each other.
@@ -112,13 +112,13 @@ class Options(Draw, Blocks):
         return tuple(field.name for field in settings_of(cls) if field.metadata.get("by_rule"))
 
     def model_options(self) -> dict[str, object]:
-        """Return the options that change the calibrated model, but for the family, by name."""
+        """Return by name the options that change the calibrated model, except for the family."""
         others = (*SETTINGS_OF_THE_RUN, "family")
         return {name: getattr(self, name) for name in Options.names() if name not in others}
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The options as typed keywords of `calibrate`, but for `family`, which has a place there."""
+    """The options as typed keywords of `calibrate`, except for its parameter `family`."""
 
     samples_per_task: int | None
     seed: int

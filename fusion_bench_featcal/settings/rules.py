@@ -37,7 +37,7 @@ def is_factor(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RuleSettings(Settings):
-    """The rule and its numbers, of which each rule has some."""
+    """The rule and the settings of all rules. Each rule has some of these."""
 
     ridge_lambda: float = setting(
         0.05,
@@ -92,13 +92,13 @@ class RuleSettings(Settings):
 
     @cached_property
     def rule_object(self) -> "Rule":
-        """The rule object for the settings, made once.
+        """The rule object for the settings, created once.
 
-        A class named by `_target_` receives the settings that are its fields, and the other keys of
-        the mapping. An object is returned unchanged.
+        A class that `_target_` names gets the settings that are among its fields, and the other
+        keys of the mapping. If `rule` is an object, it is returned unchanged.
 
         Raises:
-            ValueError: If a class cannot be imported, is not a rule, or rejects an argument, or if
+            ValueError: If the class cannot be imported, is not a rule or rejects an argument, or if
                 a setting is changed that the rule does not have.
         """
         if not isinstance(self.rule, str | Mapping):
@@ -124,7 +124,14 @@ class RuleSettings(Settings):
     def _refuse_changes(
         self, rule: object, rule_name: str, remedy: str, shared: Collection[str] = ()
     ) -> None:
-        """Refuse changed settings that the rule neither takes nor has with that value."""
+        """Refuse settings of other rules, unless they have their default or the rule's value.
+
+        Args:
+            rule: The rule, or its class.
+            rule_name: Its name in the message.
+            remedy: Advice in the message, or empty for that of `remedy_of`.
+            shared: Settings that the rule takes.
+        """
         for name in (name for name in RULE_SETTINGS if name not in shared):
             value = getattr(self, name)
             if value not in (getattr(RuleSettings, name), getattr(rule, name, None)):
@@ -135,12 +142,12 @@ class RuleSettings(Settings):
 
     @property
     def strengths(self) -> dict[str, float]:
-        """The strengths of the paper's rule by name. Other rules have none of these."""
+        """The numbers of the paper's rule by name. Empty for other rules."""
         return {name: getattr(self, name) for name in STRENGTHS if self.rule == "paper"}
 
     @property
     def extremes(self) -> list[str]:
-        """Sentences on numbers of the paper's rule that leave samples or models without effect."""
+        """Warnings about numbers of the paper's rule that are so large that data hardly count."""
         sentences, strengths = [], self.strengths
         if (ridge := strengths.get("ridge_lambda", 0)) >= _STRONG_RIDGE:
             sentences.append(

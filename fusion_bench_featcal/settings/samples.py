@@ -23,7 +23,7 @@ def _is_corruption(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolDraw(Draw):
-    """The samples of each task that are drawn from a pool's data."""
+    """The number and source of the samples that are drawn for each task from a pool's data."""
 
     samples_per_task: int = setting(
         256, "Unlabeled samples drawn for each task. A task that has fewer uses all.", ge=1

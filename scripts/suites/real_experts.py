@@ -45,7 +45,7 @@ from fusion_bench_featcal.data.text_samples import (
 )
 from fusion_bench_featcal.experts import InMemoryExpert
 from fusion_bench_featcal.families.base import NO_TARGET
-from fusion_bench_featcal.fusionbench.task_lists import filled
+from fusion_bench_featcal.fusionbench.task_lists import expand_entries
 from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.suites import image, text
 from fusion_bench_featcal.tasks import EncoderTaskPool, SpeechTaskPool, TextTaskPool
@@ -130,7 +130,9 @@ class Encoder:
         """Return the suite's task pool, with heads in a folder of experts."""
         config: Any = OmegaConf.load(MODEL_POOLS / f"{self.POOL}.yaml")
         template = OmegaConf.to_container(config.test_datasets)
-        data = {task: OmegaConf.create(v) for task, v in filled(template, self.TASKS).items()}
+        data = {
+            task: OmegaConf.create(v) for task, v in expand_entries(template, self.TASKS).items()
+        }
         if self.POOLING is None:
             return TextTaskPool(data, tokenizer=str(self.weights))
         files = {task: folder / task / HEAD for task in self.TASKS}

@@ -27,7 +27,7 @@ from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.report import suite_name
 from fusion_bench_featcal.fusionbench.rows import Method
-from fusion_bench_featcal.fusionbench.run_settings import suite_of
+from fusion_bench_featcal.fusionbench.run_settings import pool_defaults
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, Cell, cells_of
 from fusion_bench_featcal.lab.compare.settings import ComparisonSettings
@@ -93,7 +93,7 @@ class ComparisonAlgorithm(DeclaredMethod):
     @cached_property
     def cells(self) -> list[Cell]:
         """All cells. Raises as `grid.cells_of`."""
-        return cells_of(self.settings, suite_of(self._program))
+        return cells_of(self.settings, pool_defaults(self._program))
 
     def inputs(self, modelpool: BaseModelPool) -> MethodInputs:
         """Return the inputs that all cells share: the chosen tasks of the pool."""

@@ -1,4 +1,4 @@
-"""`method=diagnose`: rows of `method=featcal`, whose models are also compared with the experts."""
+"""`method=diagnose`: runs `method=featcal` and also compares its models with the experts."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -62,23 +62,23 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
 
     @property
     def _item_settings(self) -> FeatCalSettings:
-        """The settings with the number of items in place of that of samples."""
+        """The settings of the calibration, with the number of items as number of samples."""
         return self.settings.replace(samples_per_task=self.diagnosis.items)
 
     def check(self, inputs: MethodInputs) -> None:
-        """Refuse also tasks without an expert."""
+        """Check the settings as `method=featcal` does, and that each task has an expert."""
         experts = list(inputs.modelpool.model_names)
         refuse_unknown(self.diagnosis.tasks or (), experts, "method.tasks: expert ")
         super().check(inputs)
 
     def open(self, inputs: MethodInputs) -> None:
-        """Open also the items."""
+        """Open models and data as `method=featcal` does, and draw the items."""
         super().open(inputs)
-        chosen = self.diagnosis
-        self._items = open_items(inputs, chosen.tasks, self._item_settings, chosen.split)
+        diagnosis = self.diagnosis
+        self._items = open_items(inputs, diagnosis.tasks, self._item_settings, diagnosis.split)
 
     def watch(self, row: str, model: nn.Module, report: SavedReport, inputs: MethodInputs) -> None:
-        """Compare a model with the experts."""
+        """Compare a model with the experts, and add the metrics to the report."""
         log.info("diagnosing %s", row)
         run, is_first = report.run, not report.run.lines
         kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -100,9 +100,9 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
                 run.lines += expert_lines(task, measures)
 
     def finish(self, report: SavedReport) -> nn.Module:
-        """Show also the tables of the diagnosis."""
-        chosen = self.diagnosis
-        text = f"diagnosis: at most {chosen.items} items per task of the {chosen.split} split"
+        """Write and print the report, then print the tables of the diagnosis."""
+        diagnosis = self.diagnosis
+        text = f"diagnosis: at most {diagnosis.items} items per task of the {diagnosis.split} split"
         report.run.note(Note(NOTE, text))
         model = super().finish(report)
         show_diagnosis(report.run)
@@ -110,7 +110,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
 
 
 def _projection(inputs: MethodInputs, report: SavedReport) -> Callable[[Tensor], Tensor]:
-    """Return CLIP's projection of final features, or no change if the base's files lack it."""
+    """Return CLIP's projection of final features, or the identity if the base's files lack it."""
     try:
         projection = load_projection(inputs.models, None).to(inputs.fabric.device)
     except CalibrationError as error:
@@ -126,8 +126,9 @@ def open_items(
 
     Args:
         inputs: The pools.
-        tasks: The tasks, by default all with an expert.
-        settings: At most `samples_per_task` items, `seed`, `batch_size` and `max_length`.
+        tasks: The tasks, by default all tasks with an expert.
+        settings: `samples_per_task` (the largest number of items), `seed`, `batch_size` and
+            `max_length` are used.
         split: Split of the items.
 
     Raises:

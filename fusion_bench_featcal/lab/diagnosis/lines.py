@@ -1,4 +1,4 @@
-"""Lines of a diagnosis, made from measurements of rows."""
+"""Metrics of a diagnosis in long format, computed from measurements."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _POINTS = 50  # items of a task that have coordinates
 
 
 def row_lines(row: str, task: str, measures: Measures) -> Iterator[Line]:
-    """Yield the metrics of a row on one task."""
+    """Yield the metrics of the model `row` on one task."""
     for block, values in measures.drift.items():
         means: Any = dict(zip(COLUMNS, values.mean(0).tolist(), strict=True))
         for metric, value in drift_metrics(means).items():
@@ -26,18 +26,18 @@ def row_lines(row: str, task: str, measures: Measures) -> Iterator[Line]:
 
 
 def expert_lines(task: str, measures: Measures) -> Iterator[Line]:
-    """Yield coordinates of an expert's features, and the number of items."""
+    """Yield the coordinates of an expert's final features, and the number of items."""
     yield from _point_lines(EXPERTS, task, measures.expert_features, measures)
     yield _line("", task, "items", len(measures.cosines))
 
 
 def _point_lines(row: str, task: str, features: Tensor, measures: Measures) -> Iterator[Line]:
-    """Yield coordinates in the plane of the expert's features (PCA)."""
+    """Yield the coordinates of features in the plane of the expert's features (PCA)."""
     center, directions = principal_plane(measures.expert_features)
     points = (features[:_POINTS].double() - center) @ directions
-    for number, (one, two) in enumerate(points.tolist()):
-        yield _line(row, task, "pca_1", one, block=f"item {number}")
-        yield _line(row, task, "pca_2", two, block=f"item {number}")
+    for index, (first, second) in enumerate(points.tolist()):
+        yield _line(row, task, "pca_1", first, block=f"item {index}")
+        yield _line(row, task, "pca_2", second, block=f"item {index}")
 
 
 def _line(row: str, task: str, metric: str, value: float, **dimensions: object) -> Line:
@@ -48,8 +48,8 @@ def _line(row: str, task: str, metric: str, value: float, **dimensions: object) 
 def drift_metrics(means: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a block from means of `COLUMNS` over items.
 
-    `relative` is the root mean square of the drift divided by that of the experts' features, and
-    `share` the propagation's share, `p . e / |e|^2`.
+    `relative` is the root mean square of the drift divided by the root mean square of the expert's
+    features. `share` is the share of upstream propagation in the drift, `p . e / |e|^2`.
     """
     tiny = torch.finfo(torch.float64).tiny
     return {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
+from fusion_bench_featcal.core.linear import at_least_float32
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
@@ -41,12 +42,13 @@ class Measures:
 
     Attributes:
         drift: Block -> means over each item's positions, `[items, 7]`, with `COLUMNS`.
-        cosines: Cosine between final features of model and expert, mean over each item's positions,
+        cosines: Cosine of the final features of model and expert, mean over each item's positions,
             `[items]`.
         features: Final features, mean over each item's positions, of norm 1, `[items, d]`.
-        expert_features: The same for the expert.
-        vector_cosine: Cosine of the steps from the base to model and expert, or None without a base
-            or without a step.
+        expert_features: The expert's final features, mean over each item's positions, of norm 1,
+            `[items, d]`.
+        vector_cosine: Cosine of the task vectors of model and expert, or None if there is no base
+            or if one of the two equals it.
     """
 
     drift: dict[str, Tensor]
@@ -73,11 +75,11 @@ def measure_drift(
 ) -> Measures:
     """Compare a model with one task's expert on the task's items.
 
-    Features of one batch are in memory. Final features are kept.
+    The features of one batch are in memory at a time. Final features of all batches are kept.
 
     Args:
         model: The model. Its weights do not change.
-        base: The base, for task vectors, which are optional.
+        base: The base, for task vectors, or None to leave out their cosine.
         expert: The expert, with the model's structure.
         task: The task.
         batches: Batches of the model's inputs.
@@ -129,26 +131,26 @@ def _compare(
     projection: Callable[[Tensor], Tensor],
     pooling: Pooling | None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-    """Run both models on a batch and return the batch's share of `Measures`, on the CPU.
+    """Run both models on a batch, and return the fields of `Measures` for it on the CPU.
 
-    For a language model, final features are the hidden states read by its head, at the positions
+    For a language model, final features are the hidden states that its head reads, at the positions
     that predict a target (without labels: at the last position). For other models they are the
     embedding or the pooled output.
     """
     outputs: dict[str, Tensor] = {}
     crossed: dict[str, Tensor] = {}
     drift: dict[str, Tensor] = {}
-    counted = _counted(family, model, inputs, settings)
+    counted = _counted_positions(family, model, inputs, settings)
 
-    def keep(block: str, _: nn.Module, __: object, output: object) -> None:
+    def store_output(block: str, _: nn.Module, __: object, output: object) -> None:
         outputs[block] = hidden_output(output).to("cpu", copy=True)
 
-    def cross(block: str, _: nn.Module, args: Any, kwargs: dict[str, object]) -> None:
+    def run_crossed(block: str, _: nn.Module, args: Any, kwargs: dict[str, object]) -> None:
         """Run the model's block on the inputs of the expert's block."""
         copies = {name: _copy(value) for name, value in kwargs.items()}
         crossed[block] = hidden_output(model.get_submodule(block)(*map(_copy, args), **copies))
 
-    def split(block: str, _: nn.Module, __: object, output: object) -> None:
+    def measure_terms(block: str, _: nn.Module, __: object, output: object) -> None:
         expert_hidden = hidden_output(output)
         sides = [outputs.pop(block).to(expert_hidden.device), expert_hidden, crossed.pop(block)]
         if expert_hidden.ndim == 4 and gives_images(model.get_submodule(block)):
@@ -157,17 +159,17 @@ def _compare(
         drift[block] = item_means(columns, items, counted[block]).cpu()
 
     with stoppable(
-        *(model.get_submodule(b).register_forward_hook(partial(keep, b)) for b in counted)
+        *(model.get_submodule(b).register_forward_hook(partial(store_output, b)) for b in counted)
     ):
-        finals = [_final(model, inputs, pooling)]
+        finals = [_final_features(model, inputs, pooling)]
     modules = {block: expert.get_submodule(block) for block in counted}
     before = [
-        module.register_forward_pre_hook(partial(cross, block), with_kwargs=True)
+        module.register_forward_pre_hook(partial(run_crossed, block), with_kwargs=True)
         for block, module in modules.items()
     ]
-    after = [m.register_forward_hook(partial(split, block)) for block, m in modules.items()]
+    after = [m.register_forward_hook(partial(measure_terms, block)) for block, m in modules.items()]
     with stoppable(*before, *after):
-        finals.append(_final(expert, inputs, pooling))
+        finals.append(_final_features(expert, inputs, pooling))
     rows = None if head_of(model) is None else final_rows(model, family, inputs)
     features = [rows_of(projection(side), rows) for side in finals]
     cosines = cosine_similarity(*(side.double() for side in features), dim=1)[:, None]
@@ -176,10 +178,10 @@ def _compare(
     return drift, cosine.flatten(), model_mean, expert_hidden
 
 
-def _counted(
+def _counted_positions(
     family: Family, model: nn.Module, inputs: object, settings: FeatCalSettings
 ) -> dict[str, Positions | None]:
-    """Return the positions that count at each block's output, or None if all count."""
+    """Return block -> the positions that count at its output, or None if all positions count."""
     rows = dict[str, Positions | None]()
     counted = settings.decoder_rows or settings.rule_object.decoder_rows
     for index, stage in enumerate(family.stages(model)):
@@ -188,21 +190,24 @@ def _counted(
     return rows
 
 
-def _final(model: nn.Module, inputs: object, pooling: Pooling | None) -> Tensor:
+def _final_features(model: nn.Module, inputs: object, pooling: Pooling | None) -> Tensor:
     if head_of(model) is not None:
         return final_features(model, inputs)
     return final_features(getattr(model, "base_model", model), inputs, pooling).flatten(1)
 
 
 def _copy(value: object) -> object:
-    """Copy a block's argument for another run. A cache becomes None, because it stores a run."""
+    """Copy an argument of a block for a second call. A cache becomes None: it stores the first."""
     return value.clone() if isinstance(value, Tensor) else without_cache(value)
 
 
 def _vector_cosine(
     model: nn.Module, expert: nn.Module, base: nn.Module | ExpertSource, family: Family
 ) -> float | None:
-    """Return the cosine of `theta - theta_0` and `theta_i - theta_0`, heads left out."""
+    """Return the cosine of the task vectors `theta - theta_0` and `theta_i - theta_0`.
+
+    Heads are left out. The cosine is None if a task vector is 0.
+    """
     optional = set(tail_of(model, family.stages(model)))
     start = LazyModel("the base", source_of(base), model, optional=optional)
     parameters, sums = dict(expert.named_parameters()), torch.zeros(3, dtype=torch.float64)
@@ -233,8 +238,7 @@ def split_drift(features: Tensor, expert: Tensor, crossed: Tensor) -> Tensor:
     Returns:
         `[n, 7]`, with `COLUMNS`: `|e|`, `|e|^2`, `|f_exp|^2`, `|m|`, `|p|`, `|p|^2` and `m . p`.
     """
-    dtype = torch.promote_types(features.dtype, torch.float32)
-    features, expert, crossed = (side.to(dtype) for side in (features, expert, crossed))
+    features, expert, crossed = map(at_least_float32, (features, expert, crossed))
     mismatch, propagation = crossed - expert, features - crossed
     e, m, p = (
         torch.linalg.vector_norm(term, dim=1) for term in (features - expert, mismatch, propagation)
@@ -249,7 +253,7 @@ def item_means(values: Tensor, items: int, counted: Positions | None) -> Tensor:
     Args:
         values: `[rows, k]`, rows of counted positions, item by item.
         items: Number of items.
-        counted: The counted positions, or None if every item has equally many rows.
+        counted: The counted positions, or None if all items have the same number of rows.
 
     Returns:
         `[items, k]`.

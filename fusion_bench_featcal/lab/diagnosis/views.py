@@ -1,4 +1,4 @@
-"""Views of a diagnosis: drift by block in its two terms, and final features by task."""
+"""Tables and figures of a diagnosis: drift and its two terms by block, features by task."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,21 +18,21 @@ _COSINES = {"final_cosine": "final features", "task_vector_cosine": "task vector
 
 
 def row_names(run: Run) -> list[str]:
-    """Return the diagnosed rows: base, merger, and models made from it. None: no diagnosis."""
+    """Return the diagnosed models: base, merged model, other models. Empty without a diagnosis."""
     diagnosed = dict.fromkeys(n["row"] for n in run.all_lines() if n["metric"] == "relative")
     positions = {BASE: 0, run.merger: 1}
     return sorted(diagnosed, key=lambda row: positions.get(row, 2))
 
 
 def by_block(run: Run, metric: str) -> Any:
-    """Return a frame of a metric, averaged over tasks: a line per block, a column per row."""
+    """Return a frame of a metric, averaged over tasks. Its index are blocks, its columns models."""
     frame = _lines_of(run, metric)
     means = frame.pivot_table(index="block", columns="row", values="value", sort=False)
     return means.set_axis(_short_blocks([str(block) for block in means.index]))
 
 
 def by_task(run: Run, metric: str) -> Any:
-    """Return a frame of a metric: a line per task, a column per row."""
+    """Return a frame of a metric. Its index are tasks, its columns models."""
     frame = _lines_of(run, metric)
     frame = frame[~frame["task"].isin(["", AVERAGE]) & (frame["block"] == "")]
     return frame.pivot_table(index="task", columns="row", values="value", sort=False)
@@ -52,7 +52,7 @@ def show_diagnosis(run: Run) -> None:
 
 
 def diagnosis_tables(run: Run) -> list[Table]:
-    """Return relative drift by block, and the cosine of final features by task, for each row."""
+    """Return each model's relative drift by block, and its cosine of final features by task."""
     rows = row_names(run)
     if not rows:
         return []
@@ -75,7 +75,7 @@ def diagnosis_tables(run: Run) -> list[Table]:
 
 
 def diagnosis_sentences(run: Run) -> list[str]:
-    """Return sentences on the blocks and tasks for which each row helps most and least."""
+    """Return sentences on the blocks and tasks for which each method helps most and least."""
     rows, sentences = row_names(run), list[str]()
     if run.merger not in rows:
         return []
@@ -145,7 +145,7 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
 
 
 def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[Any, ErrorBar]]]:
-    """Return task -> row -> first coordinate -> second coordinate of its items' final features."""
+    """Return task -> model -> first coordinate -> second coordinate of its items' features."""
     first, second = _lines_of(run, "pca_1"), _lines_of(run, "pca_2")
     pairs: Any = first.merge(second, on=["row", "task", "block"])
     points: dict[str, dict[str, dict[Any, ErrorBar]]] = {
@@ -159,7 +159,7 @@ def _components(run: Run, names: Mapping[str, str]) -> dict[str, dict[str, dict[
 
 
 def _gains(run: Run, rows: Sequence[str]) -> dict[str, dict[object, ErrorBar]]:
-    """Return row -> gain in cosine -> gain in accuracy over the merged model, for each task."""
+    """Return model -> gain in cosine -> gain in accuracy over the merged model, for each task."""
     cosines, accuracies = by_task(run, "final_cosine"), by_task(run, "accuracy")
     gains: dict[str, dict[object, ErrorBar]] = {}
     for row in (row for row in rows if row not in (BASE, run.merger)):
@@ -176,7 +176,7 @@ def _values(series: Any) -> dict[str, ErrorBar]:
 
 
 def _short_blocks(blocks: Sequence[str]) -> list[str]:
-    """Drop the parts that all block names share: `encoder.layers.3` becomes `3`."""
+    """Drop the words that all block names share: `encoder.layers.3` becomes `3`."""
     split = [block.split(".") for block in blocks]
     if len(blocks) < 2:
         return list(blocks)

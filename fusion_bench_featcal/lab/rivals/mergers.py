@@ -12,7 +12,7 @@ from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.experts.copies import copied_module
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
-from fusion_bench_featcal.fusionbench.program import counting_in
+from fusion_bench_featcal.fusionbench.program import convert_batch_counts
 from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.rules.rule import Rule
@@ -96,7 +96,7 @@ class Merger(Rule, SampleSettings, Blocks):
 
 def load_base(inputs: MethodInputs) -> nn.Module:
     """Load the pool's base, with whole numbers as in the experts' files."""
-    return counting_in(torch.int64, load_pool_model(inputs.modelpool, BASE_MODEL))
+    return convert_batch_counts(torch.int64, load_pool_model(inputs.modelpool, BASE_MODEL))
 
 
 def load_means(
