@@ -82,20 +82,14 @@ class FeatCalSearchPath(SearchPathPlugin):
             if folder is not None:
                 # Not Path.as_uri(), because Hydra does not unquote the text after file://.
                 search_path.append(provider="fusion_bench_featcal", path=f"file://{folder}")
-        if (
-            PROGRAMS[0] in programs
-            and fusion_bench_folder is not None
-            and _selects_other_method(fusion_bench_folder, sys.argv[1:])
-        ):
+        if PROGRAMS[0] not in programs or fusion_bench_folder is None:
+            return
+        methods = [word.removeprefix("method=") for word in sys.argv if word.startswith("method=")]
+        # The last one is a method of this package, or misspelt.
+        if methods and not (fusion_bench_folder / "method" / f"{methods[-1]}.yaml").is_file():
             from fusion_bench_featcal.fusionbench.console import explain_config_errors
 
             explain_config_errors()
-
-
-def _selects_other_method(folder: Path, words: list[str]) -> bool:
-    """Return whether a command selects a method that FusionBench's folder does not have."""
-    names = [word.removeprefix("method=") for word in words if word.startswith("method=")]
-    return bool(names) and not (folder / "method" / f"{names[-1]}.yaml").is_file()
 
 
 def _is_fusion_bench(search_path: ConfigSearchPath) -> bool:

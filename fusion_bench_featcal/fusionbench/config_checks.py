@@ -48,7 +48,10 @@ def check_config(config: DictConfig) -> None:
         method: Any = OmegaConf.to_container(config.method, resolve=True) or {}
         data = f"modelpool.{method.get('calibration_split', 'train')}_datasets"
         groups = ("modelpool.models", data, "method.calibration_data", *_TEST_SETTINGS)
-        entries = {group: _entries(config, group) for group in groups}
+        entries: dict[str, Any] = {group: {} for group in groups}
+        for group in groups:
+            if OmegaConf.is_dict(node := OmegaConf.select(config, group)):
+                entries[group] = OmegaConf.to_container(node, resolve=True)
     except (OmegaConfBaseException, AttributeError) as error:
         # A resolver raises it if a suite or weights are missing.
         missing = next((link for link in causes(error) if isinstance(link, OSError)), None)
@@ -139,12 +142,6 @@ def _check_tasks(taskpool: Mapping[str, Any], experts: list[str]) -> None:
     for name in names:
         if name not in experts and (hint := nearest_hint(name, free)):
             raise ValueError(f"default_taskpool.tasks.{name}: no expert has this name{hint}")
-
-
-def _entries(config: DictConfig, group: str) -> Any:
-    """Return a mapping of the config with its interpolations resolved, or {} if there is none."""
-    part = OmegaConf.select(config, group)
-    return OmegaConf.to_container(part, resolve=True) if OmegaConf.is_dict(part) else {}
 
 
 def refuse_missing_paths(groups: Mapping[str, Mapping[str, Any]]) -> None:

@@ -78,8 +78,8 @@ class FeatCalJob(Callback):
             with open_dict(config.hydra):
                 config.hydra.run.dir, config.hydra.output_subdir = ".", None
                 config.hydra.job_logging.handlers.file = {"class": "logging.NullHandler"}
-        typed = {str(word).lstrip("+").partition("=")[0] for word in config.hydra.overrides.task}
-        wanted_prints = {*typed, "print_config"} if config.get("dry_run") else typed
+        names = {str(word).lstrip("+").partition("=")[0] for word in config.hydra.overrides.task}
+        wanted_prints = {*names, "print_config"} if config.get("dry_run") else names
         for name in set(_SWITCHES) - wanted_prints:
             config[name] = False
         try:
@@ -100,11 +100,11 @@ class FeatCalJob(Callback):
             refuse_settings_of_other_rules,
         )
 
-        typed = [str(word) for word in config.hydra.overrides.task]
-        words = (re.match(r"\W*(\w+)", word) for word in typed)
+        overrides = [str(word) for word in config.hydra.overrides.task]
+        matches = (re.match(r"\W*(\w+)", override) for override in overrides)
         try:
-            check_root_keys((word[1] for word in words if word), config)
-            refuse_settings_of_other_rules(typed, config.method)
+            check_root_keys((match[1] for match in matches if match), config)
+            refuse_settings_of_other_rules(overrides, config.method)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from error
         make_importable(os.getcwd())

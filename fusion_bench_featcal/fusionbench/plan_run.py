@@ -69,9 +69,8 @@ def plan_run(overrides: Sequence[str]) -> Plan:
             as_merged = _uncalibrated_modules(program.method, inputs)
         # FusionBench's own methods have neither rows nor planned rows.
         methods = getattr(program.method, "rows", {})
-        rows: dict[str, int] = getattr(
-            program.method, "planned_rows", {method_name(config.method): 1}
-        )
+        single_row = {method_name(config.method): 1}
+        rows: dict[str, int] = getattr(program.method, "planned_rows", single_row)
     # The run counts an adapter's bytes without those of its base.
     experts = [[*keys][-1] for name, keys in models.items() if keys and not name.startswith("_")]
     expert_sizes = [sizes[key] for key in experts]

@@ -24,19 +24,17 @@ def method_names() -> list[str]:
     return [*_RUNS, *ALGORITHMS]
 
 
-def algorithm_class(method: str) -> Any:
-    """Return the FusionBench class of a method, whose `setting_kinds` declare the settings."""
+def settings_of_method(method: str) -> list[Field[object]]:
+    """Return the settings that a method's FusionBench class declares."""
+    algorithm: Any
     if method in _RUNS:
         module, _, name = _RUNS[method].rpartition(".")
-        return getattr(import_module(f"fusion_bench_featcal.{module}"), name)
-    from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
+        algorithm = getattr(import_module(f"fusion_bench_featcal.{module}"), name)
+    else:
+        from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
 
-    return ALGORITHMS[method]
-
-
-def settings_of_method(method: str) -> list[Field[object]]:
-    """Return the declared settings of a method."""
-    return [field for kind in algorithm_class(method).setting_kinds for field in settings_of(kind)]
+        algorithm = ALGORITHMS[method]
+    return [field for kind in algorithm.setting_kinds for field in settings_of(kind)]
 
 
 def settings_page(method: str, *, as_json: bool) -> str:
