@@ -108,7 +108,7 @@ class FeatCal(FeatCalSettings, Method):
             inputs.base(),
             inputs.experts(),
             batches,
-            self.replace(expert_read_budget=budget),
+            self.complete(expert_read_budget=budget),
             device=inputs.fabric.device,
             autocast=inputs.fabric.autocast,
             processes=processes,
