@@ -9,10 +9,10 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fusion_bench_featcal.lab.rivals import SampleSettings
+from fusion_bench_featcal.lab.rivals import MethodResult, SampleSettings
 from fusion_bench_featcal.settings.fields import setting
 
 
@@ -30,22 +30,22 @@ class RoundedWeights(SampleSettings):
     )
 
     @torch.no_grad()
-    def post_merge(self, merged: Any, inputs: Any) -> nn.Module:
+    def post_merge(self, merged: Any, inputs: Any) -> MethodResult:
         """Return the model with rounded weights."""
         if self.rounding == "bfloat16":
             for value in merged.parameters():
                 value.copy_(value.bfloat16())
-            return merged
-        rows = list[dict[str, Tensor]]()
+            return MethodResult(merged)
+        rows, counts = list[dict[str, Tensor]](), dict[str, int]()
         if self.rounding == "gptq":
             for task, batches in inputs.batches(self.calibration_settings).items():
                 of_task = [row for batch in batches for row in unpadded(batch)]
-                self.sample_counts[task] = len(of_task)
+                counts[task] = len(of_task)
                 rows += of_task
         modules = dict(merged.named_modules())
         for name, values in quantized_weights(merged, rows, self.group_size).items():
             modules[name].weight.copy_(values)
-        return merged
+        return MethodResult(merged, counts)
 
 
 def unpadded(batch: Any) -> list[dict[str, Tensor]]:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from fusion_bench_featcal.fusionbench.driver import RowsMethod
 from fusion_bench_featcal.fusionbench.featcal import FeatCal
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.post_merging_algorithm import PostMergingAlgorithm
 from fusion_bench_featcal.fusionbench.run_settings import (
     RunSettings,
     SelectedModels,
@@ -15,18 +15,18 @@ from fusion_bench_featcal.fusionbench.run_settings import (
 )
 
 
-class FeatCalAlgorithm(RowsMethod):
+class FeatCalAlgorithm(PostMergingAlgorithm):
     """Merges with any FusionBench method, calibrates, and evaluates the requested models.
 
     Run by `fusion_bench method=featcal modelpool=...`. In Python, `run(modelpool)` returns the
     calibrated model.
 
     Attributes:
-        settings: The method's own row, which is its settings.
-        run_settings: Those of the run around it.
+        settings: Settings of the calibration.
+        run_settings: Settings of the run: the merger, presets, and the model to save.
     """
 
-    setting_kinds = (FeatCal, RunSettings)
+    settings_classes = (FeatCal, RunSettings)
     shares_processes = True
 
     def __init__(self, **keys: Any) -> None:
@@ -36,31 +36,36 @@ class FeatCalAlgorithm(RowsMethod):
             ValueError: If a key is unknown or a value is not accepted.
         """
         super().__init__(**keys)
-        self.settings: FeatCal = self.declared[0]
-        self.run_settings: RunSettings = self.declared[1]
+        self.settings: FeatCal = self.settings_objects[0]
+        self.run_settings: RunSettings = self.settings_objects[1]
 
     @cached_property
     def _selected_models(self) -> SelectedModels[FeatCal]:
-        """The further models that the run makes, by its settings or the model pool's."""
+        """What the run calibrates, evaluates and saves, from its settings or the model pool's."""
         return select_models(self.settings, self.run_settings, pool_defaults(self._program))
 
-    @cached_property
-    def rows(self) -> Mapping[str, FeatCal]:  # type: ignore[override]
-        """Row -> its calibration, the method's own first."""
+    @property
+    def methods(self) -> Mapping[str, FeatCal]:  # type: ignore[override]
+        """Name of each model -> its calibration. The first one has the run's own settings."""
         return self._selected_models.rows
 
-    def open(self, inputs: MethodInputs) -> None:
-        """Open models and data of all rows. The first row's reads include the upstream merger's."""
-        super().open(inputs)
-        if inputs.upstream is not None:
-            next(iter(self.rows.values())).charge_upstream_reads(inputs.upstream)
-
     @property
-    def saved(self) -> str:
-        """The row to save and return."""
+    def model_to_save(self) -> str:
+        """Name of the model that is saved and returned."""
         return self._selected_models.save
 
     @property
     def references(self) -> Sequence[str]:
-        """Reference rows to evaluate."""
+        """Reference models to evaluate."""
         return self._selected_models.compare_with
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open models and data of all calibrations. The first is charged the merger's reads.
+
+        Raises:
+            CalibrationError: As the base class, or if the merger's reads exceed the read budget.
+        """
+        super().open(inputs)
+        if inputs.upstream is not None:
+            inputs.charged_method = self.settings
+            inputs.upstream.budget_left(self.settings)

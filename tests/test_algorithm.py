@@ -231,13 +231,13 @@ def test_presets_of_the_pool_become_rows_of_the_papers_rule() -> None:
         return algorithm
 
     of_run: Any = {"seed": 3, "checkpoint_dir": "somewhere"}
-    rows = chosen(**of_run).rows
+    rows = chosen(**of_run).methods
     assert list(rows) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
     of_preset = of_run | changes | {"checkpoint_dir": "somewhere/preset-paper_flan_t5"}
     assert rows["featcal_paper_flan_t5"].by_name == FeatCalSettings(**of_preset).by_name
     changed = {"mix_alpha": 0.5, "calibrate_norm": True, "decoder_rows": "targets"}
     of_plus = FeatCalSettings.plus(seed=3, checkpoint_dir="somewhere/preset-plus")
     for more in ({}, changed):  # what belongs to the paper's rule does not reach another one
-        assert chosen(**of_run, **more).rows["featcal_plus"].by_name == of_plus.by_name
+        assert chosen(**of_run, **more).methods["featcal_plus"].by_name == of_plus.by_name
     plus = chosen(rule="plus", augment="none")
-    assert plus.saved == "featcal_plus" and plus.rows == {"featcal_plus": plus.settings}
+    assert plus.model_to_save == "featcal_plus" and plus.methods == {"featcal_plus": plus.settings}

@@ -1,9 +1,8 @@
-"""FeatCal as a method, whose settings are the calibration's."""
+"""FeatCal as a method, which has the settings of a calibration."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -13,16 +12,31 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files.json_files import json_lines, json_text
 from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
 from fusion_bench_featcal.fusionbench.data import with_calibration_data
+from fusion_bench_featcal.fusionbench.method import Method, MethodResult
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.rows import Method
-from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.results.names import calibration_log, file_suffix
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
+from fusion_bench_featcal.run.log import CalibrationLog
 from fusion_bench_featcal.settings import FeatCalSettings
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatCalResult(MethodResult):
+    """A calibrated model.
+
+    Attributes:
+        log: The calibration's log.
+        reads: Bytes read of base and experts, the read budget, and the upstream merger's reads.
+        cost: Numbers about the calibration for the report.
+    """
+
+    log: CalibrationLog
+    reads: Mapping[str, Any]
+    cost: Mapping[str, float]
 
 
 class FeatCal(FeatCalSettings, Method):
@@ -33,7 +47,7 @@ class FeatCal(FeatCalSettings, Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.rule_object  # raises if it cannot be made
+        _ = self.rule_object  # raises a ValueError if the rule cannot be made
 
     @property
     def calibration_settings(self) -> FeatCalSettings:
@@ -42,18 +56,13 @@ class FeatCal(FeatCalSettings, Method):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings, fit for JSON."""
+        """All settings, as values that JSON can store."""
         return self.with_rule_defaults.as_dict()
 
-    def title(self, row: str) -> str:
-        """Return what happens when row `row` is made, for the screen."""
+    def title(self, name: str) -> str:
+        """Return the message that is logged before the model `name` is built."""
         rule = self.rule if isinstance(self.rule, str) else type(self.rule_object).__name__
-        return f"calibrating {row} (rule={rule})"
-
-    @cached_property
-    def _last(self) -> dict[str, Any]:
-        """Log, reads and cost of the last calibration."""
-        return {}
+        return f"calibrating {name} (rule={rule})"
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse a folder of finished blocks, a base or data that cannot be used.
@@ -87,19 +96,10 @@ class FeatCal(FeatCalSettings, Method):
                 )
         self.open_batches(inputs)
 
-    def charge_upstream_reads(self, upstream: Upstream) -> None:
-        """Count the reads of a merger as those of the next calibration.
-
-        Raises:
-            CalibrationError: If they exceed the read budget.
-        """
-        upstream.budget_left(self)
-        self._opened["upstream"] = upstream
-
-    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
-        """Calibrate the merged model. Raises a CalibrationError if that cannot go on."""
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> FeatCalResult:
+        """Calibrate the merged model. Raises a CalibrationError if the calibration cannot go on."""
         processes = inputs.processes
-        upstream: Upstream | None = self._opened.pop("upstream", None)
+        upstream = inputs.upstream if inputs.charged_method is self else None
         budget = upstream.budget_left(self) if upstream else self.expert_read_budget
         batches = self.take_batches(inputs)
         exchanged = processes.exchanged_bytes
@@ -113,37 +113,28 @@ class FeatCal(FeatCalSettings, Method):
             autocast=inputs.fabric.autocast,
             processes=processes,
         )
-        self.sample_counts.update((r["task"], r["samples"]) for r in result.log.select("task"))
-        merger_bytes = upstream.reads() if upstream else None
-        reads = result.reads | {"budget": self.expert_read_budget, "upstream": merger_bytes}
-        cost = _cost(reads, result.log.records)
+        merger_reads = upstream.reads() if upstream else None
+        reads = result.reads | {"budget": self.expert_read_budget, "upstream": merger_reads}
+        resumed = result.log.select("resumed")
+        cost: dict[str, float] = {"restored_blocks": resumed[-1]["blocks"]} if resumed else {}
+        merger_bytes = (merger_reads or {}).get("experts", 0)
+        if merger_bytes is not None:  # else the bytes are not known
+            cost["expert_bytes"] = merger_bytes + sum(result.reads["experts"].values())
         if processes.size > 1:
             exchanged = processes.exchanged_bytes - exchanged
             cost |= {"processes": processes.size, "exchanged_bytes": exchanged}
-        self._last.update(log=result.log, reads=reads, cost=cost)
-        return result.model
+        counts = {record["task"]: record["samples"] for record in result.log.select("task")}
+        return FeatCalResult(result.model, counts, log=result.log, reads=reads, cost=cost)
 
-    def facts(self, row: str, model: nn.Module, tasks: Sequence[str]) -> Facts:
-        """Return also the figures of the log, and the files of log and reads."""
-        log, reads = self._last["log"], self._last["reads"]
-        facts = calibration_facts(row, self, log.records, self.samples(tasks))
+    def facts(self, name: str, result: MethodResult) -> Facts:
+        """Return also numbers from the log, and the files of log and reads."""
+        assert isinstance(result, FeatCalResult)  # of `post_merge`
+        facts = calibration_facts(name, self, result.log.records, self.samples(result))
         return replace(
             facts,
-            cost=super().facts(row, model, tasks).cost | self._last["cost"],
+            cost={**super().facts(name, result).cost, **result.cost},
             files={
-                calibration_log(row): json_lines(log.plain_records()),
-                f"reads{file_suffix(row)}.json": json_text(reads),
+                calibration_log(name): json_lines(result.log.plain_records()),
+                f"reads{file_suffix(name)}.json": json_text(result.reads),
             },
         )
-
-
-def _cost(reads: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the bytes of experts that were read, with those of the merger, and resumed blocks."""
-    cost = dict[str, float]()
-    for record in records:
-        if record["kind"] == "resumed":
-            cost["restored_blocks"] = record["blocks"]
-    merger_bytes = (reads["upstream"] or {}).get("experts", 0)
-    if merger_bytes is not None:  # else it is not known
-        cost["expert_bytes"] = merger_bytes + sum(reads["experts"].values())
-    return cost

@@ -1,89 +1,182 @@
-"""The base of this package's FusionBench methods, whose keys are declared settings."""
+"""The base of FeatCal and its rivals: methods that merge models or improve a merged model."""
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, dataclass_transform
 
-import fusion_bench_featcal.fusionbench.compat  # noqa: F401
+from torch import nn
 
-# isort: split
-from fusion_bench import BaseAlgorithm, BaseModelPool
-from fusion_bench.mixins import LightningFabricMixin
-
-from fusion_bench_featcal.fusionbench.evaluation import open_tests
+from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.families import check_family
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.pool_checks import check_pool_models, open_pool_models
-from fusion_bench_featcal.fusionbench.program import prepare_run
-from fusion_bench_featcal.fusionbench.run_settings import FUSION_BENCH_KEYS, read_settings
-from fusion_bench_featcal.fusionbench.saved_model import job_folder
-from fusion_bench_featcal.settings import Settings
+from fusion_bench_featcal.results.names import TASK_ID
+from fusion_bench_featcal.results.run import Facts, training_lines
+from fusion_bench_featcal.settings import Blocks, FeatCalSettings, PoolDraw, Texts
+from fusion_bench_featcal.settings.fields import Settings, setting
 
 
-class DeclaredMethod(LightningFabricMixin, BaseAlgorithm):
-    """A FusionBench method whose keys are the fields of dataclasses of settings.
-
-    A run, its plan and every row of a comparison make the same checks in this order. What can be
-    refused at one place is not left to a later one:
-
-    1. `config_checks.check_config`, before torch is imported: keys, names, values and paths, from
-       the composed config.
-    2. `check`, before anything is opened: settings against the pools.
-    3. `open`, before anything is merged: headers of all models (configs, names and shapes of
-       tensors), then test data up to their first rows, then the samples of all rows.
+@dataclass(frozen=True)
+class MethodResult:
+    """The model of a method, and what reports say about how it was built.
 
     Attributes:
-        setting_kinds: The dataclasses.
-        declared: An object of each, made from the method's keys.
+        model: The model.
+        sample_counts: Task -> number of samples that the method used.
+        curves: Task -> training curve, a list of (step, loss).
     """
 
-    setting_kinds: ClassVar[Sequence[type[Settings]]] = ()
+    model: nn.Module
+    sample_counts: Mapping[str, int] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
-    def __init_subclass__(cls, **options: object) -> None:
-        """Name the keys for FusionBench."""
-        super().__init_subclass__(**options)
-        names = [name for kind in cls.setting_kinds for name in kind.names()]
-        cls._config_mapping = BaseAlgorithm._config_mapping | {name: name for name in names}
 
-    def __init__(self, **keys: Any) -> None:
-        """Check all settings before a model is loaded.
+@dataclass_transform(
+    kw_only_default=True,
+    frozen_default=True,
+    eq_default=False,
+    field_specifiers=(setting, dataclasses.field),
+)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Method(Settings):
+    """A way to improve a merged model, or a merger. A subclass declares its settings as fields.
 
-        Raises:
-            ValueError: If a key is unknown or a value is not accepted.
+    A method that improves a merged model has `post_merge(merged, inputs)`. It may change `merged`
+    in place, unless `changes_merged` is False. A merger has `merge(inputs)` and starts from the
+    pool's experts. Both return the new model, or a `MethodResult` with the model, the numbers of
+    samples and the training curves. YAML names the class by `_target_`.
+    """
+
+    option: ClassVar[str] = ""
+    name: ClassVar[str] = "this method"
+    source: ClassVar[str] = ""
+    changes_merged: ClassVar[bool] = True
+    """Whether `post_merge` may change the merged model, so that it must receive a copy."""
+
+    def __init_subclass__(
+        cls, *, option: str = "", source: str = "", without: Sequence[str] = ()
+    ) -> None:
+        """Make a subclass a dataclass.
+
+        Args:
+            option: Name of the method on the command line, `method=<option>`, which the docstring
+                of the subclass describes. The part after the last `/` is its name in reports.
+            source: The paper.
+            without: Inherited settings that the method does not have. They keep their defaults.
         """
-        meta = {key: keys.pop(key) for key in FUSION_BENCH_KEYS if key in keys}
-        self.declared = read_settings(keys, self.setting_kinds)
-        for settings in self.declared:
-            vars(self).update(settings.by_name)
-        super().__init__(**meta)
+        super().__init_subclass__()
+        # A dataclass has no field for attributes that the class annotates as ClassVar.
+        constants = dict.fromkeys(without, ClassVar[Any])
+        cls.__annotations__ = {**inspect.get_annotations(cls), **constants}
+        dataclass(frozen=True, kw_only=True, eq=False)(cls)
+        if option:
+            cls.option, cls.name, cls.source = option, option.rpartition("/")[2], source
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self, Blocks):
+            check_family(self.family)
 
     @property
-    def log_dir(self) -> str | None:
-        """The program's log directory, in a sweep a job's folder of it."""
-        return job_folder(super().log_dir)
+    def calibration_settings(self) -> FeatCalSettings:
+        """The settings that the method shares with a calibration, with defaults for all others."""
+        classes = (c for c in (PoolDraw, Texts, Blocks) if isinstance(self, c))
+        return FeatCalSettings(**{n: getattr(self, n) for c in classes for n in c.names()})
 
-    def on_run_start(self) -> None:
-        """Use the suite's task pool if none was named, and check the log directory."""
-        prepare_run(self._program, self.log_dir)
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, as values that JSON can store."""
+        return self.as_dict()
 
-    def inputs(self, modelpool: BaseModelPool) -> MethodInputs:
-        """Return the pools, device and program of a run."""
-        taskpool = getattr(self._program, "taskpool", None)
-        return MethodInputs(modelpool, taskpool, self.fabric, self._program)
+    def title(self, name: str) -> str:
+        """Return the message that is logged before the model `name` is built."""
+        return f"making {name}"
+
+    @property
+    def split(self) -> str:
+        """Data split of the samples."""
+        return self.calibration_settings.calibration_split
 
     def check(self, inputs: MethodInputs) -> None:
-        """Refuse settings that do not fit the pools. Nothing is downloaded or opened.
-
-        Raises:
-            ValueError: If a setting or name cannot be used.
-            CalibrationError: If the pools cannot be used.
-        """
-        check_pool_models(inputs.models, self.fabric)
+        """Refuse unusable models before anything is downloaded. By default none is refused."""
 
     def open(self, inputs: MethodInputs) -> None:
-        """Download and open models and data. No model is loaded.
+        """Open data, and refuse unusable data, before a model is loaded. The default needs none."""
 
-        Raises:
-            CalibrationError: If they cannot be used.
-            ValueError: If a setting does not fit them.
-        """
-        open_pool_models(inputs.models)
-        open_tests(inputs.taskpool)
+    def batches(self, inputs: MethodInputs) -> dict[str, Any]:
+        """Return task -> batches of the samples that the settings draw."""
+        return inputs.batches(self.calibration_settings)
+
+    def open_batches(self, inputs: MethodInputs) -> None:
+        """Open each task's data before models are loaded."""
+        inputs.opened_batches[id(self)] = self, self.batches(inputs)
+
+    def take_batches(self, inputs: MethodInputs) -> dict[str, Any]:
+        """Return the opened batches, which are freed after their use, or open them now."""
+        _, batches = inputs.opened_batches.pop(id(self), (self, None))
+        return batches or self.batches(inputs)
+
+    def samples(self, result: MethodResult) -> dict[str, dict[str, Any]]:
+        """Return task -> {"samples": number, "split": name} of the data that the method used."""
+        counts = result.sample_counts
+        return {task: {"samples": counts[task], "split": self.split} for task in counts}
+
+    def added(self, model: nn.Module) -> dict[str, int]:
+        """Return module -> parameters that the model adds to the merged model, by default none."""
+        return {}
+
+    def facts(self, name: str, result: MethodResult) -> Facts:
+        """Return what a report says about the model, which it calls `name`."""
+        return Facts(
+            settings=self.settings,
+            seed=self.settings.get("seed"),
+            samples=self.samples(result),
+            cost=inference_overhead(result.model, self.added(result.model)),
+            lines=training_lines(name, result.curves),
+        )
+
+
+def run_method(method: Any, merged: nn.Module | None, inputs: MethodInputs) -> MethodResult:
+    """Improve a merged model, which is not changed, or merge the pool's experts if it is None.
+
+    Raises:
+        CalibrationError: If the method returns no model, and whatever the method raises.
+    """
+    if merged is None:
+        result = method.merge(inputs)
+    else:
+        start = copied_module(merged) if method.changes_merged else merged
+        result = method.post_merge(start, inputs)
+    if result is None:
+        function = "merge" if merged is None else "post_merge"
+        raise CalibrationError(f"{type(method).__name__}.{function} returned no model")
+    if isinstance(result, MethodResult):
+        return result
+    return MethodResult(result, curves=getattr(result, "curves", {}))  # of the plain model
+
+
+def inference_overhead(model: nn.Module, added: Mapping[str, int]) -> dict[str, float]:
+    """Return what a model needs at inference in addition to the merged model."""
+    return {
+        # In FusionBench's protocol a surgery model receives the task with every batch.
+        TASK_ID: int(getattr(model, "needs_task", getattr(model, "is_surgery_model", False))),
+        "modules_added": len(added),
+        "parameters_added": sum(added.values()),
+    }
+
+
+class SampleSettings(Method, PoolDraw):
+    """A method that draws samples like FeatCal."""
+
+    batch_size: int = setting(16, "Samples in a forward pass. Changes memory and rounding.", ge=1)
+
+    @property
+    def calibration_settings(self) -> FeatCalSettings:
+        """The settings that the method shares with a calibration."""
+        return super().calibration_settings.replace(batch_size=self.batch_size)
+
+    def open(self, inputs: MethodInputs) -> None:
+        """Open each task's data."""
+        self.open_batches(inputs)

@@ -1,4 +1,4 @@
-"""The common inputs of methods: pools, device, base, experts and calibration batches."""
+"""What every method of a run receives: pools, device, base, experts and calibration batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ _CLASS_TOKEN = "embeddings.cls_token"  # with a prefix in models with a head
 
 @dataclass
 class MethodInputs:
-    """Inputs of methods: the pools, the device, and objects that several methods use.
+    """What every method of a run receives: the pools, the device, and what methods share.
 
     Attributes:
         modelpool: The pool with base, experts and data.
@@ -45,7 +45,10 @@ class MethodInputs:
         fabric: Lightning Fabric: the device and the precision.
         program: FusionBench's running program, which mergers need, or None.
         processes: The processes that share a calibration.
-        upstream: The merger of the run's merged model, or None if a method merges.
+        upstream: The run's upstream merger, or None if the method itself is a merger.
+        charged_method: The method whose reads of experts include the upstream merger's, or None.
+        opened_batches: `id` of a method -> the method, and its batches by task, which are opened
+            before models are loaded. Settings have no hash, so methods are no keys.
     """
 
     modelpool: BaseModelPool
@@ -54,10 +57,12 @@ class MethodInputs:
     program: FabricModelFusionProgram | None = None
     processes: Processes = field(default_factory=Processes)
     upstream: Upstream | None = None
+    charged_method: object = None
+    opened_batches: dict[int, tuple[object, dict[str, Any]]] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> Callable[[str], str | None]:
-        """The function `digest_local`, which reads each model and data file once."""
+        """The function `digest_local` with a cache, so that each file is read once."""
         return cache(digest_local)
 
     @cached_property
@@ -78,11 +83,11 @@ class MethodInputs:
     def pooling(self) -> Pooling | None:
         """The pooling of encoders without a head, or None for other models.
 
-        It is the task pool's, or else that of the base's files: of sentence-transformers for texts,
-        and the class token of a vision transformer for images.
+        The task pool's pooling comes first. Without it, the base's files decide: texts are pooled
+        as sentence-transformers does, images by the class token of a vision transformer.
 
         Raises:
-            CalibrationError: If the files describe another way than one pooling.
+            CalibrationError: If the files describe something else than a single pooling.
         """
         if isinstance(pooling := getattr(self.taskpool, "pooling", None), Pooling):
             return pooling
@@ -98,18 +103,18 @@ class MethodInputs:
         return Pooling("cls") if _CLASS_TOKEN in names else None
 
     def base(self) -> nn.Module | ExpertSource | None:
-        """Return the base in the form for calibration, or None if the pool has no base."""
+        """Return the base as a module or a source of weights, or None if the pool has no base."""
         base = self.models.base
         return None if base is None else base.source()
 
     def experts(self) -> dict[str, nn.Module | ExpertSource]:
-        """Return task -> expert in the form for calibration. Without safetensors it is loaded."""
+        """Return task -> expert, as a source of weights or, without safetensors, a module."""
         return {task: expert.source() for task, expert in self.models.experts.items()}
 
     def batches(self, settings: FeatCalSettings) -> dict[str, Any]:
-        """Return task -> calibration batches. Nothing is read yet.
+        """Return task -> calibration batches. No example is read yet.
 
-        Texts of an encoder are cut where its embeddings are cut.
+        Texts of an encoder are cut to the length at which its embeddings are cut.
 
         Raises:
             CalibrationError: If a task lacks data.
@@ -136,11 +141,11 @@ class MethodInputs:
         """Refuse a pool without a base model.
 
         Args:
-            purpose: End of `which ...` in the message, such as `anchors need`.
-            instead: Alternative to naming one, for the message.
+            purpose: What needs the base, such as `anchors need`. The message says `which ...`.
+            instead: Alternative to naming a base, for the message.
 
         Raises:
-            CalibrationError: If there is none, naming the setting.
+            CalibrationError: If there is no base. The message names the setting.
         """
         if self.models.base is None:
             raise CalibrationError(

@@ -67,10 +67,10 @@ def plan_run(overrides: Sequence[str]) -> Plan:
             with _silence():
                 program.method.open(inputs)
             as_merged = _uncalibrated_modules(program.method, inputs)
-        # FusionBench's own methods have neither rows nor planned rows.
-        methods = getattr(program.method, "rows", {})
-        single_row = {method_name(config.method): 1}
-        rows: dict[str, int] = getattr(program.method, "planned_rows", single_row)
+        # FusionBench's own methods have neither `methods` nor `planned_models`.
+        methods = getattr(program.method, "methods", {})
+        once = {method_name(config.method): 1}
+        rows: dict[str, int] = getattr(program.method, "planned_models", once)
     # The run counts an adapter's bytes without those of its base.
     experts = [[*keys][-1] for name, keys in models.items() if keys and not name.startswith("_")]
     expert_sizes = [sizes[key] for key in experts]
@@ -86,8 +86,8 @@ def plan_run(overrides: Sequence[str]) -> Plan:
 
 def _uncalibrated_modules(method: Any, inputs: MethodInputs) -> AsMerged:
     """Return the modules that will not be calibrated, if the base is in files."""
-    rows = getattr(method, "rows", {}).values()
-    settings = next((row for row in rows if isinstance(row, FeatCalSettings)), None)
+    methods = getattr(method, "methods", {}).values()
+    settings = next((one for one in methods if isinstance(one, FeatCalSettings)), None)
     base = inputs.models.base
     if settings is None or base is None or len(base.folders) != 1:
         return AsMerged()
@@ -108,7 +108,7 @@ def _open_program(config: DictConfig) -> tuple[Any, Any]:
     """
     import fusion_bench_featcal.fusionbench.compat  # noqa: F401, I001
     from fusion_bench.utils import instantiate
-    from fusion_bench_featcal.fusionbench.method import DeclaredMethod
+    from fusion_bench_featcal.fusionbench.configured_algorithm import ConfiguredAlgorithm
     from fusion_bench_featcal.fusionbench.program_processes import open_fabric
 
     fabric = open_fabric(config.get("fabric"))
@@ -118,7 +118,7 @@ def _open_program(config: DictConfig) -> tuple[Any, Any]:
         for part, load in _OLD_LOADERS.items():
             setattr(program, part, program._instantiate_and_setup(config[part], load))
         method = program.method
-        if not isinstance(method, DeclaredMethod):
+        if not isinstance(method, ConfiguredAlgorithm):
             return program, None
         method.on_run_start()
         inputs = method.inputs(program.modelpool)

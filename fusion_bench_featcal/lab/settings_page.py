@@ -34,7 +34,7 @@ def settings_of_method(method: str) -> list[Field[object]]:
         from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
 
         algorithm = ALGORITHMS[method]
-    return [field for kind in algorithm.setting_kinds for field in settings_of(kind)]
+    return [field for kind in algorithm.settings_classes for field in settings_of(kind)]
 
 
 def settings_page(method: str, *, as_json: bool) -> str:

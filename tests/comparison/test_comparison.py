@@ -185,7 +185,7 @@ def test_a_calibrated_task_without_tests_is_noted_once(tmp_path: Path) -> None:
 def test_methods_draw_the_comparisons_samples_unless_they_have_their_own_settings() -> None:
     methods: dict[str, Any] = {"scale": method(Scale), "own": method(Scale, seed=5)} | OURS
     chosen: Any = {"seed": 7, "samples_per_task": 9, UPSTREAM: {"x": AVERAGE}, METHODS: methods}
-    cells = {cell.row: cell for cell in cells_of(comparison(Path("never"), **chosen).settings, {})}
+    cells = {cell.name: cell for cell in cells_of(comparison(Path("never"), **chosen).settings, {})}
     used = {n: cells[n].method.settings for n in methods}
     assert [used[name]["seed"] for name in methods] == [7, 5, 7, 7]
     assert [used[name]["samples_per_task"] for name in OURS] == [9, 9]

@@ -1,6 +1,5 @@
 """A comparison small enough to run in milliseconds: one-layer models, a task pool, methods."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,26 +69,23 @@ def program_of(taskpool: Any) -> Any:
 
 
 class Scale(rivals.Method):
-    """Multiplies every weight."""
+    """Multiplies every weight, and reports samples."""
 
     name = "scale"
     factor: float = setting(2.0, "The factor.")
     seed: int = setting(42, "The seed.")
 
-    def post_merge(self, merged: nn.Module, inputs: Any) -> nn.Module:
+    def post_merge(self, merged: nn.Module, inputs: Any) -> Any:
         with torch.no_grad():
             for parameter in merged.parameters():
                 parameter.mul_(self.factor)
-        return merged
-
-    def samples(self, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        return {task: {"samples": 5, "split": "train"} for task in tasks}
+        return rivals.MethodResult(merged, dict.fromkeys(inputs.modelpool.model_names, 5))
 
 
 class ScaleAlgorithm(rivals.MethodAlgorithm):
     """The same as a FusionBench method, and so as an upstream merger."""
 
-    kind = Scale
+    method_class = Scale
 
 
 class Failing(Scale):

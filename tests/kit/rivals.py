@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.fusionbench.method import run_method
 from fusion_bench_featcal.lab import rivals
 
 DRAW: dict[str, Any] = {"samples_per_task": 8, "batch_size": 4}
 """Settings that every rival with data takes."""
 
 
-def improved(kind: str, inputs: Any, merged: Any, **settings: Any) -> tuple[Any, Any]:
-    """A method and its model: mergers make one of the pool's, others improve `merged`."""
+def applied(kind: str, inputs: Any, merged: Any, **settings: Any) -> tuple[Any, Any]:
+    """A method and its result: mergers merge the pool's experts, others improve `merged`."""
     method = getattr(rivals, kind)(**settings)
-    is_merger = hasattr(method, "merge")
-    return method, method.merge(inputs) if is_merger else method.post_merge(merged, inputs)
+    return method, run_method(method, None if hasattr(method, "merge") else merged, inputs)
 
 
 def generator(seed: int, task: str, purpose: str) -> torch.Generator:

@@ -109,7 +109,7 @@ def in_memory(suite: Any) -> Any:
     experts = {t: SimpleNamespace(source=partial(pool.load_model, t)) for t in suite.experts}
     models = SimpleNamespace(experts=experts)
     parts = {"modelpool": pool, "fabric": fabric, "pooling": None, "models": models}
-    return SimpleNamespace(**parts, batches=lambda _: suite.inputs)
+    return SimpleNamespace(**parts, batches=lambda _: suite.inputs, opened_batches={})
 
 
 def assert_equal(result: nn.Module, expected: nn.Module) -> None:

@@ -9,7 +9,7 @@ import fusion_bench_featcal.pools  # noqa: F401  adapts FusionBench
 import pytest
 import torch
 from fusion_bench.models.hf_clip import HFCLIPClassifier
-from rivals import DRAW, improved, trained_by_hand
+from rivals import DRAW, applied, trained_by_hand
 from sample_pools import three_texts
 from tiny_models import normal
 from tiny_pools import (
@@ -28,11 +28,8 @@ from transformers import CLIPModel
 
 from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab import rivals as methods
-from fusion_bench_featcal.lab.rivals.corrected_model import (
-    AffineModule,
-    CorrectedModel,
-    SurgeryModule,
-)
+from fusion_bench_featcal.lab.rivals.corrected_model import CorrectedModel
+from fusion_bench_featcal.lab.rivals.correction_modules import AffineModule, SurgeryModule
 from fusion_bench_featcal.lab.rivals.sites import FinalState, ProjectedFeature
 
 
@@ -40,7 +37,7 @@ def trained(models: Any, pool: Any, kind: str, **settings: Any) -> tuple[Any, An
     settings = DRAW | {"stream": "calibration", "learning_rate": 1e-2, "rank": 3} | settings
     if kind == "ProbSurgery":
         del settings["rank"]
-    return improved(kind, inputs_of(pool), tower(models, "_merged_"), **settings)
+    return applied(kind, inputs_of(pool), tower(models, "_merged_"), **settings)
 
 
 def pixels_by_task(method: Any, pool: Any) -> dict[str, Tensor]:
@@ -57,20 +54,20 @@ SURGERIES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "settings"), SURGERIES)
 def test_surgery_trains_as_written_out(kind, settings, models) -> None:
     pool, projection = tiny_pool(models), projection_of(models)
-    method, model = trained(models, pool, kind, steps=7, **settings | {"batch_size": 3})
+    method, result = trained(models, pool, kind, steps=7, **settings | {"batch_size": 3})
     features = {}
     for task, pixels in pixels_by_task(method, pool).items():
         sides = [tower(models, name)(pixels).pooler_output for name in ("_merged_", task)]
         features[task] = tuple(projection(side).detach() for side in sides)
     reference = trained_by_hand(features, method)
     for task, (down, up) in reference["modules"].items():
-        (module,) = model.correction(task)
+        (module,) = result.model.correction(task)
         # A tenth of a step: rounding can turn a sign in the gradient of an L1 loss.
         torch.testing.assert_close(module.down, down, rtol=0, atol=1e-3)
         torch.testing.assert_close(module.up, up, rtol=0, atol=1e-3)
         losses = reference["losses"][task]
         first, mean = (pytest.approx(loss, rel=1e-4) for loss in (losses[0], sum(losses) / 7))
-        assert model.curves[task] == [(0, first), (7, mean)]
+        assert result.curves[task] == [(0, first), (7, mean)]
 
 
 @pytest.mark.parametrize("kind", [methods.RidgeSurgery, methods.Distillation])
@@ -154,16 +151,17 @@ def test_surgery_v2_trains_on_the_drift_behind_every_block_and_applies_it(models
     pool, project, merged = tiny_pool(models), projection_of(models), tower(models, "_merged_")
     settings = {"steps": 6, "batch_size": 8, "optimizer": "per_task"}
     method, result = trained(models, pool, "SurgeryV2", **settings)
+    model = result.model
     for task, pixels in pixels_by_task(method, pool).items():
         target = site_features(tower(models, task), pixels, project)
         sides = zip(site_features(merged, pixels, project), target, strict=True)
         expected = sum(float((one - other).abs().mean()) for one, other in sides)
         (_, first), (_, mean) = result.curves[task]
         assert first == pytest.approx(expected, rel=2e-4) and mean < first
-        expected = site_features(merged, pixels, project, result.correction(task))[-1]
-        torch.testing.assert_close(result.features(task, pixels), expected)
-        assert torch.equal(result(pixels).pooler_output, merged(pixels).pooler_output)
-        assert all(bool(weight.any()) for weight in result.correction(task).parameters())
+        expected = site_features(merged, pixels, project, model.correction(task))[-1]
+        torch.testing.assert_close(model.features(task, pixels), expected)
+        assert torch.equal(model(pixels).pooler_output, merged(pixels).pooler_output)
+        assert all(bool(weight.any()) for weight in model.correction(task).parameters())
 
 
 def test_the_test_stream_learns_from_the_experts_answers_alone(tmp_path) -> None:
@@ -172,12 +170,12 @@ def test_the_test_stream_learns_from_the_experts_answers_alone(tmp_path) -> None
     few = {"samples_per_task": 6, "batch_size": 3, "generated_tokens": 3, "stream": "test_tta"}
 
     def fitted(pool: Any) -> Any:
-        return improved("RidgeSurgery", inputs_of(pool), pool.load_model("_pretrained_"), **few)
+        return applied("RidgeSurgery", inputs_of(pool), pool.load_model("_pretrained_"), **few)
 
-    method, model = fitted(pool)
-    assert method.samples(["two"]) == {"two": {"samples": 6, "split": "test"}}
+    method, result = fitted(pool)
+    assert method.samples(result)["two"] == {"samples": 6, "split": "test"}
     rows = lambda task: [row | {"target": "t s r q"} for row in sentences(task)]  # noqa: E731
-    assert_equal(fitted(with_tests(copy.copy(pool), rows))[1], model)
+    assert_equal(fitted(with_tests(copy.copy(pool), rows))[1].model, result.model)
 
 
 # ---- models with corrections

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from encoder_pools import encoder_pool
-from rivals import DRAW, improved
+from rivals import DRAW, applied
 from tiny_models import clip_suite
 from tiny_pools import assert_equal, in_memory, inputs_of, refusing, tiny_pool, tower
 from tiny_texts import text_pool
@@ -59,18 +59,19 @@ def merged_model(pool: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def fitted(pool_of) -> Any:
-    """A rival and its model of a pool, fitted once."""
+    """A rival and its result on a pool, fitted once."""
 
     def fit(kind: str, setup: str) -> Any:
         pool = pool_of(setup)
-        return improved(kind, inputs_of(pool), merged_model(pool), **RIVALS[kind])
+        return applied(kind, inputs_of(pool), merged_model(pool), **RIVALS[kind])
 
     return cache(fit)
 
 
 @pytest.mark.parametrize(("kind", "setup"), CASES)
 def test_a_model_is_finite_described_and_survives_saving(kind, setup, fitted, pool_of, tmp_path):
-    (method, model), pool, few = fitted(kind, setup), pool_of(setup), RIVALS[kind]
+    (method, result), pool, few = fitted(kind, setup), pool_of(setup), RIVALS[kind]
+    model = result.model
     tasks, merged = list(pool.model_names), merged_model(pool)
     assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
     model.save_pretrained(tmp_path)
@@ -84,7 +85,7 @@ def test_a_model_is_finite_described_and_survives_saving(kind, setup, fitted, po
             type(model.model).from_pretrained(tmp_path)
     with_samples = tasks if "samples_per_task" in few else []
     used = {task: {"samples": 8, "split": "train"} for task in with_samples}
-    assert method.samples([*tasks, "another"]) == used
+    assert method.samples(result) == used
     corrections = getattr(model, "corrections", torch.nn.Module())
     assert sum(method.added(model).values()) == sum(p.numel() for p in corrections.parameters())
     assert json.loads(json.dumps(method.settings)).items() >= few.items()
@@ -102,7 +103,7 @@ def test_its_algorithm_repeats_it_without_labels_and_leaves_experts(kind, fitted
     pool.load_test_dataset = lambda task: pytest.fail("test data was read")
     clip_model = {"clip_model": models["_pretrained_"]} if "Surgery" in kind else {}
     result = getattr(rivals, f"{kind}Algorithm")(**RIVALS[kind], **clip_model).run(pool)
-    assert_equal(result, fitted(kind, "clip")[1])
+    assert_equal(result, fitted(kind, "clip")[1].model)
     for name in set(before) - {"_merged_"}:  # that one is improved in place
         assert_equal(pool._models[name], before[name])
 

@@ -9,7 +9,7 @@ from calibrations import assert_identical, gamma
 from configs import composed
 from hydra.utils import instantiate
 from model_types import suite_named
-from rivals import DRAW, improved
+from rivals import DRAW, applied
 from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import Suite, decoder_suite
 from tiny_pools import AVERAGE, assert_equal, in_memory, inputs_of, refusing
@@ -24,7 +24,7 @@ TOLERANCE = 1e-12
 
 def fitted(suite: Suite, **settings: Any) -> nn.Module:
     method = rivals.HARC(**({"samples_per_task": 99, "tolerance": TOLERANCE} | settings))
-    return method.post_merge(copy.deepcopy(suite.merged), in_memory(suite))
+    return method.post_merge(copy.deepcopy(suite.merged), in_memory(suite)).model
 
 
 def matrix(model: nn.Module, router: str) -> Tensor:
@@ -140,7 +140,7 @@ def test_its_algorithm_repairs_a_mergers_model(tmp_path) -> None:
         pool._models[name] = load
     result = rivals.HARCAlgorithm(base_method=AVERAGE, **DRAW).run(pool)
     merged = instantiate(AVERAGE).run(pool)
-    assert_equal(result, improved("HARC", inputs_of(pool), merged, **DRAW)[1])
+    assert_equal(result, applied("HARC", inputs_of(pool), merged, **DRAW)[1].model)
 
 
 def test_a_repair_follows_it_and_it_follows_a_repair() -> None:

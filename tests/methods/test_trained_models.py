@@ -62,7 +62,7 @@ def test_distillation_trains_as_written_out() -> None:
     # Adam divides a gradient, a sum of hundreds of products, by its size plus 1e-8.
     bound = 5 * 3e-3 * gamma(1000, torch.float64) / 1e-8
     for name, value in reference.named_parameters():
-        parameter = result.get_parameter(name)
+        parameter = result.model.get_parameter(name)
         torch.testing.assert_close(parameter, value, rtol=0, atol=bound)
         assert parameter.requires_grad == suite.merged.get_parameter(name).requires_grad
     for task, curve in result.curves.items():
@@ -73,7 +73,7 @@ def test_distillation_trains_as_written_out() -> None:
 
 def test_positions_that_predict_nothing_have_no_part_in_the_loss() -> None:
     suite = decoder_suite(extra=3)
-    reference = distilled(suite, steps=3)
+    reference = distilled(suite, steps=3).model
     for batch in (batch for batches in suite.inputs.values() for batch in batches):
         batch["input_ids"][batch["attention_mask"] == 0] = 7
-    assert_identical(distilled(suite, steps=3), reference)
+    assert_identical(distilled(suite, steps=3).model, reference)

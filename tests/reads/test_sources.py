@@ -18,6 +18,7 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError, Paper, Plus, SafetensorsExpert
 from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.fusionbench import upstream
+from fusion_bench_featcal.fusionbench.method import run_method
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 
 
@@ -142,8 +143,11 @@ def test_merger_and_calibration_keep_a_budget_together():
     method: Any = FeatCalAlgorithm(
         base_method=ARITHMETIC, expert_read_budget=whole + whole // 3, **few
     )
-    model = method.run(pool)
-    reads = json.loads(method.rows["featcal"].facts("featcal", model, []).files["reads.json"])
+    inputs = method.inputs(pool)
+    method.open(inputs)
+    merged, calibration = inputs.upstream.merged_model(None), method.methods["featcal"]
+    result = run_method(calibration, merged, inputs)
+    reads = json.loads(calibration.facts("featcal", result).files["reads.json"])
     assert reads["upstream"]["experts"] == whole and reads["upstream"]["base"] > 0
     assert reads["plan"]["limit"] == whole // 3 >= sum(reads["experts"].values()) > 0
     assert reads["plan"]["not_read"] and reads["budget"] == whole + whole // 3

@@ -1,7 +1,7 @@
-"""`method=compare`: rows over upstream mergers on one model pool, in one table.
+"""`method=compare`: mergers and post-merging methods on one model pool, in one table.
 
-A finished cell is a file in `results_dir` and is not run again. Samples, seeds and other values are
-settings, so a study is Hydra's own sweep, whose jobs fill one folder:
+A finished cell has a folder in `results_dir` and does not run again. Samples, seeds and other
+values are settings, so a study is a sweep of Hydra, whose jobs fill one folder:
 
     fusion_bench -m method=compare method.samples_per_task=8,64,256 method.seed=1,2,3
 """
@@ -22,11 +22,11 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import error_context, message_of
 from fusion_bench_featcal.errors.plurals import pluralize
-from fusion_bench_featcal.fusionbench.method import DeclaredMethod
+from fusion_bench_featcal.fusionbench.configured_algorithm import ConfiguredAlgorithm
+from fusion_bench_featcal.fusionbench.method import Method
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_checks import check_experts
 from fusion_bench_featcal.fusionbench.report import suite_name
-from fusion_bench_featcal.fusionbench.rows import Method
 from fusion_bench_featcal.fusionbench.run_settings import pool_defaults
 from fusion_bench_featcal.lab.compare.cells import RESULTS_DIR, CellRunner, reason_of
 from fusion_bench_featcal.lab.compare.grid import NONE, Cell, cells_of
@@ -40,28 +40,28 @@ from fusion_bench_featcal.run.devices import usual_torch
 log = logging.getLogger(__name__)
 
 
-class ComparisonAlgorithm(DeclaredMethod):
+class ComparisonAlgorithm(ConfiguredAlgorithm):
     """Compares post-merging methods over upstream mergers.
 
     Run by `fusion_bench method=compare modelpool=...`.
     """
 
     name = "compare"
-    setting_kinds = (ComparisonSettings,)
+    settings_classes = (ComparisonSettings,)
 
     def __init__(self, **keys: object) -> None:
-        """Store the settings. `run` checks the names, together with those of the model pool.
+        """Store the settings. `cells` checks the names of mergers, methods and references.
 
         Raises:
             ValueError: If a key is unknown or a value is not accepted.
         """
         super().__init__(**keys)
-        self.settings: ComparisonSettings = self.declared[0]
+        self.settings: ComparisonSettings = self.settings_objects[0]
 
     @property
-    def planned_rows(self) -> dict[str, int]:
-        """Row of a comparison -> the number of mergers on which it runs."""
-        return dict(Counter(cell.row for cell in self.cells))
+    def planned_models(self) -> dict[str, int]:
+        """Name of each model -> number of upstream mergers with which it is built."""
+        return dict(Counter(cell.name for cell in self.cells))
 
     @usual_torch()
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
@@ -76,7 +76,10 @@ class ComparisonAlgorithm(DeclaredMethod):
         self.check(inputs)
         self.open(inputs)
         check_experts(inputs.models)
-        _, tasks, label = _part(modelpool, settings.tasks)
+        chosen = _chosen_tasks(modelpool, settings.tasks)
+        is_prefix = chosen == list(modelpool.model_names)[: len(chosen)]
+        label = len(chosen) if is_prefix else ", ".join(inputs.modelpool.model_names)
+        tasks = None if settings.tasks is None else chosen
         results_dir = settings.results_dir or Path("outputs") / "comparison" / suite
         store = prepare_directory(results_dir, RESULTS_DIR)
         folder = (store / "table") if self.log_dir is None else Path(self.log_dir)
@@ -96,8 +99,16 @@ class ComparisonAlgorithm(DeclaredMethod):
         return cells_of(self.settings, pool_defaults(self._program))
 
     def inputs(self, modelpool: BaseModelPool) -> MethodInputs:
-        """Return the inputs that all cells share: the chosen tasks of the pool."""
-        return super().inputs(_part(modelpool, self.settings.tasks)[0])
+        """Return the inputs that all cells share. Their pool has only the chosen tasks."""
+        if self.settings.tasks is None:
+            return super().inputs(modelpool)
+        chosen = _chosen_tasks(modelpool, self.settings.tasks)
+        pool, models = copy.copy(modelpool), modelpool._models.copy()
+        with open_dict(models) if isinstance(models, DictConfig) else nullcontext():
+            for name in set(modelpool.model_names) - set(chosen):
+                del models[name]
+        pool._models = models
+        return super().inputs(pool)
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse a run without a task pool or with a model to save, and names that do not fit."""
@@ -114,25 +125,31 @@ class ComparisonAlgorithm(DeclaredMethod):
             )
         methods = self._methods
         super().check(inputs)
-        for place, method in methods:
-            with error_context(place, cause=message_of(ValueError)):
+        for setting, method in methods:
+            with error_context(setting, cause=message_of(ValueError)):
                 method.check(inputs)
 
     def open(self, inputs: MethodInputs) -> None:
         """Open models and data of all methods."""
         super().open(inputs)
-        for place, method in self._methods:
-            with error_context(place, cause=message_of(ValueError)):
+        for setting, method in self._methods:
+            with error_context(setting, cause=message_of(ValueError)):
                 method.open(inputs)
+        used = {id(cell.method) for cell in self.cells}
+        for key in inputs.opened_batches.keys() - used:  # of mergers, which FusionBench makes anew
+            del inputs.opened_batches[key]
 
     @property
     def _methods(self) -> list[tuple[str, Method]]:
-        """The setting of each method with its object: of mergers with data, then of rows."""
+        """Each method with its setting: first mergers that are ours, then post-merging methods.
+
+        The objects of mergers are new, as FusionBench makes others for the run.
+        """
         mergers = {cell.merger.name: cell.merger for cell in self.cells if cell.merger}
-        rows = {cell.row: cell.method for cell in self.cells if cell.method}
+        methods = {cell.name: cell.method for cell in self.cells if cell.method}
         return [
-            *((merger.setting, row) for merger in mergers.values() for row in merger.methods),
-            *((f"method.post_merging_methods.{name}", method) for name, method in rows.items()),
+            *((merger.setting, method) for merger in mergers.values() for method in merger.methods),
+            *((f"method.post_merging_methods.{name}", methods[name]) for name in methods),
         ]
 
     def _report(self, folder: Path, store: Path, done: Run) -> None:
@@ -149,7 +166,7 @@ class ComparisonAlgorithm(DeclaredMethod):
 
 
 def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
-    """Run the cells merger by merger. One that fails becomes a note, and the others go on."""
+    """Run the cells merger by merger. A cell that fails becomes a note, and the others go on."""
     done = Run(suite=runner.suite)
     for number, cell in enumerate(cells, 1):
         log.info("%d of %d: %s", number, len(cells), cell.title)
@@ -159,7 +176,7 @@ def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
             is_expected = isinstance(error, CalibrationError)
             log.error("%s failed: %s", cell.title, error, exc_info=not is_expected)
             merger = cell.merger.name if cell.merger else ""
-            row = cell.row if cell.method or not merger else NONE
+            row = cell.name if cell.method or not merger else NONE
             done.note(Note(FAILED, reason_of(error), row, merger=merger))
             continue
         done.rows += cell_run.rows
@@ -169,25 +186,17 @@ def _run_cells(runner: CellRunner, cells: Sequence[Cell]) -> Run:
     return done
 
 
-def _part(
-    modelpool: BaseModelPool, tasks: Any
-) -> tuple[BaseModelPool, list[str] | None, int | str]:
-    """Return the pool with the models of some tasks, these tasks, and their label in reports.
+def _chosen_tasks(modelpool: BaseModelPool, tasks: Any) -> list[str]:
+    """Return the tasks that the setting `tasks` chooses.
 
     Raises:
         ValueError: If the pool has no such tasks.
     """
     names = list(modelpool.model_names)
     if tasks is None:
-        return modelpool, None, len(names)
+        return names
     if isinstance(tasks, int) and tasks > len(names):
         raise ValueError(f"method.tasks={tasks}, but the pool has {pluralize(len(names), 'task')}")
     chosen = names[:tasks] if isinstance(tasks, int) else list(tasks)
     refuse_unknown(chosen, names, "method.tasks: ")
-    part, models = copy.copy(modelpool), modelpool._models.copy()
-    with open_dict(models) if isinstance(models, DictConfig) else nullcontext():
-        for name in set(names) - set(chosen):
-            del models[name]
-    part._models = models
-    is_prefix = chosen == names[: len(chosen)]
-    return part, chosen, len(chosen) if is_prefix else ", ".join(part.model_names)
+    return chosen

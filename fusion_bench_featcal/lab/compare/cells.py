@@ -22,9 +22,9 @@ from torch import nn
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.files import new_path, write_atomic
 from fusion_bench_featcal.fusionbench.data import samples_used
+from fusion_bench_featcal.fusionbench.method import Method, inference_overhead, run_method
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.report import Report, config_of, digest_config, with_contents
-from fusion_bench_featcal.fusionbench.rows import Method, deployed, improved
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.lab.compare.grid import Cell, MergerEntry
@@ -54,8 +54,8 @@ class CellRunner:
             cells are independent of one another.
         suite: Name of the model pool.
         tasks: Tasks of the comparison, or None for all.
-        tasks_label: Their number or names, which distinguishes rows in reports.
-        folder: Folder of finished cells, which are not run again.
+        tasks_label: Number or names of the tasks, which distinguishes results in reports.
+        folder: Folder of finished cells, which do not run again.
     """
 
     inputs: MethodInputs
@@ -64,31 +64,31 @@ class CellRunner:
     tasks: list[str] | None
     tasks_label: int | str
     folder: Path
-    _merged: dict[str, Any] = field(default_factory=dict)
+    _merged: dict[str, Any] = field(default_factory=dict)  # at most one merger's
 
     def __post_init__(self) -> None:
         pool, fabric = self.inputs.modelpool, self.inputs.fabric
         precision = str(fabric.strategy.precision.precision)
         self._common = [
             *(config_of(pool), config_of(self.inputs.taskpool), self.tasks),
-            # A model in memory has no name to identify it by: cells with it are not used again.
+            # A model in memory has no name that identifies it, so its cells are not used again.
             time.time_ns() if pool.has_instance_models else None,
             *([version(package) for package in _PACKAGES], fabric.device.type, precision),
         ]
 
     def path(self, cell: Cell) -> Path:
-        """Return a cell's folder, whose name has the digest of pools, merger, row and versions.
+        """Return a cell's folder, whose name has a digest of pools, merger, method and versions.
 
         Models and data on this machine count by content.
         """
-        made_of: list[Any] = [cell.row]
+        ingredients: list[Any] = [cell.name]
         if cell.merger is not None:  # references have no random numbers
             settings = cell.method.settings if cell.method else None
             configs = plain_config(cell.merger.config), plain_config(cell.config)
-            made_of += [self.settings.seed, *configs, settings, _own_code(cell.method)]
+            ingredients += [self.settings.seed, *configs, settings, _own_code(cell.method)]
         title = re.sub(r"[^0-9A-Za-z_.+-]", "_", cell.title)
-        whole = with_contents([self._common, made_of], self.inputs.digest)
-        return self.folder / f"{title}-{digest_config(whole)[:16]}"
+        digest = digest_config(with_contents([self._common, ingredients], self.inputs.digest))
+        return self.folder / f"{title}-{digest[:16]}"
 
     def run(self, cell: Cell) -> Run:
         """Return a finished cell, or run it and write its folder."""
@@ -97,7 +97,7 @@ class CellRunner:
             try:
                 done = read_run(path)
                 with suppress(OSError):  # in a folder that is read-only
-                    os.utime(path / RUN_FILE)  # of rows that differ in code the last one counts
+                    os.utime(path / RUN_FILE)  # of cells that differ in code the last one counts
                 log.info("%s is finished: %s", cell.title, path.name)
                 return done
             except ReportError as error:
@@ -107,37 +107,37 @@ class CellRunner:
         names = {"suite": self.suite, "merger": merger, "base_method": config}
         report = Report(self.inputs, tasks=self.tasks, tasks_label=self.tasks_label, **names)
         try:
-            files = self._add(cell, report)
+            files = self._build_and_report(cell, report)
         finally:
             gc.collect()  # frees models in reference cycles before the next one is loaded
         report.run.versions |= commits()
         _write(path, report.run, files)
         return report.run
 
-    def _add(self, cell: Cell, report: Report) -> Mapping[str, str]:
-        """Make and evaluate a cell's model. Return the texts of its method's files."""
+    def _build_and_report(self, cell: Cell, report: Report) -> Mapping[str, str]:
+        """Build and evaluate a cell's model. Return the texts of its method's files by name."""
         if cell.merger is None:
-            report.add_references([cell.row])
+            report.add_references([cell.name])
             if not report.run.rows:
                 raise CalibrationError(
-                    f"{report.run.notes[-1].text}: set modelpool.models, or leave {cell.row} out "
+                    f"{report.run.notes[-1].text}: set modelpool.models, or leave {cell.name} out "
                     "of method.references"
                 )
             return {}
-        merged, merging = self._merged_model(cell.merger)
+        merged, merger_cost = self._merge(cell.merger)
         if cell.method is None:
-            report.add(cell.row, merged, self._facts_of_merger(cell.merger, merged), merging)
+            report.add(cell.name, merged, self._merger_facts(cell.merger, merged), merger_cost)
             return {}
         with measure() as cost:
-            model = improved(cell.method, merged, self.inputs)
-        if merging.seconds is not None and cost.seconds is not None:
-            cost.more[TOTAL_SECONDS] = merging.seconds + cost.seconds
-        tasks = self.tasks or self.inputs.modelpool.model_names
-        facts = replace(cell.method.facts(cell.row, model, tasks), seed=self.settings.seed)
-        report.add(cell.row, model, facts, cost)
+            result = run_method(cell.method, merged, self.inputs)
+        if merger_cost.seconds is not None and cost.seconds is not None:
+            cost.more[TOTAL_SECONDS] = merger_cost.seconds + cost.seconds
+        facts = replace(cell.method.facts(cell.name, result), seed=self.settings.seed)
+        report.add(cell.name, result.model, facts, cost)
         return facts.files
 
-    def _facts_of_merger(self, merger: MergerEntry, merged: nn.Module) -> Facts:
+    def _merger_facts(self, merger: MergerEntry, merged: nn.Module) -> Facts:
+        """Return what a report says about a merged model."""
         settings = dict(plain_config(merger.config))
         number, split = settings.get("samples_per_task"), settings.get("calibration_split", "train")
         if merger.name in (self.settings.reads_test or ()):
@@ -145,11 +145,11 @@ class CellRunner:
         pool, samples = self.inputs.modelpool, {}
         if number is not None:
             samples = samples_used(pool, pool.model_names, number, str(split))
-        cost = deployed(merged, {})
+        cost = inference_overhead(merged, {})
         return Facts(settings=settings, seed=self.settings.seed, samples=samples, cost=cost)
 
-    def _merged_model(self, merger: MergerEntry) -> tuple[nn.Module, Cost]:
-        """Return the merged model and its cost. It is merged once.
+    def _merge(self, merger: MergerEntry) -> tuple[nn.Module, Cost]:
+        """Return the merged model and its cost. The merger runs only once.
 
         Raises:
             CalibrationError: If the merger failed before.
@@ -176,13 +176,13 @@ def reason_of(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def _write(path: Path, done: Run, files: Mapping[str, str]) -> None:
-    """Write a finished cell: its folder is complete or absent."""
+def _write(path: Path, run: Run, files: Mapping[str, str]) -> None:
+    """Write the folder of a finished cell, which is complete or absent."""
     try:
-        with new_path(path) as part:
-            write_run(part, done, RESULTS_DIR)
+        with new_path(path) as unfinished:
+            write_run(unfinished, run, RESULTS_DIR)
             for name, text in files.items():
-                write_atomic(part / name, text, RESULTS_DIR)
+                write_atomic(unfinished / name, text, RESULTS_DIR)
             shutil.rmtree(path, ignore_errors=True)  # a damaged one
     except OSError:
         if not (path / RUN_FILE).exists():  # else another job has finished it at the same time
@@ -195,4 +195,4 @@ def _own_code(method: Method | None) -> list[str | None]:
         return []
     settings = [value for value in method.settings.values() if isinstance(value, Mapping)]
     targets = [value["_target_"] for value in settings if "_target_" in value]
-    return [own_code(kind) for kind in (type(method), *map(resolve_name, targets))]
+    return [own_code(cls) for cls in (type(method), *map(resolve_name, targets))]

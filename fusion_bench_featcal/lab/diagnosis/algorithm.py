@@ -52,13 +52,13 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
     Run by `fusion_bench method=diagnose modelpool=...`, with all settings of `method=featcal`.
     """
 
-    setting_kinds = (FeatCal, RunSettings, DiagnosisSettings)
+    settings_classes = (FeatCal, RunSettings, DiagnosisSettings)
     shares_processes = False
 
     @property
     def diagnosis(self) -> DiagnosisSettings:
         """The settings of the diagnosis."""
-        return self.declared[2]
+        return self.settings_objects[2]
 
     @property
     def _item_settings(self) -> FeatCalSettings:
@@ -77,9 +77,11 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
         diagnosis = self.diagnosis
         self._items = open_items(inputs, diagnosis.tasks, self._item_settings, diagnosis.split)
 
-    def watch(self, row: str, model: nn.Module, report: SavedReport, inputs: MethodInputs) -> None:
-        """Compare a model with the experts, and add the metrics to the report."""
-        log.info("diagnosing %s", row)
+    def on_model_built(
+        self, name: str, model: nn.Module, report: SavedReport, inputs: MethodInputs
+    ) -> None:
+        """Compare a model with the experts."""
+        log.info("diagnosing %s", name)
         run, is_first = report.run, not report.run.lines
         kind = getattr(getattr(model, "config", None), "model_type", None)
         options: Any = {"device": self.fabric.device, "autocast": self.fabric.autocast}
@@ -95,7 +97,7 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
                 expert = copied_module(expert).to(dtype)
             sources = inputs.base(), expert, task, batches
             measures = measure_drift(model, *sources, self._item_settings, family, **options)
-            run.lines += row_lines(row, task, measures)
+            run.lines += row_lines(name, task, measures)
             if is_first:
                 run.lines += expert_lines(task, measures)
 

@@ -5,7 +5,7 @@ from fusion_bench_featcal.lazy import lazy_names
 _MODULES = {
     "CorrectedModel": "corrected_model", "DCMerge": "dc_merge",
     "Distillation": "distillation", "ESM": "esm", "HARC": "harc", "Lot": "lot",
-    "LARV": "larv", "Polish": "polish", "ProbSurgery": "surgery", "ReACT": "react",
+    "LARV": "larv", "Polish": "fine_tuning", "ProbSurgery": "surgery", "ReACT": "react",
     "RegMean": "regmean", "RegMeanPlusPlus": "regmean", "RidgeSurgery": "ridge_surgery",
     "SWUDI": "swudi", "Surgery": "surgery", "SurgeryV2": "surgery",
 }  # fmt: skip
@@ -16,6 +16,8 @@ __getattr__ = lazy_names(
     __name__,
     {name: f".{module}" for name, module in _MODULES.items()}
     | dict.fromkeys(_ALGORITHMS, ".standalone")
-    | dict.fromkeys(("Method", "SampleSettings"), "fusion_bench_featcal.fusionbench.rows")
+    | dict.fromkeys(
+        ("Method", "MethodResult", "SampleSettings"), "fusion_bench_featcal.fusionbench.method"
+    )
     | {"FeatCal": "fusion_bench_featcal.fusionbench.featcal"},
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.data.text_batches import TextBatches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import error_context
+from fusion_bench_featcal.fusionbench.method import MethodResult, SampleSettings
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import (
@@ -18,7 +19,6 @@ from fusion_bench_featcal.fusionbench.processors import (
     is_of_speech,
     text_encoder_class,
 )
-from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.lab.rivals.corrected_model import CorrectedModel
 from fusion_bench_featcal.lab.rivals.features import (
     check_projection,
@@ -29,8 +29,8 @@ from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature, FinalState, 
 from fusion_bench_featcal.settings import Texts
 from fusion_bench_featcal.settings.fields import setting
 
-Fitted = tuple[dict[str, Sequence[nn.Module]], dict[str, Any]]
-"""Corrections by task, one for each corrected feature, and the curves of their trainings."""
+FittedCorrections = tuple[dict[str, Sequence[nn.Module]], dict[str, Any]]
+"""Task -> one correction for each corrected feature, and task -> training curve."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,7 @@ class CorrectionData:
     """One task's data for its corrections.
 
     Attributes:
-        inputs: The merged model's final features, `[n, d]`, or positions of samples for `run`,
-            `[n]`.
+        inputs: The merged model's final features, `[n, d]`, or indices of samples for `run`, `[n]`.
         targets: The expert's features on the same samples, `[n, d]` for each correction.
         run: Returns the corrected features from corrections and some of the inputs.
     """
@@ -50,9 +49,9 @@ class CorrectionData:
 
 
 class FeatureCorrection(SampleSettings, Texts):
-    """A correction of final features as a post-merging method. Subclasses implement `fit_all`."""
+    """A post-merging method that corrects final features. Subclasses implement `fit_all`."""
 
-    language_models: ClassVar[bool] = True  # whether it also corrects these
+    corrects_language_models: ClassVar[bool] = True
     changes_merged: ClassVar[bool] = False
 
     batch_size: int = setting(
@@ -92,7 +91,7 @@ class FeatureCorrection(SampleSettings, Texts):
         """Data split of the stream."""
         return "test" if self.stream == "test_tta" else self.calibration_split
 
-    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> Fitted:
+    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> FittedCorrections:
         """Fit all tasks' corrections.
 
         Raises:
@@ -101,25 +100,28 @@ class FeatureCorrection(SampleSettings, Texts):
         raise NotImplementedError
 
     def open(self, inputs: MethodInputs) -> None:
-        """Find the feature to correct and open the data.
+        """Find the feature to correct, and open the data.
 
         Raises:
-            CalibrationError: If the models have none, or a task lacks data.
+            CalibrationError: If the models have no such feature, or a task lacks data.
         """
         self.find_site(inputs)
         super().open(inputs)
 
     def find_site(self, inputs: MethodInputs) -> Callable[[], CorrectedFeature]:
-        """Find the feature to correct before a model is loaded. The result loads what it takes.
+        """Find the feature to correct before a model is loaded.
+
+        Returns:
+            A function that loads what the feature needs, such as CLIP's projection.
 
         Raises:
-            CalibrationError: If the models have none.
+            CalibrationError: If the models have no such feature.
         """
         models, modelpool = inputs.models, inputs.modelpool
         if is_of_speech(modelpool):
             raise CalibrationError(f"{self.name} corrects no speech models: leave it out")
         if generates_text(modelpool):
-            if not self.language_models:
+            if not self.corrects_language_models:
                 raise CalibrationError(f"{self.name} corrects no language models: leave it out")
             return partial(FinalState, find_final_norm(models, self.final_norm))
         if (pooling := inputs.pooling) is not None:
@@ -145,8 +147,8 @@ class FeatureCorrection(SampleSettings, Texts):
             settings = settings.replace(calibration_targets="generated")
         return inputs.batches(settings)
 
-    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> CorrectedModel:
-        """Correct a merged model, which becomes part of the result.
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> MethodResult:
+        """Correct a merged model, which becomes part of the new model.
 
         One expert is in memory at a time. Raises as `open` and `fit_all`.
         """
@@ -156,18 +158,20 @@ class FeatureCorrection(SampleSettings, Texts):
         for task in pool.model_names:
             # Frees an expert that wrote answers before it is loaded again.
             source = batches[task]
-            data = source.checked(merged) if isinstance(source, TextBatches) else list(source)
-            data = [{name: part.to(device) for name, part in batch.items()} for batch in data]
+            drawn = source.checked(merged) if isinstance(source, TextBatches) else list(source)
+            drawn = [{name: x.to(device) for name, x in batch.items()} for batch in drawn]
             expert = load_pool_model(pool, task).to(device).eval()
             with error_context(task=task), torch.no_grad():
-                training_data[task] = self.training_data(merged, expert, data, site)
-                _refuse_not_finite(training_data[task])
+                training_data[task] = data = self.training_data(merged, expert, drawn, site)
+                if not all(bool(x.isfinite().all()) for x in (data.inputs, *data.targets)):
+                    raise CalibrationError(
+                        "features of the merged model or the expert are not finite. Look for NaN "
+                        "or infinite values in their weights"
+                    )
             del expert
-            self.sample_counts[task] = source.samples
         corrections, curves = self.fit_all(training_data)
-        model = CorrectedModel(merged, corrections, site)
-        model.curves = curves
-        return model
+        counts = {task: batches[task].samples for task in training_data}
+        return MethodResult(CorrectedModel(merged, corrections, site), counts, curves)
 
     def training_data(
         self,
@@ -177,21 +181,12 @@ class FeatureCorrection(SampleSettings, Texts):
         site: CorrectedFeature,
     ) -> CorrectionData:
         """Run both models over a task's batches."""
-        rows = [[site.features(m, batch).float() for m in (merged, expert)] for batch in batches]
-        before, target = map(torch.cat, zip(*rows, strict=True))
-        return CorrectionData(before, [target])
+        pairs = [[site.features(m, batch).float() for m in (merged, expert)] for batch in batches]
+        features, targets = map(torch.cat, zip(*pairs, strict=True))
+        return CorrectionData(features, [targets])
 
     def added(self, model: nn.Module) -> dict[str, int]:
-        """Return module -> parameters of all corrections."""
+        """Return module -> number of parameters, of all corrections."""
         corrections = model.get_submodule("corrections").named_modules()
         sizes = {n: sum(p.numel() for p in m.parameters(recurse=False)) for n, m in corrections}
         return {name: size for name, size in sizes.items() if size}
-
-
-def _refuse_not_finite(training_data: CorrectionData) -> None:
-    for values in (training_data.inputs, *training_data.targets):
-        if not bool(torch.isfinite(values).all()):
-            raise CalibrationError(
-                "features of the merged model or the expert are not finite. Look for NaN or "
-                "infinite values in their weights"
-            )

@@ -54,18 +54,18 @@ class DCMerge(
         values = values[:, :rank]
         # Directions of no energy, as LoRA experts have, are arbitrary and must turn no others.
         has_energy = values > values[:, :1] * torch.finfo(values.dtype).eps * max(steps.shape[1:])
-        values = smoothed(values * has_energy, self.smoothing, self.ratio)
+        values = smooth(values * has_energy, self.smoothing, self.ratio)
         u, vt = u * has_energy[:, None], vt * has_energy[..., None]
         left_basis = nearest_orthogonal(u.transpose(0, 1).flatten(1))
         right_basis = nearest_orthogonal(vt.flatten(0, 1))
         cores = left_basis.mT @ (u * values[:, None]) @ (vt @ right_basis.mT)
-        core = mean_of_agreeing(largest_entries(cores, self.density))
+        core = mean_of_agreeing(keep_largest_entries(cores, self.density))
         mask = torch.block_diag(*core.new_ones(tasks, rank, rank))
         return left_basis @ (core * mask) @ right_basis
 
 
-def smoothed(values: Float[Tensor, "t r"], how: str, ratio: float) -> Float[Tensor, "t r"]:
-    """Smooth each task's singular values. Their sum stays, and so do zeros.
+def smooth(values: Float[Tensor, "t r"], how: str, ratio: float) -> Float[Tensor, "t r"]:
+    """Smooth each task's singular values. Their sum does not change, and zeros stay zeros.
 
     Args:
         values: The singular values, the largest first.
@@ -82,7 +82,7 @@ def smoothed(values: Float[Tensor, "t r"], how: str, ratio: float) -> Float[Tens
     return values.sum(1, keepdim=True) * line / line.sum(1, keepdim=True).clamp_min(1)
 
 
-def largest_entries(cores: Float[Tensor, "t r r"], share: float) -> Float[Tensor, "t r r"]:
+def keep_largest_entries(cores: Float[Tensor, "t r r"], share: float) -> Float[Tensor, "t r r"]:
     """Set all but the largest entries of each matrix to zero. At least one is kept."""
     sizes = cores.abs().flatten(1)
     least = sizes.topk(max(1, int(share * sizes.shape[1])), 1).values[:, -1]

@@ -1,4 +1,4 @@
-"""Distillation of final features by gradients: a reference for closed-form corrections."""
+"""Distillation of final features by gradients: a reference for closed-form methods."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
+from fusion_bench_featcal.fusionbench.method import MethodResult, SampleSettings
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
-from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.modules.models import copied
@@ -33,15 +33,15 @@ class DistillationBatch:
 
     Attributes:
         inputs: The model's inputs.
-        rows: The counted positions of its final features, or None for all.
+        positions: The counted positions of its final features, or None for all.
         target: The expert's final features at these positions, `[n, d]`.
         norm: Mean square of all final features of the expert, 0-dim.
         pooling: How an encoder's embeddings are made, if these are its final features.
-        is_held_out: Whether it is measured only.
+        is_held_out: Whether the batch is only measured and not trained on.
     """
 
     inputs: Any
-    rows: Positions | None
+    positions: Positions | None
     target: Tensor
     norm: Tensor
     pooling: Pooling | None
@@ -49,7 +49,7 @@ class DistillationBatch:
 
     def loss(self, model: nn.Module) -> Tensor:
         """Return the relative squared distance between model and expert, 0-dim."""
-        features = rows_of(final_features(model, self.inputs, self.pooling), self.rows)
+        features = rows_of(final_features(model, self.inputs, self.pooling), self.positions)
         return (features - self.target).square().mean() / self.norm
 
 
@@ -76,57 +76,53 @@ class Distillation(
     )
     steps: int = setting(300, "Updates, each on one batch of every task.", ge=1)
 
-    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> MethodResult:
         """Train the merged model's blocks in float32 or wider, without dropout.
 
-        One expert is in memory at a time. The result has the merged model's dtype, and an attribute
-        `curves`.
+        One expert is in memory at a time. The new model has the merged model's dtype.
 
         Raises:
             CalibrationError: If samples or features are unusable, or the training diverges.
         """
         wide = torch.promote_types(next(merged.parameters()).dtype, torch.float32)
         student = copied(merged, inputs.fabric.device).to(wide)
-        batches, training_data = self.take_batches(inputs), {}
+        batches, counts, training_data = self.take_batches(inputs), {}, {}
         for task in inputs.modelpool.model_names:
-            with error_context(task=task):
-                training_data[task] = self._lessons(student, task, batches[task], inputs)
+            with error_context(task=task), torch.no_grad():
+                drawn = [*take_samples(task, batches[task], self.samples_per_task, student)]
+                counts[task] = sum(batch.samples for batch in drawn)
+                drawn = self.split_held_out(task, drawn)
+                training_data[task] = self._record_targets(student, task, drawn, inputs)
         stages = resolve_family(self.family, student).stages(student)
         blocks = [block for stage in stages for block in stage]
         trained = names_under(dict(student.named_parameters()), blocks)
         curves = self.train(student, trained, training_data)
         for name in trained:
             merged.get_parameter(name).data.copy_(student.get_parameter(name))
-        merged.curves = curves  # type: ignore[assignment]
-        return merged
+        return MethodResult(merged, counts, curves)
 
     def rate_at(self, step: int) -> float:
         """Return the step size of an update, counted from 0, relative to `learning_rate`."""
         return 1 - step / self.steps
 
-    def divided(self, task: str, batches: list[Batch]) -> list[Batch]:
-        """Return a task's batches, held-out samples in batches of their own: by default none."""
+    def split_held_out(self, task: str, batches: list[Batch]) -> list[Batch]:
+        """Move held-out samples into batches of their own. By default no sample is held out."""
         return batches
 
-    @torch.no_grad()
-    def _lessons(
-        self, student: nn.Module, task: str, batches: Any, inputs: MethodInputs
+    def _record_targets(
+        self, student: nn.Module, task: str, batches: Sequence[Batch], inputs: MethodInputs
     ) -> list[DistillationBatch]:
-        """Run a task's expert once over its samples."""
-        taken = list(take_samples(task, batches, self.samples_per_task, student))
-        self.sample_counts[task] = sum(batch.samples for batch in taken)
-        taken = self.divided(task, taken)
+        """Run a task's expert once over its samples, and return its features as targets."""
         expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
         expert = expert.to(next(student.parameters()).dtype)
-        family, rows, targets = resolve_family(self.family, student), [], []
-        pooling = inputs.pooling
-        moved = [to_device(batch.inputs, inputs.fabric.device) for batch in taken]
-        for part in moved:
-            features = final_features(expert, part, pooling)
-            counted = final_rows(student, family, part)
+        family, positions, targets = resolve_family(self.family, student), [], []
+        model_inputs = [to_device(batch.inputs, inputs.fabric.device) for batch in batches]
+        for batch_inputs in model_inputs:
+            features = final_features(expert, batch_inputs, inputs.pooling)
+            counted = final_rows(student, family, batch_inputs)
             if counted is not None and features.shape[:-1] != counted.shape:
                 counted = None  # the features are pooled
-            rows.append(counted)
+            positions.append(counted)
             targets.append(rows_of(features, counted))
         norm = torch.cat(targets).square().mean()
         if not bool(torch.isfinite(norm)) or not bool(norm > 0):
@@ -134,11 +130,11 @@ class Distillation(
                 f"the expert's final features have a mean square of {float(norm):g}. Look for "
                 "zeros, NaN or infinite values in its weights"
             )
-        held_out = [batch.held_out is not None for batch in taken]
-        parts = zip(moved, rows, targets, held_out, strict=True)
+        is_held_out = [batch.held_out is not None for batch in batches]
+        columns = zip(model_inputs, positions, targets, is_held_out, strict=True)
         return [
-            DistillationBatch(inputs, counted, target, norm, pooling, is_held)
-            for inputs, counted, target, is_held in parts
+            DistillationBatch(batch_inputs, counted, target, norm, inputs.pooling, is_held)
+            for batch_inputs, counted, target, is_held in columns
         ]
 
     def train(
@@ -147,25 +143,25 @@ class Distillation(
         trained: Sequence[str],
         training_data: Mapping[str, Sequence[DistillationBatch]],
     ) -> dict[str, list[tuple[int, float]]]:
-        """Train parameters of a model in place, and return curves. Arguments as for `descend`."""
-        return self.descend(model, trained, training_data)
+        """Train parameters of a model in place, and return curves. Arguments as for `optimize`."""
+        return self.optimize(model, trained, training_data)
 
     @usual_torch()
     @torch.enable_grad()
-    def descend(
+    def optimize(
         self,
         model: nn.Module,
         trained: Sequence[str],
         training_data: Mapping[str, Sequence[DistillationBatch]],
-        after: Callable[[int], None] = lambda _: None,
+        on_update: Callable[[int], None] = lambda _: None,
     ) -> dict[str, list[tuple[int, float]]]:
-        """Take all updates of some parameters of a model, in place.
+        """Run all updates of some parameters of a model, in place.
 
         Args:
             model: The model.
             trained: Names of the parameters.
             training_data: The batches of each task.
-            after: Called with the number of updates after each of them.
+            on_update: Called after each update with the number of updates so far.
 
         Returns:
             The training curves.
@@ -183,13 +179,13 @@ class Distillation(
         losses: dict[str, list[Tensor]] = {task: [] for task in training_data}
         for step in progress_bar(range(self.steps), what=f"{self.name}: ", unit="step"):
             optimizer.zero_grad()
-            for task, positions in batches.items():  # one after the other, to save memory
-                loss = training_data[task][int(next(positions))].loss(model)
+            for task, indices in batches.items():  # one after the other, to save memory
+                loss = training_data[task][int(next(indices))].loss(model)
                 (loss / len(batches)).backward()
                 losses[task].append(loss.detach())
             optimizer.step()
             schedule.step()
-            after(step + 1)
+            on_update(step + 1)
         for parameter in parameters:
             parameter.requires_grad_(False)
         training.check_trained(parameters, self.name, self.learning_rate)

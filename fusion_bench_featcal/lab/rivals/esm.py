@@ -1,7 +1,6 @@
-"""Essential Subspace Merging (arXiv 2602.20208): task matrices cut to what their outputs show."""
+"""Essential Subspace Merging (arXiv 2602.20208): task matrices of low rank, merged."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,13 +48,8 @@ class ESM(
         ge=1,
     )
 
-    @cached_property
-    def matrices(self) -> dict[str, list[str]]:
-        """Names of the weights of each merged matrix, by its first module."""
-        return {}
-
     def dtype(self, tasks: int, device: torch.device) -> torch.dtype:
-        """Return float64 where the device supports it, for exact directions of small shifts."""
+        """Return float64 if the device supports it, for exact directions of small shifts."""
         return solve_dtype(device)
 
     def turns(self, groups: Sequence[Any]) -> list[Sequence[Any]]:
@@ -63,22 +57,23 @@ class ESM(
         return [[group for group in groups if group.kind == "linear" and not group.convolves]]
 
     def sums(self, group: Any, merged: Linear, base: Linear | None) -> Any:
-        """Return an empty merge relative to the base. Biases stay as merged."""
+        """Return steps of no task from the base. Biases stay as merged."""
         assert base is not None  # a merger has one
-        self.matrices[group.name] = [site.weight_name for site in group.sites]
-        return EssentialSteps(base, merged.bias, self.scale, self.polarization)
+        names = [site.weight_name for site in group.sites]
+        return EssentialSteps(base, merged.bias, names, self.scale, self.polarization)
 
     def complete(self, state: CalibrationState) -> None:
-        """Scale each matrix's step to the step's size in its layer.
+        """Scale the step of each matrix by a power of its relative size.
 
-        The factor is a power of the step's norm over the mean of the same matrix in all layers.
+        The relative size is the norm of the step over the mean norm of this matrix in all layers.
         """
         assert state.base is not None  # a merger has one
-        kinds: dict[str, list[list[str]]] = {}
-        for name, weights in self.matrices.items():
-            kind = ".".join(word for word in name.split(".") if not word.isdigit())
-            kinds.setdefault(kind, []).append(weights)
-        for layers in kinds.values():
+        matrices = {tuple(record["weights"]): None for record in state.log.select("module")}
+        layers_by_name: dict[str, list[tuple[str, ...]]] = {}
+        for names in matrices:
+            name = ".".join(word for word in names[0].split(".") if not word.isdigit())
+            layers_by_name.setdefault(name, []).append(names)
+        for layers in layers_by_name.values():
             merged = {name: state.working.tensor(name) for names in layers for name in names}
             steps = {name: x - state.base.tensor(name).to(x) for name, x in merged.items()}
             norms = [torch.stack([steps[n].double().norm() for n in names]) for names in layers]
@@ -88,15 +83,17 @@ class ESM(
                 state.working.set_finished_block(
                     {name: merged[name].add(steps[name], alpha=factor - 1) for name in names}
                 )
-        self.matrices.clear()
 
 
 class EssentialSteps:
-    """Steps of all tasks for one matrix, cut to their main output directions."""
+    """Steps of all tasks for one matrix, of which only the main output directions are kept."""
 
-    def __init__(self, base: Linear, bias: Tensor, scale: float, polarization: float) -> None:
-        """Start with no task. `bias` is the result's."""
+    def __init__(
+        self, base: Linear, bias: Tensor, names: Sequence[str], scale: float, polarization: float
+    ) -> None:
+        """Start with no task. `bias` is the result's, `names` are those of the stacked weights."""
         self._base, self._bias = base.weight.to(solve_dtype(base.weight.device)), bias
+        self._names = names
         self._scale, self._polarization = scale, polarization
         self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
         self._norms: list[Tensor] = []
@@ -123,9 +120,10 @@ class EssentialSteps:
         ]
 
     def solve(self) -> Solved:
-        """Return the base with the merged step."""
+        """Return the base plus the merged step. The log gets the names of the stacked weights."""
         step = merged_step(self._steps, torch.stack(self._norms), self._polarization)
-        return Solved(Linear(self._base + self._scale * step, self._bias))
+        linear = Linear(self._base + self._scale * step, self._bias)
+        return Solved(linear, facts={"weights": self._names})
 
 
 def merged_step(

@@ -1,4 +1,4 @@
-"""Final features of models: what a head receives, states behind the last norm, projections."""
+"""Final features of models: inputs of a head, states after the last norm, CLIP's projections."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

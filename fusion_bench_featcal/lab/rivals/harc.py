@@ -14,8 +14,8 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.families import Family, resolve_family, stages_of
+from fusion_bench_featcal.fusionbench.method import MethodResult, SampleSettings
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.modules.groups import record
 from fusion_bench_featcal.modules.mixtures import is_router, router_site
 from fusion_bench_featcal.modules.models import device_of, load_updates
@@ -106,7 +106,7 @@ class HARC(
 
     @usual_torch()
     @torch.no_grad()
-    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> nn.Module:
+    def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> MethodResult:
         """Fit the merged model's routers, with one block's features in memory.
 
         Raises:
@@ -117,43 +117,46 @@ class HARC(
         routers, data = self.routers(model), self.take_batches(inputs)
         experts, batches = dict[str, dict[str, Tensor]](), dict[str, list[Batch]]()
         for task, expert in inputs.models.experts.items():
-            experts[task] = matrices_of(task, expert.source(), model, routers)
+            experts[task] = load_router_matrices(task, expert.source(), model, routers)
             batches[task] = [*take_samples(task, data[task], self.samples_per_task, model)]
-            self.sample_counts[task] = sum(batch.samples for batch in batches[task])
         family = resolve_family(self.family, model)
         for index, stage in enumerate(stages_of(family, model)):
             for task, task_batches in batches.items():
                 with error_context(task=task):
-                    begin(model, family, index, stage[0], task_batches)
+                    enter_stage(model, family, index, stage[0], task_batches)
             for block in progress_bar(stage, what="fitting routers: ", unit="block"):
                 names = [name for name in routers if name.startswith(f"{block}.")]
-                rows = {t: advance(model, family, block, names, b) for t, b in batches.items()}
+                # All samples pass the block before its routers change: see the class's docstring.
+                inputs_by_task = {
+                    task: run_block(model, family, block, names, batches[task]) for task in batches
+                }
                 for name in names:
-                    features = {task: task_batches[name] for task, task_batches in rows.items()}
-                    expert_weights = {task: weights[name] for task, weights in experts.items()}
-                    updates = self.fitted(model, routers[name], features, expert_weights)
+                    features = {task: x[name] for task, x in inputs_by_task.items()}
+                    matrices = {task: experts[task][name] for task in experts}
+                    updates = self.fit_router(model, routers[name], features, matrices)
                     load_updates(model, block, updates, "Look for infinite values in the weights")
-        return model
+        counts = {t: sum(batch.samples for batch in batches[t]) for t in batches}
+        return MethodResult(model, counts)
 
-    def fitted(
+    def fit_router(
         self,
         model: nn.Module,
         names: Sequence[str],
         features: Mapping[str, Tensor],
         experts: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Solve `sum_i E_i[H_i W x x'] = sum_i E_i[H_i W_i x x']` from the merged router on.
+        """Solve `sum_i E_i[H_i W x x'] = sum_i E_i[H_i W_i x x']`, starting at the merged router.
 
         Args:
             model: The merged model.
             names: Names of the router's parameters.
             features: Inputs of the router by task, `[n, d]`.
-            experts: Matrices of the experts' routers by task, as `matrix_of` returns them.
+            experts: Matrices of the experts' routers by task, as `router_matrix` returns them.
 
         Returns:
             The router's parameters by name.
         """
-        merged = at_least_float32(matrix_of(model.get_parameter, names))
+        merged = at_least_float32(router_matrix(model.get_parameter, names))
         routings, right = list[Routing](), torch.zeros_like(merged)
         with exact_products():
             for task, x in features.items():
@@ -165,22 +168,23 @@ class HARC(
             def product(step: Tensor) -> Tensor:
                 return torch.stack([routing.product(step) for routing in routings]).sum(0)
 
-            step, *figures = conjugate_gradients(product, right, self.tolerance, self.steps)
-        log.info("%s: %d steps, relative residual %.1e", names[0], *figures)
+            step, count, residual = conjugate_gradients(product, right, self.tolerance, self.steps)
+        log.info("%s: %d steps, relative residual %.1e", names[0], count, residual)
         weight, *bias = (merged + step).split(model.get_parameter(names[0]).shape[1], 1)
         return dict(zip(names, [weight, *(column[:, 0] for column in bias)], strict=True))
 
 
 def conjugate_gradients(
-    product: Callable[[Tensor], Tensor], right: Tensor, tolerance: float, most: int
+    product: Callable[[Tensor], Tensor], right: Tensor, tolerance: float, max_steps: int
 ) -> tuple[Tensor, int, float]:
     """Solve a symmetric positive semi-definite system whose right-hand side is in its range.
 
     Args:
         product: The product of the matrix and a vector, of any shape.
         right: The right-hand side.
-        tolerance: Norm of the residual at which it ends, relative to the right-hand side's.
-        most: Largest number of steps.
+        tolerance: Norm of the residual at which the iteration ends, relative to the norm of the
+            right-hand side.
+        max_steps: Largest number of steps.
 
     Returns:
         The shortest solution, the number of steps, and the relative residual.
@@ -188,7 +192,7 @@ def conjugate_gradients(
     solution, residual = 0 * right, right  # NaN stays NaN
     start = size = float(right.square().sum())
     direction, steps = residual, 0
-    while size > start * tolerance**2 and steps < most:
+    while size > start * tolerance**2 and steps < max_steps:
         image = product(direction)
         length = size / (direction * image).sum()
         solution, residual = solution + length * direction, residual - length * image
@@ -199,7 +203,7 @@ def conjugate_gradients(
 
 @torch.no_grad()
 def find_routers(model: nn.Module) -> Routers:
-    """Return the linear maps to a logit per slot beside the routed experts of mixtures."""
+    """Return the routers: linear maps beside routed experts, with a logit for each of them."""
     routers = dict[str, Sequence[str]]()
     for name, module in model.named_modules():
         owner, _, leaf = name.rpartition(".")
@@ -208,39 +212,39 @@ def find_routers(model: nn.Module) -> Routers:
     return routers
 
 
-def matrix_of(get: Callable[[str], Tensor], names: Sequence[str]) -> Tensor:
+def router_matrix(get: Callable[[str], Tensor], names: Sequence[str]) -> Tensor:
     """Return a router's weight and any bias as one matrix, `[slots, d]` or `[slots, d + 1]`."""
     return torch.column_stack([get(name) for name in names])
 
 
-def matrices_of(
+def load_router_matrices(
     task: str, expert: nn.Module | ExpertSource, model: nn.Module, routers: Routers
 ) -> dict[str, Tensor]:
-    """Return the matrices of a task's expert by router. No other tensor is read."""
+    """Read the matrices of a task's expert by router. No other tensor is read."""
     unread = {*model.state_dict()}.difference(*routers.values())
     weights = LazyModel(f"expert {task!r}", source_of(expert), model, optional=unread)
-    return {name: matrix_of(weights.stored, names) for name, names in routers.items()}
+    return {name: router_matrix(weights.stored, names) for name, names in routers.items()}
 
 
-def begin(
-    model: nn.Module, family: Family, stage: int, block: str, batches: Sequence[Batch]
+def enter_stage(
+    model: nn.Module, family: Family, index: int, block: str, batches: Sequence[Batch]
 ) -> None:
-    """Run a task's batches up to a stage's first block."""
+    """Run a task's batches up to the first block of the stage with an index."""
     for batch in batches:
         inputs = to_device(batch.inputs, device_of(model))
-        batch.positions = CountedPositions.from_masks(family.masks(model, inputs, stage, "all"))
-        ended = (batch.calibrated_call,) if stage else ()
+        batch.positions = CountedPositions.from_masks(family.masks(model, inputs, index, "all"))
+        ended = (batch.calibrated_call,) if index else ()
         batch.calibrated_call = family.begin(model, inputs, block, *ended)
 
 
-def advance(
+def run_block(
     model: nn.Module, family: Family, block: str, names: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
     """Run a task's batches through a block, and return the inputs of its routers, `[n, d]`."""
-    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    features: dict[str, list[Tensor]] = {name: [] for name in names}
     for batch in batches:
         recorded = record(model, names, partial(family.step, model, block, batch.calibrated_call))
         batch.calibrated_call = recorded.result
         for name, x in recorded.inputs.items():
-            rows[name].append(at_least_float32(rows_of(x, batch.positions.of(name))))
-    return {name: torch.cat(batch_rows) for name, batch_rows in rows.items()}
+            features[name].append(at_least_float32(rows_of(x, batch.positions.of(name))))
+    return {name: torch.cat(batch_features) for name, batch_features in features.items()}

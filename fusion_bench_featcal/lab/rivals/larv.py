@@ -67,8 +67,7 @@ class LARV(
         for block in (block for stage in stages for block in stage):
             names = [name for name in matrices if name.startswith(f"{block}.")]
             if names:
-                rows = torch.stack([proxies_of(*read(name)) for name in names])
-                proxies[block] = rows.nanmean(0)
+                proxies[block] = torch.stack([proxies_of(*read(n)) for n in names]).nanmean(0)
         if not proxies:
             raise CalibrationError(
                 f"{self.name} compares blocks by their linear weights, and {type(model).__name__} "

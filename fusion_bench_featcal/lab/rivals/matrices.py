@@ -1,4 +1,4 @@
-"""Mergers without data, which merge the linear weights one by one."""
+"""Mergers without data, which merge one linear weight after the other."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from fusion_bench_featcal.experts import ExpertSource, LazyModel
 from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.fusionbench.method import Method
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.rows import Method
-from fusion_bench_featcal.lab.rivals.mergers import load_base, load_means
+from fusion_bench_featcal.lab.rivals.mergers import load_base, load_expert_means
 from fusion_bench_featcal.settings.fields import setting
 
 ReadSteps = Callable[[str], tuple[Tensor, Tensor]]
-"""Returns a parameter of the base and the experts' steps from it, by name, as `steps_of`."""
+"""Returns by name a parameter of the base, and the experts' steps from it, as `steps_of` does."""
 
 
 class MatrixMerger(Method):
@@ -57,12 +57,12 @@ class MatrixMerger(Method):
             CalibrationError: If an expert's tensor is missing, of another shape or not finite.
         """
         model = copied_module(base)
-        weights = load_means(model, experts, 1.0)
+        weights = load_expert_means(model, experts, 1.0)
         self.merge_into(model, partial(steps_of, base=base, experts=weights, device=device))
         return model
 
     def merge_into(self, model: nn.Module, read: ReadSteps) -> None:
-        """Merge into the experts' mean, in place."""
+        """Merge the matrices of a model that starts as the experts' mean, in place."""
         for name in matrix_names(model):
             start, steps = read(name)
             model.get_parameter(name).copy_(start + self.scale * self.merged_step(steps))
@@ -82,7 +82,7 @@ def steps_of(
 
 
 def matrix_names(model: nn.Module) -> list[str]:
-    """Return names of the weights of linear layers: matrices that belong to no embedding."""
+    """Return the names of linear weights: the matrices that are no table of an embedding."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     excluded = {id(parameter) for table in tables for parameter in table.parameters()}
     return [

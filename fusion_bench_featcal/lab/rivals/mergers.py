@@ -1,4 +1,4 @@
-"""Mergers that work block by block, on the experts' features of FeatCal's samples."""
+"""Mergers that work block by block on the experts' features of samples."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -10,10 +10,10 @@ from torch import nn
 from fusion_bench_featcal.calibration import finish_calibration
 from fusion_bench_featcal.experts import ExpertSource, LazyModel, source_of
 from fusion_bench_featcal.experts.copies import copied_module
+from fusion_bench_featcal.fusionbench.method import MethodResult, SampleSettings
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, load_pool_model
 from fusion_bench_featcal.fusionbench.program import convert_batch_counts
-from fusion_bench_featcal.fusionbench.rows import SampleSettings
 from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import calibrate_blocks
@@ -28,8 +28,8 @@ from fusion_bench_featcal.streams.samples import check_inputs
 class Merger(Rule, SampleSettings, Blocks):
     """A merger for any model family.
 
-    Algorithm 1 runs it as a rule whose sums are those of the experts' module inputs. The initial
-    model is the experts' mean, and parameters that the rule does not solve keep it.
+    A merger is a rule of Algorithm 1 that sums the inputs of the experts' modules. The initial
+    model is the experts' mean, and parameters that the rule does not solve keep the mean.
     """
 
     features = "expert"
@@ -44,14 +44,12 @@ class Merger(Rule, SampleSettings, Blocks):
         """Refuse a pool without a base."""
         inputs.require_base("is needed for its structure")
 
-    def merge(self, inputs: MethodInputs) -> nn.Module:
+    def merge(self, inputs: MethodInputs) -> MethodResult:
         """Merge a pool's experts. Raises as `merge_models`."""
-        batches = self.take_batches(inputs)
-        options = {"device": inputs.fabric.device, "autocast": inputs.fabric.autocast}
-        return self.merge_models(load_base(inputs), inputs.experts(), batches, **options)
+        batches, base = self.take_batches(inputs), load_base(inputs)
+        runtime = Runtime(inputs.fabric.device, inputs.fabric.autocast)
+        return self._merge(Inputs(base, base, inputs.experts(), batches), runtime)
 
-    @usual_torch()
-    @torch.no_grad()
     def merge_models(
         self,
         base: nn.Module,
@@ -66,28 +64,30 @@ class Merger(Rule, SampleSettings, Blocks):
         Takes and raises the same as `calibrate`. The result has the structure, dtype and
         device of the base, which is not changed.
         """
-        start_device = device_of(base)
+        runtime = Runtime(torch.device(device or device_of(base)), autocast or nullcontext)
+        return self._merge(Inputs(base, base, experts, batches), runtime).model
+
+    @usual_torch()
+    @torch.no_grad()
+    def _merge(self, inputs: Inputs, runtime: Runtime) -> MethodResult:
+        """Merge experts. In `inputs`, the base stands in place of the merged model."""
+        base, experts = inputs.merged, inputs.experts
         settings = self.calibration_settings.replace(rule=self)
-        check_inputs(base, experts, batches, self)
-        device = torch.device(device or start_device)
-        start = copied_module(base).to(device)
-        load_means(start, experts, self.start_scale(len(experts)))
-        inputs = Inputs(start, base, experts, batches)
-        runtime = Runtime(device, autocast or nullcontext)
-        state = prepare_calibration(
-            inputs, self, settings.with_rule_defaults, runtime, Checkpoint()
-        )
+        check_inputs(base, experts, inputs.batches, self)
+        start = copied_module(base).to(runtime.device)
+        load_expert_means(start, experts, self.start_scale(len(experts)))
+        inputs, options = replace(inputs, merged=start), settings.with_rule_defaults.options
+        state = prepare_calibration(inputs, self, options, runtime, Checkpoint())
         # Routed experts of mixtures are the experts' mean.
         modules = {block: replace(part, mixtures=()) for block, part in state.modules.items()}
         with state.computing():
             calibrate_blocks(replace(state, modules=modules))
             self.complete(state)
-        tasks = state.streams.tasks
-        self.sample_counts.update({task: state.streams.num_samples(task) for task in tasks})
-        return finish_calibration(state).model.to(start_device)
+        counts = {task: state.streams.num_samples(task) for task in state.streams.tasks}
+        return MethodResult(finish_calibration(state).model.to(device_of(base)), counts)
 
     def complete(self, state: CalibrationState) -> None:
-        """Change the model once all blocks are merged. The default does not."""
+        """Change the model after all blocks are merged. By default nothing is changed."""
 
     def start_scale(self, tasks: int) -> float:
         """Return the factor of the experts' mean step from the base in the initial model."""
@@ -95,17 +95,17 @@ class Merger(Rule, SampleSettings, Blocks):
 
 
 def load_base(inputs: MethodInputs) -> nn.Module:
-    """Load the pool's base, with whole numbers as in the experts' files."""
+    """Load the pool's base. Batch counts of its BatchNorms are integers, as in experts' files."""
     return convert_batch_counts(torch.int64, load_pool_model(inputs.modelpool, BASE_MODEL))
 
 
-def load_means(
+def load_expert_means(
     model: nn.Module, experts: Mapping[str, nn.Module | ExpertSource], scale: float
 ) -> list[LazyModel]:
-    """Set every floating-point tensor of a model, the base, to the experts' mean.
+    """Set every floating-point tensor of a copy of the base to the experts' mean, in place.
 
-    A parameter's step from the base is scaled. Buffers, such as running variances, become means.
-    Returns the experts as sources of the model's tensors.
+    `scale` is the factor of each parameter's step from the base. Buffers, such as running
+    variances, become plain means. Returns the experts as sources of the model's tensors.
     """
     tensors = model.state_dict(keep_vars=True)
     weights = [

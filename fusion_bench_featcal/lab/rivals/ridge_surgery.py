@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.lab.rivals.corrected_model import AffineModule
-from fusion_bench_featcal.lab.rivals.corrections import CorrectionData, FeatureCorrection, Fitted
+from fusion_bench_featcal.lab.rivals.correction_modules import AffineModule
+from fusion_bench_featcal.lab.rivals.corrections import (
+    CorrectionData,
+    FeatureCorrection,
+    FittedCorrections,
+)
 from fusion_bench_featcal.settings.fields import setting
 
 log = logging.getLogger(__name__)
@@ -44,7 +48,7 @@ class RidgeSurgery(FeatureCorrection, option="ridge_surgery", source="ours"):
                 f">= 2, got {self.samples_per_task}; or set method.ridge_lambda to a number"
             )
 
-    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> Fitted:
+    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> FittedCorrections:
         """Fit each task's affine correction. Raises as `fit`."""
         return {
             t: [self.fit(data.inputs, data.targets[0], t)] for t, data in training_data.items()

@@ -1,4 +1,4 @@
-"""Features that corrections change, by the kind of model. Embeddings have their `Pooling`."""
+"""Features that methods correct, one class for each kind of model (`Pooling` for embeddings)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from fusion_bench_featcal.streams.batch import rows_of
 
 @dataclass(frozen=True)
 class ProjectedFeature:
-    """The feature of a CLIP vision model behind CLIP's visual projection."""
+    """The feature of a CLIP vision model after CLIP's visual projection."""
 
     projection: nn.Linear
 

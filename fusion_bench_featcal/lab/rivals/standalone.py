@@ -1,21 +1,19 @@
-"""Methods as separate runs, by FusionBench's `method=surgery` and others."""
+"""FusionBench methods that run one rival, such as `method=surgery`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from torch import nn
-
-from fusion_bench_featcal.fusionbench.driver import RowsMethod
-from fusion_bench_featcal.fusionbench.rows import Method
+from fusion_bench_featcal.fusionbench.method import Method, MethodResult
+from fusion_bench_featcal.fusionbench.post_merging_algorithm import PostMergingAlgorithm
 from fusion_bench_featcal.fusionbench.run_settings import MergedBy, plain_config
 from fusion_bench_featcal.lab.rivals.dc_merge import DCMerge
 from fusion_bench_featcal.lab.rivals.distillation import Distillation
 from fusion_bench_featcal.lab.rivals.esm import ESM
+from fusion_bench_featcal.lab.rivals.fine_tuning import Polish
 from fusion_bench_featcal.lab.rivals.harc import HARC
 from fusion_bench_featcal.lab.rivals.larv import LARV
 from fusion_bench_featcal.lab.rivals.lot import Lot
-from fusion_bench_featcal.lab.rivals.polish import Polish
 from fusion_bench_featcal.lab.rivals.react import ReACT
 from fusion_bench_featcal.lab.rivals.regmean import RegMean, RegMeanPlusPlus
 from fusion_bench_featcal.lab.rivals.ridge_surgery import RidgeSurgery
@@ -24,36 +22,38 @@ from fusion_bench_featcal.lab.rivals.swudi import SWUDI
 from fusion_bench_featcal.results.run import Facts
 
 
-class MethodAlgorithm(RowsMethod):
-    """One method as a FusionBench method, whose keys are its settings.
+class MethodAlgorithm(PostMergingAlgorithm):
+    """A FusionBench method that runs one `Method`, whose settings are the keys.
 
-    Methods that improve a merged model also have `base_method`, the config of the upstream merger,
-    by default the pool's `_merged_` model. A subclass names the kind of method.
+    A method that improves a merged model has one more key: `base_method`, the config of the
+    upstream merger. Null takes the pool's `_merged_` model. A subclass sets `method_class`.
     """
 
-    kind: ClassVar[type[Method]]
+    method_class: ClassVar[type[Method]]
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Take the settings from the kind."""
-        cls.setting_kinds = [cls.kind] if hasattr(cls.kind, "merge") else [cls.kind, MergedBy]
+        """Take the keys from the settings of the method."""
+        is_merger = hasattr(cls.method_class, "merge")
+        cls.settings_classes = [cls.method_class] if is_merger else [cls.method_class, MergedBy]
         super().__init_subclass__(**options)
 
     @property
-    def rows(self) -> Mapping[str, Method]:
-        """The method's row."""
-        return {self.kind.name: self.declared[0]}
+    def methods(self) -> Mapping[str, Method]:
+        """The method by its name."""
+        return {self.method_class.name: self.settings_objects[0]}
 
-    def facts(self, row: str, model: nn.Module, tasks: Sequence[str]) -> Facts:
-        """Return what the report says. A merger's settings are its config, as in comparisons."""
-        facts = super().facts(row, model, tasks)
-        config = plain_config(getattr(self._program, "_method", None)) if self.merges else None
+    def facts(self, name: str, result: MethodResult) -> Facts:
+        """Return what the report says. As in comparisons, a merger's settings are its config."""
+        facts = super().facts(name, result)
+        config = plain_config(getattr(self._program, "_method", None)) if self.is_merger else None
         return replace(facts, settings=config) if config else facts
 
 
-def _algorithm(kind: type[Method]) -> type[MethodAlgorithm]:
-    """Return the FusionBench method of a kind."""
-    members = {"kind": kind, "__doc__": f"`method={kind.option}`.", "__module__": __name__}
-    return type(f"{kind.__name__}Algorithm", (MethodAlgorithm,), members)
+def _algorithm(method_class: type[Method]) -> type[MethodAlgorithm]:
+    """Return the FusionBench method that runs a method."""
+    doc = f"`method={method_class.option}`."
+    members = {"method_class": method_class, "__doc__": doc, "__module__": __name__}
+    return type(f"{method_class.__name__}Algorithm", (MethodAlgorithm,), members)
 
 
 DCMergeAlgorithm = _algorithm(DCMerge)
@@ -72,5 +72,5 @@ SWUDIAlgorithm = _algorithm(SWUDI)
 SurgeryAlgorithm = _algorithm(Surgery)
 SurgeryV2Algorithm = _algorithm(SurgeryV2)
 
-ALGORITHMS = {kind.kind.option: kind for kind in MethodAlgorithm.__subclasses__()}
-"""`method=<option>` -> its class, of the methods above."""
+ALGORITHMS = {cls.method_class.option: cls for cls in MethodAlgorithm.__subclasses__()}
+"""Name on the command line, `method=<option>` -> class, for all classes above."""

@@ -11,12 +11,13 @@ from torch.nn.functional import l1_loss, linear, relu
 from torch.nn.utils.rnn import pad_sequence
 
 from fusion_bench_featcal.lab.rivals import training
-from fusion_bench_featcal.lab.rivals.corrected_model import (
-    SurgeryModule,
-    all_features,
-    blocks_of,
+from fusion_bench_featcal.lab.rivals.corrected_features import all_features, blocks_of
+from fusion_bench_featcal.lab.rivals.correction_modules import SurgeryModule
+from fusion_bench_featcal.lab.rivals.corrections import (
+    CorrectionData,
+    FeatureCorrection,
+    FittedCorrections,
 )
-from fusion_bench_featcal.lab.rivals.corrections import CorrectionData, FeatureCorrection, Fitted
 from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature
 from fusion_bench_featcal.run.devices import usual_torch
 from fusion_bench_featcal.settings.fields import setting
@@ -46,37 +47,34 @@ class Surgery(
         return initial_surgery(width, self.rank, generator)
 
     def loss(
-        self, modules: Any, training_data: CorrectionData, rows: Tensor, noise: torch.Generator
+        self, modules: Any, data: CorrectionData, indices: Tensor, noise: torch.Generator
     ) -> Tensor:
         """Return the mean absolute difference of corrected and expert features, 0-dim.
 
-        Differences of several features are added up. `rows` are positions of a batch's samples.
+        Differences of several features are added up. `indices` are those of a batch's samples.
         """
-        corrected = training_data.run(modules, training_data.inputs[rows])
-        targets = [target[rows] for target in training_data.targets]
+        corrected = data.run(modules, data.inputs[indices])
+        targets = [target[indices] for target in data.targets]
         return torch.stack([*map(l1_loss, corrected, targets)]).sum()
 
     @usual_torch()
     @torch.enable_grad()
-    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> Fitted:
+    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> FittedCorrections:
         """Train all tasks' modules by Adam, one update for each task in turn."""
         modules = dict[str, nn.ModuleList]()
-        for task, lesson in training_data.items():
+        for task, data in training_data.items():
             generator = training.task_generator(self.seed, task, "weights")
-            parts = [self.module(target.shape[1], generator) for target in lesson.targets]
-            modules[task] = nn.ModuleList(parts).to(lesson.inputs.device)
+            corrections = [self.module(target.shape[1], generator) for target in data.targets]
+            modules[task] = nn.ModuleList(corrections).to(data.inputs.device)
         adam = partial(torch.optim.Adam, lr=self.learning_rate)
         joint = adam(nn.ModuleList(modules.values()).parameters())
         is_joint = self.optimizer == "joint"
         optimizers = {t: joint if is_joint else adam(m.parameters()) for t, m in modules.items()}
-        updates = {
-            t: self._updates(t, modules[t], task_modules)
-            for t, task_modules in training_data.items()
-        }
+        next_losses = {t: self._losses(t, modules[t], data) for t, data in training_data.items()}
         losses: dict[str, list[Tensor]] = {task: [] for task in training_data}
         for _ in range(self.steps):
-            for task, update in updates.items():
-                loss = next(update)
+            for task in next_losses:
+                loss = next(next_losses[task])
                 # Zeros instead of None, so that Adam also moves the other tasks' modules.
                 optimizers[task].zero_grad(set_to_none=False)
                 loss.backward()
@@ -88,14 +86,12 @@ class Surgery(
         curves = {task: training.curve_of(values) for task, values in losses.items()}
         return {task: [*task_modules] for task, task_modules in modules.items()}, curves
 
-    def _updates(
-        self, task: str, modules: nn.ModuleList, training_data: CorrectionData
-    ) -> Iterator[Tensor]:
+    def _losses(self, task: str, modules: nn.ModuleList, data: CorrectionData) -> Iterator[Tensor]:
         """Yield the loss of each update, computed on request."""
-        samples, device = len(training_data.inputs), training_data.inputs.device
+        samples, device = len(data.inputs), data.inputs.device
         noise = training.task_generator(self.seed, task, "noise")
-        for rows in training.shuffled_batches(samples, self.batch_size, self.seed, task):
-            yield self.loss(modules, training_data, rows.to(device), noise)
+        for indices in training.shuffled_batches(samples, self.batch_size, self.seed, task):
+            yield self.loss(modules, data, indices.to(device), noise)
 
 
 class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("rank",)):
@@ -115,23 +111,23 @@ class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("
         return module
 
     def loss(
-        self, modules: Any, training_data: CorrectionData, rows: Tensor, noise: torch.Generator
+        self, modules: Any, data: CorrectionData, indices: Tensor, noise: torch.Generator
     ) -> Tensor:
-        """Return the mean absolute difference under one draw of noise, plus the KL term, 0-dim."""
-        before, module = training_data.inputs[rows], modules[0]
-        hidden = relu(linear(before, module.down))
+        """Return the mean absolute difference for one sample of noise plus the KL term, 0-dim."""
+        features, module = data.inputs[indices], modules[0]
+        hidden = relu(linear(features, module.down))
         mean, log_variance = linear(hidden, module.up), linear(hidden, module.spread)
-        draw = torch.randn(mean.shape, generator=noise, dtype=torch.float32).to(mean)
-        corrected = before - (mean + (0.5 * log_variance).exp() * draw)
+        sample = torch.randn(mean.shape, generator=noise, dtype=torch.float32).to(mean)
+        corrected = features - (mean + (0.5 * log_variance).exp() * sample)
         # KL(N(mean, exp(log_variance)) || N(0, 1)), summed over d
         divergence = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance)
-        loss = l1_loss(corrected, training_data.targets[0][rows])
+        loss = l1_loss(corrected, data.targets[0][indices])
         return loss + self.kl_weight * divergence.sum(dim=-1).mean()
 
-    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> Fitted:
+    def fit_all(self, training_data: Mapping[str, CorrectionData]) -> FittedCorrections:
         """Train all tasks' modules. The results subtract the mean of the distribution."""
         trained, curves = super().fit_all(training_data)
-        modules: Any = {task: part for task, (part,) in trained.items()}
+        modules: Any = {task: module for task, (module,) in trained.items()}
         return {t: [SurgeryModule(m.down.data, m.up.data)] for t, m in modules.items()}, curves
 
 
@@ -148,7 +144,7 @@ class SurgeryV2(
     task's name at inference.
     """
 
-    language_models = False
+    corrects_language_models = False
 
     def training_data(
         self, merged: nn.Module, expert: nn.Module, batches: Sequence[Any], site: CorrectedFeature
@@ -159,17 +155,17 @@ class SurgeryV2(
         blocks.
         """
         unchanged = [nn.Identity()] * (len(blocks_of(expert)) + 1)
-        rows = [all_features(expert, site, unchanged, batch) for batch in batches]
-        targets = [*map(torch.cat, zip(*rows, strict=True))]
+        features = [all_features(expert, site, unchanged, batch) for batch in batches]
+        targets = [*map(torch.cat, zip(*features, strict=True))]
         # Texts are padded on the right to one length, with 0 in the attention mask.
         inputs = {
-            name: pad_sequence([row for batch in batches for row in batch[name]], batch_first=True)
+            name: pad_sequence([x for batch in batches for x in batch[name]], batch_first=True)
             for name in batches[0]
         }
 
-        def run(corrections: Sequence[nn.Module], samples: Tensor) -> list[Tensor]:
-            chosen = {name: tensor[samples] for name, tensor in inputs.items()}
-            return all_features(merged, site, corrections, chosen)
+        def run(corrections: Sequence[nn.Module], indices: Tensor) -> list[Tensor]:
+            batch = {name: tensor[indices] for name, tensor in inputs.items()}
+            return all_features(merged, site, corrections, batch)
 
         return CorrectionData(torch.arange(len(targets[0]), device=targets[0].device), targets, run)
 

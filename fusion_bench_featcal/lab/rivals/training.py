@@ -1,4 +1,4 @@
-"""Common parts of trainings: random numbers, batches, loss curves."""
+"""What trainings share: random numbers, shuffled batches, loss curves."""
 
 import hashlib
 import math
@@ -36,7 +36,7 @@ def check_trained(parameters: Iterable[Tensor], what: str, learning_rate: float)
     """Refuse trained parameters that are not finite.
 
     Raises:
-        CalibrationError: If there are any, naming the setting.
+        CalibrationError: If a parameter is not finite. The message names `what` and the setting.
     """
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
         raise CalibrationError(

@@ -1,4 +1,4 @@
-"""Polish: a few gradient steps behind a repair, which are undone where they do not help."""
+"""Gradient fine-tuning after FeatCal+: a few steps, which are undone if they do not help."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,19 @@ from fusion_bench_featcal.streams.batch import Batch
 from fusion_bench_featcal.streams.inputs import part_of
 from fusion_bench_featcal.streams.samples import HELD, drawn_quarter
 
-WARM_UP = 10
-CHECKED = 10
+WARM_UP_STEPS = 10
+MEASURING_INTERVAL = 10
 """Updates between two measurements of the held-out distance."""
 
 
 class Polish(Distillation, option="featcal_baselines/polish", source="ours", without=("modules",)):
-    """Polish: a hundred small steps of distillation, for models that FeatCal+ has repaired.
+    """Polish: gradient fine-tuning after FeatCal+, in a hundred small steps of distillation.
 
-    The loss is that of distillation. A quarter of each task's samples is held out. Of the states
-    after every ten steps and that at the start, the one with the least mean held-out distance is
-    kept. The start has seen these samples if it was made from them, so that steps are rather undone
-    than harmful. It needs several times the model's memory.
+    The loss is that of distillation. A quarter of each task's samples is held out. Of the states at
+    the start and after every ten steps, the method keeps the one with the least mean distance on
+    the held-out samples. The start has an advantage if FeatCal+ has used these samples, so that
+    helpful steps may be undone, but harmful ones are not kept. It needs several times the model's
+    memory.
     """
 
     learning_rate: float = setting(
@@ -38,7 +39,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
 
     def rate_at(self, step: int) -> float:
         """Return the step size of an update, counted from 0, relative to `learning_rate`."""
-        return min(1.0, (step + 1) / WARM_UP) * super().rate_at(step)
+        return min(1.0, (step + 1) / WARM_UP_STEPS) * super().rate_at(step)
 
     def train(
         self,
@@ -46,7 +47,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
         trained: Sequence[str],
         training_data: Mapping[str, Sequence[DistillationBatch]],
     ) -> dict[str, list[tuple[int, float]]]:
-        """Train parameters of a model in place, and leave them in the best state.
+        """Train parameters of a model in place, and restore their best state.
 
         Args:
             model: The model.
@@ -54,38 +55,33 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
             training_data: The batches of each task.
 
         Returns:
-            The training curves, and the held-out distance as that of `held out`.
+            The training curves, and the held-out distance as the curve of a task `held out`.
 
         Raises:
             CalibrationError: If a task has too few samples, or the training diverges.
         """
         parameters = [model.get_parameter(name) for name in trained]
-        held_out = [
-            [b for b in task_batches if b.is_held_out] for task_batches in training_data.values()
-        ]
-        fitted = {
-            t: [b for b in task_batches if not b.is_held_out]
-            for t, task_batches in training_data.items()
-        }
+        held_out = [[b for b in batches if b.is_held_out] for batches in training_data.values()]
+        fitted = {t: [b for b in training_data[t] if not b.is_held_out] for t in training_data}
         curve, best = list[tuple[int, float]](), [parameter.clone() for parameter in parameters]
 
         def keep_best(step: int) -> None:
-            if step % CHECKED and step != self.steps:
+            if step % MEASURING_INTERVAL and step != self.steps:
                 return
             distance = mean_distance(model, held_out)
             if distance < min((value for _, value in curve), default=math.inf):
-                for kept, parameter in zip(best, parameters, strict=True):
-                    kept.copy_(parameter.detach())
+                for best_value, parameter in zip(best, parameters, strict=True):
+                    best_value.copy_(parameter.detach())
             curve.append((step, distance))
 
         keep_best(0)
-        curves = self.descend(model, trained, fitted, keep_best)
-        for kept, parameter in zip(best, parameters, strict=True):
-            parameter.data.copy_(kept)
+        curves = self.optimize(model, trained, fitted, keep_best)
+        for best_value, parameter in zip(best, parameters, strict=True):
+            parameter.data.copy_(best_value)
         return curves | {"held out": curve}
 
-    def divided(self, task: str, batches: list[Batch]) -> list[Batch]:
-        """Return a task's batches, each as one of fitted samples and one of held-out ones.
+    def split_held_out(self, task: str, batches: list[Batch]) -> list[Batch]:
+        """Split each batch into one with fitted samples and one with held-out samples.
 
         Raises:
             CalibrationError: If there are too few samples.
@@ -97,23 +93,23 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
                 f"{option('samples_per_task')}"
             )
         mask = drawn_quarter(samples, training.task_generator(self.seed, task, "polish"))
-        divided = list[Batch]()
+        split_batches = list[Batch]()
         for batch in batches:
             batch_mask = mask[batch.start : batch.start + batch.samples]
             for chosen, held_out in ((~batch_mask, None), (batch_mask, batch_mask)):
                 if count := int(chosen.sum()):
-                    numbers = chosen.nonzero().flatten()
-                    inputs = part_of(batch.inputs, batch.samples, numbers)
-                    divided.append(Batch(inputs, count, batch.start, held_out=held_out))
-        return divided
+                    indices = chosen.nonzero().flatten()
+                    inputs = part_of(batch.inputs, batch.samples, indices)
+                    split_batches.append(Batch(inputs, count, batch.start, held_out=held_out))
+        return split_batches
 
 
 @torch.no_grad()
 def mean_distance(model: nn.Module, tasks: Sequence[Sequence[DistillationBatch]]) -> float:
     """Return the mean over tasks of a model's relative squared distance from the experts."""
-    sums = [
-        torch.stack([lesson.loss(model) * len(lesson.target) for lesson in task_batches]).sum()
-        / sum(len(lesson.target) for lesson in task_batches)
-        for task_batches in tasks
+    distances = [
+        torch.stack([batch.loss(model) * len(batch.target) for batch in batches]).sum()
+        / sum(len(batch.target) for batch in batches)
+        for batches in tasks
     ]
-    return float(torch.stack(sums).mean())
+    return float(torch.stack(distances).mean())

@@ -1,4 +1,4 @@
-"""Polish keeps the state that is nearest to the experts on held-out samples, or the start."""
+"""Gradient fine-tuning after FeatCal+ keeps the best state on held-out samples, or the start."""
 
 import copy
 from typing import Any
@@ -42,7 +42,7 @@ def test_the_kept_state_is_the_nearest_of_all_measured() -> None:
     assert [step for step, _ in curve] == [0, 10, 20, 30]
     values = [value for _, value in curve]
     assert values[0] == pytest.approx(held_out_distance(suite, suite.merged, 3), rel=1e-9)
-    assert held_out_distance(suite, result, 3) == pytest.approx(min(values), rel=1e-9)
+    assert held_out_distance(suite, result.model, 3) == pytest.approx(min(values), rel=1e-9)
     assert min(values) < values[0]
 
 
@@ -56,12 +56,12 @@ def test_steps_that_do_not_help_are_undone(rate: float) -> None:
         with pytest.raises(CalibrationError, match="polish diverged"):
             polished(suite, learning_rate=rate)
         return
-    assert_identical(polished(suite, learning_rate=rate), suite.merged)
+    assert_identical(polished(suite, learning_rate=rate).model, suite.merged)
 
 
 def test_only_blocks_change_and_labels_choose_the_positions() -> None:
     suite = decoder_suite(extra=4)
-    result = polished(suite, samples_per_task=4)
+    result = polished(suite, samples_per_task=4).model
     inside = tuple(f"{block}." for block in suite.blocks)
     for name, tensor in suite.merged.state_dict().items():
         if not name.startswith(inside):
