@@ -22,7 +22,7 @@ from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.balance import with_balanced_tasks
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import open_checkpoint
-from fusion_bench_featcal.run.devices import memory_cause, return_freed_memory, usual_torch
+from fusion_bench_featcal.run.devices import isolated_torch_state, memory_cause, return_freed_memory
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
@@ -126,7 +126,7 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
     return rule, options
 
 
-@usual_torch()
+@isolated_torch_state()
 @torch.no_grad()
 def calibrate_inputs(
     inputs: Inputs, rule: Rule, options: Options, runtime: Runtime

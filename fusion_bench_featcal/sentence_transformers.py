@@ -34,7 +34,7 @@ from fusion_bench_featcal.models.folder_files import FolderFiles
 from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
-from fusion_bench_featcal.run.devices import usual_torch
+from fusion_bench_featcal.run.devices import isolated_torch_state
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
@@ -109,7 +109,7 @@ def repair(
     return cast(Encoder, result.model)
 
 
-@usual_torch()
+@isolated_torch_state()
 def calibrate_encoder(
     merged: Any,
     base: Any,

@@ -65,7 +65,7 @@ class SafetensorsExpert(ExpertSource):
         """Add the tensors of one file, and return its metadata."""
         try:
             with file.open("rb") as stream:  # safe_open reports any failure as a missing file
-                state = _state(stream)
+                state = file_state(stream)
                 with safe_open(file, framework="pt"):  # checks the header
                     tensors, metadata = _header(file, stream)
         except OSError as error:
@@ -143,7 +143,7 @@ class SafetensorsExpert(ExpertSource):
         content = torch.empty(rows * row_bytes, dtype=torch.uint8)
         try:
             with stored.file.open("rb") as stream:
-                is_same = _state(stream) == self._states[stored.file]
+                is_same = file_state(stream) == self._states[stored.file]
                 stream.seek(stored.start + start * row_bytes)
                 is_same &= stream.readinto(content.numpy().data) == len(content)
         except OSError as error:
@@ -156,7 +156,7 @@ class SafetensorsExpert(ExpertSource):
         return content.view(DTYPES[stored.dtype]).reshape((rows, *row) if stored.shape else ())
 
 
-def _state(stream: BinaryIO) -> tuple[int, int]:
+def file_state(stream: BinaryIO) -> tuple[int, int]:
     """Return size and time of the last change of an open file."""
     status = os.fstat(stream.fileno())
     return status.st_size, status.st_mtime_ns

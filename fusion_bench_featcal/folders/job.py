@@ -29,11 +29,11 @@ from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.notes import WARNING, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.run.checkpoint import WRITTEN
-from fusion_bench_featcal.run.devices import check_device, usual_torch
+from fusion_bench_featcal.run.devices import check_device, isolated_torch_state
 
 
 @using_vocabulary(WORDS)
-@usual_torch()
+@isolated_torch_state()
 def run_job(request: Request, hub: Mapping[str, HubModel]) -> Path:
     """Calibrate models in folders, and return the folder of the calibrated model.
 

@@ -101,10 +101,10 @@ def refuse_languages(tokenizers: Tokenizers, models: Iterable[ModelFolder]) -> N
             )
 
 
-def _target_marks(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the tokens around targets that name a language or task, if they are set."""
+def _target_marks(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokens around targets that name a language or task, or None if none is set."""
     if None in (getattr(tokenizer, "tgt_lang", ""), getattr(tokenizer, "language", "")):
-        return ""
+        return None
     tokens = tokenizer.convert_ids_to_tokens(tokenizer(text_target="")["input_ids"])
     return " ".join(token for token in tokens if token not in tokenizer.special_tokens_map.values())
 

@@ -47,7 +47,7 @@ class FeatCal(FeatCalSettings, Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.rule_object  # raises a ValueError if the rule cannot be made
+        self.make_rule()  # raises a ValueError if the rule cannot be made
 
     @property
     def calibration_settings(self) -> FeatCalSettings:

@@ -20,7 +20,7 @@ from fusion_bench_featcal.fusionbench.saved_report import SavedReport
 from fusion_bench_featcal.fusionbench.upstream import Upstream
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.run import Facts
-from fusion_bench_featcal.run.devices import usual_torch
+from fusion_bench_featcal.run.devices import isolated_torch_state
 from fusion_bench_featcal.run.processes import Processes
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class PostMergingAlgorithm(ConfiguredAlgorithm):
         for method in self.methods.values():
             method.open(inputs)
 
-    @usual_torch()
+    @isolated_torch_state()
     def run(self, modelpool: BaseModelPool) -> nn.Module:  # type: ignore[override]
         """Merge, then build, evaluate and report the model of each method.
 

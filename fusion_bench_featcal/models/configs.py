@@ -9,7 +9,7 @@ def compare_configs(configs: Mapping[str, object]) -> None:
     """Compare the configs of several models with the first one that is not None.
 
     Args:
-        configs: A model in the words of messages -> its config, the reference first.
+        configs: Name of a model in messages -> its config, the reference first.
 
     Raises:
         CalibrationError: As `check_same_function`.

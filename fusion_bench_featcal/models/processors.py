@@ -80,7 +80,7 @@ def load_tokenizers(
     Args:
         tokenizer: The tokenizer of all inputs.
         option: The option that names it.
-        experts: An expert in the words of messages -> its folder, which may have a tokenizer.
+        experts: Name of an expert in messages -> its folder, which may have a tokenizer.
 
     Raises:
         CalibrationError: If one cannot be loaded, or tokens differ, naming the expert and a token.
@@ -112,7 +112,7 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
         processor: The image processor of all inputs, alone or with a tokenizer, or their feature
             extractor.
         option: The option that names it.
-        experts: An expert in the words of messages -> its folder, which may have a processor.
+        experts: Name of an expert in messages -> its folder, which may have a processor.
 
     Raises:
         CalibrationError: If a setting differs, naming expert, setting and values.

@@ -31,12 +31,13 @@ class BlockModules:
 
     Attributes:
         sites: Calibrated modules.
-        unchanged: Name of each module with parameters that is left unchanged -> its kind.
+        unchanged: Name of each module with parameters that is left unchanged -> its kind, or None
+            for embeddings, norms and modules that patterns exclude.
         mixtures: Routed experts that are calibrated after these modules, one by one.
     """
 
     sites: tuple[Site, ...]
-    unchanged: Mapping[str, str]
+    unchanged: Mapping[str, str | None]
     mixtures: tuple[Mixture, ...] = ()
 
     @property
@@ -111,7 +112,7 @@ def _find_modules(
     calibrate_norm: bool,
     shared: Mapping[int, Sequence[str]],
 ) -> BlockModules:
-    sites, mixtures, unchanged = list[Site](), list[Mixture](), dict[str, str]()
+    sites, mixtures, unchanged = list[Site](), list[Mixture](), dict[str, str | None]()
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         if hasattr(module, "lora_A"):
             raise CalibrationError(
@@ -132,7 +133,7 @@ def _find_modules(
             chosen = {path.rpartition(".")[2] for path in mixture.parameters}
             _refuse_unusable(block, name, {leaf: direct[leaf] for leaf in chosen}, shared)
             excluded = {mixture.entry, mixture.exit}.difference(mixture.sites)
-            unchanged |= dict.fromkeys(sorted(site.name for site in excluded), "")
+            unchanged |= dict.fromkeys(sorted(site.name for site in excluded))
             mixtures += [mixture] if mixture.sites else []
             continue
         kind = _kind_in_mixture(model, name)
@@ -145,20 +146,20 @@ def _find_modules(
             # Vectors may be stored as [1, 1, 1, d] (ConvNeXt V2).
             matrices = any(p.ndim > 1 and not p.numel() == p.shape[-1] > 1 for p in direct.values())
             named = selected and matrices and not isinstance(module, nn.Embedding)
-            unchanged[name] = (kind or type(module).__name__) if named else ""
+            unchanged[name] = (kind or type(module).__name__) if named else None
             continue
         _refuse_unusable(block, name, direct, shared)
         sites.append(site)
     return BlockModules(tuple(sites), unchanged, tuple(mixtures))
 
 
-def _kind_in_mixture(model: nn.Module, name: str) -> str:
-    """Return what a module of a mixture is, or belongs to, or nothing for other modules."""
+def _kind_in_mixture(model: nn.Module, name: str) -> str | None:
+    """Return the kind of a module in a mixture, or None for modules outside of mixtures."""
     parts = name.split(".")
     if "experts" in parts:
         return "routed experts"
     owners = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
-    return "router" if any(map(is_router, owners, parts)) else ""
+    return "router" if any(map(is_router, owners, parts)) else None
 
 
 def _refuse_unusable(

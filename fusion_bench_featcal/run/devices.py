@@ -47,7 +47,7 @@ def check_device(name: str, setting: str) -> None:
 
 
 @contextmanager
-def usual_torch() -> Iterator[None]:
+def isolated_torch_state() -> Iterator[None]:
     """Context of a run, whatever the caller's: no autocast, no inference mode, tensors on the CPU.
 
     Nothing changes for other threads. The default dtype, which all threads share, is left alone:

@@ -15,7 +15,7 @@ from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.errors.plurals import bytes_text
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
+from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert, file_state
 from fusion_bench_featcal.files import free_space, unwritten
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.files.tensors import write_tensors
@@ -29,7 +29,8 @@ class FinishedBlocks(SafetensorsExpert):
 
     Metadata of a file are the digests of its run, its log records, a digest of each tensor, and a
     digest of all these and the file's name. The metadata are checked when a file is opened, and a
-    tensor whenever it is read. A file of another run, or a damaged one, is thus never used.
+    tensor when it is read first. Size and time of the file are checked at every later read. A file
+    of another run, or a damaged one, is thus never used.
 
     Attributes:
         records: File -> the log records in it.
@@ -44,7 +45,7 @@ class FinishedBlocks(SafetensorsExpert):
         """
         self._folder, self._run = folder, run
         self._stored, self._states = {}, {}
-        self._digests = dict[str, str]()
+        self._digests, self._verified = dict[str, str](), set[str]()
         self.records = dict[str, Records]()
 
     def write(self, file: str, tensors: Mapping[str, Tensor], records: Records = ()) -> None:
@@ -84,6 +85,7 @@ class FinishedBlocks(SafetensorsExpert):
                 "in it was changed"
             )
         self._digests |= digests
+        self._verified -= digests.keys()
         self.records[file] = json.loads(metadata["records"])
 
     def tensor(self, name: str) -> Tensor:
@@ -93,7 +95,7 @@ class FinishedBlocks(SafetensorsExpert):
             CalibrationError: If it is damaged, or its file is gone or was replaced.
         """
         with self._reading(self._stored[name].file.name):
-            return self._checked(name, super().tensor(name))
+            return self._verify(name, super().tensor(name))
 
     # Part of a tensor has no digest.
     rows = ExpertSource.rows
@@ -104,17 +106,19 @@ class FinishedBlocks(SafetensorsExpert):
         Raises:
             CalibrationError: As `tensor`.
         """
-        memory_mapped = {}
+        mapped = dict[str, Tensor]()
         for file in self.files:
-            with self._reading(file.name):
-                memory_mapped |= {
-                    name: self._checked(name, t) for name, t in load_file(file).items()
-                }
-        return memory_mapped
+            with self._reading(file.name), file.open("rb") as stream:
+                if file_state(stream) != self._states[file]:
+                    raise CalibrationError("it has changed since it was opened")
+                mapped |= {name: self._verify(name, t) for name, t in load_file(file).items()}
+        return mapped
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
-        if digest_tensor(tensor) != self._digests[name]:
+    def _verify(self, name: str, tensor: Tensor) -> Tensor:
+        """Compare a tensor that is read for the first time with its digest, and return it."""
+        if name not in self._verified and digest_tensor(tensor) != self._digests[name]:
             raise CalibrationError(f"its tensor {name!r} is not as it was written")
+        self._verified.add(name)
         return tensor
 
     def _reading(self, file: str) -> AbstractContextManager[None]:

@@ -66,7 +66,7 @@ class Runtime:
         processes: Processes | None,
         progress: bool,
     ) -> Self:
-        """Return the runtime of a door's arguments, of which each may be None.
+        """Return the runtime for an entry point's arguments. None selects the default.
 
         Raises:
             ValueError: If torch cannot use the device.

@@ -66,8 +66,8 @@ def measure_trust(state: CalibrationState, block: str, groups: Sequence[Group]) 
         exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(similarity).items()}
     for task, value in trust.items():
         state.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
-    for task, doubt in exchanged_samples(state.log.records).items():
-        logger.warning("task %s: %s Check the data of both", task, doubt)
+    for task, warning in exchanged_samples(state.log.records).items():
+        logger.warning("task %s: %s Check the data of both", task, warning)
     return trust
 
 

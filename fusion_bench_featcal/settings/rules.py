@@ -90,9 +90,8 @@ class RuleSettings(Settings):
         by_rule=True,
     )
 
-    @cached_property
-    def rule_object(self) -> "Rule":
-        """The rule object for the settings, created once.
+    def make_rule(self) -> "Rule":
+        """Return the rule object for the settings.
 
         A class that `_target_` names gets the settings that are among its fields, and the other
         keys of the mapping. If `rule` is an object, it is returned unchanged.
@@ -120,6 +119,9 @@ class RuleSettings(Settings):
         except Exception as error:  # a user's class may raise anything
             typed = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise ValueError(f"rule: {target}({typed}): {error}") from error
+
+    rule_object = cached_property(make_rule)
+    """The rule object for the settings, created once."""
 
     def _refuse_changes(
         self, rule: object, rule_name: str, remedy: str, shared: Collection[str] = ()

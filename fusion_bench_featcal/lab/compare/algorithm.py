@@ -35,7 +35,7 @@ from fusion_bench_featcal.results import Note, Run, accuracy_frame, prepare_dire
 from fusion_bench_featcal.results.notes import FAILED, NOTE
 from fusion_bench_featcal.results.remarks import closing_lines_of_a_comparison
 from fusion_bench_featcal.results.show import show
-from fusion_bench_featcal.run.devices import usual_torch
+from fusion_bench_featcal.run.devices import isolated_torch_state
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ComparisonAlgorithm(ConfiguredAlgorithm):
         """Name of each model -> number of upstream mergers with which it is built."""
         return dict(Counter(cell.name for cell in self.cells))
 
-    @usual_torch()
+    @isolated_torch_state()
     def run(self, modelpool: BaseModelPool) -> None:  # type: ignore[override]
         """Run all cells that are not finished, report them, and return no model.
 

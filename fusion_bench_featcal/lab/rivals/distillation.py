@@ -18,7 +18,7 @@ from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.modules.models import copied
-from fusion_bench_featcal.run.devices import usual_torch
+from fusion_bench_featcal.run.devices import isolated_torch_state
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.settings import Blocks, Texts
 from fusion_bench_featcal.settings.fields import setting
@@ -146,7 +146,7 @@ class Distillation(
         """Train parameters of a model in place, and return curves. Arguments as for `optimize`."""
         return self.optimize(model, trained, training_data)
 
-    @usual_torch()
+    @isolated_torch_state()
     @torch.enable_grad()
     def optimize(
         self,

@@ -19,7 +19,7 @@ from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
 from fusion_bench_featcal.modules.groups import record
 from fusion_bench_featcal.modules.mixtures import is_router, router_site
 from fusion_bench_featcal.modules.models import device_of, load_updates
-from fusion_bench_featcal.run.devices import usual_torch
+from fusion_bench_featcal.run.devices import isolated_torch_state
 from fusion_bench_featcal.run.progress import progress_bar
 from fusion_bench_featcal.settings import Blocks, Texts
 from fusion_bench_featcal.settings.fields import setting
@@ -104,7 +104,7 @@ class HARC(
             "map named `gate` or `router` beside `experts`): leave it out"
         )
 
-    @usual_torch()
+    @isolated_torch_state()
     @torch.no_grad()
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> MethodResult:
         """Fit the merged model's routers, with one block's features in memory.

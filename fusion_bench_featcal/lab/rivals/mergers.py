@@ -18,7 +18,7 @@ from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.blocks import calibrate_blocks
 from fusion_bench_featcal.run.checkpoint import Checkpoint
-from fusion_bench_featcal.run.devices import usual_torch
+from fusion_bench_featcal.run.devices import isolated_torch_state
 from fusion_bench_featcal.run.inputs import Autocast, Inputs, Runtime
 from fusion_bench_featcal.run.state import CalibrationState, prepare_calibration
 from fusion_bench_featcal.settings import Blocks
@@ -67,7 +67,7 @@ class Merger(Rule, SampleSettings, Blocks):
         runtime = Runtime(torch.device(device or device_of(base)), autocast or nullcontext)
         return self._merge(Inputs(base, base, experts, batches), runtime).model
 
-    @usual_torch()
+    @isolated_torch_state()
     @torch.no_grad()
     def _merge(self, inputs: Inputs, runtime: Runtime) -> MethodResult:
         """Merge experts. In `inputs`, the base stands in place of the merged model."""

@@ -136,8 +136,8 @@ def shortest_solution(
     correlations, scaled = (gram + gram.T) / 2 / (scales[:, None] * scales), right / scales
     rounding = torch.finfo(precision).eps
     if floor > 0 and bool((sizes > 0).all()):
-        doubt = rounding if floor < rounding else 0.0
-        return solve_ridge(correlations, scaled, 0.0, rounding=doubt)[0] / scales
+        least = rounding if floor < rounding else 0.0
+        return solve_ridge(correlations, scaled, 0.0, rounding=least)[0] / scales
     energies, directions = torch.linalg.eigh(correlations)
     measured = energies > max(len(gram) * rounding, cutoff) * energies.max()
     basis = directions[:, measured]

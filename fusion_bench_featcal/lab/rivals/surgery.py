@@ -19,7 +19,7 @@ from fusion_bench_featcal.lab.rivals.corrections import (
     FittedCorrections,
 )
 from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature
-from fusion_bench_featcal.run.devices import usual_torch
+from fusion_bench_featcal.run.devices import isolated_torch_state
 from fusion_bench_featcal.settings.fields import setting
 
 
@@ -57,7 +57,7 @@ class Surgery(
         targets = [target[indices] for target in data.targets]
         return torch.stack([*map(l1_loss, corrected, targets)]).sum()
 
-    @usual_torch()
+    @isolated_torch_state()
     @torch.enable_grad()
     def fit_all(self, training_data: Mapping[str, CorrectionData]) -> FittedCorrections:
         """Train all tasks' modules by Adam, one update for each task in turn."""
