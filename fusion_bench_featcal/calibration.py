@@ -151,7 +151,9 @@ def calibrate_inputs(
             state.checkpoint.start(digests, state.modules, merged, state.progress)
             if state.checkpoint.is_complete:
                 for block in state.modules:
-                    state.checkpoint.load_block(block, state.working)  # raises if it is damaged
+                    state.checkpoint.load_block(
+                        block, state.working
+                    )  # reads every tensor, and raises if one is damaged
                     tensors = state.checkpoint.save_block(block, state.working, {}, state.log)
                     state.working.set_finished_block(tensors)
             else:
@@ -170,7 +172,7 @@ def finish_calibration(state: CalibrationState) -> CalibrationResult:
         state.checkpoint.write_rest(without_ties(model), state.log)
     else:
         state.checkpoint.write_rest(working.tensors, state.log)
-    sizes = {name: sum(model.sizes.values()) for name, model in state.models.items()}
+    sizes = {name: sum(model.bytes_read.values()) for name, model in state.models.items()}
     bytes_read = state.processes.gather_dict(sizes)
     base = bytes_read.pop(BASE_MODEL, 0)
     reads = {"plan": state.read_plan.as_dict(), "experts": bytes_read, "base": base}

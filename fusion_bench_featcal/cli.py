@@ -65,7 +65,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
         print(f"featcal: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        advice = f": --resume continues from {request.checkpoints}" if request.has_blocks else ""
+        advice = f": --resume continues from {request.blocks_folder}" if request.has_blocks else ""
         print(f"featcal: interrupted{advice}", file=sys.stderr)
         return exit_code(error)
     if not request.plan:

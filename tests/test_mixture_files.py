@@ -65,8 +65,8 @@ def test_files_are_read_as_transformers_loads_them_and_given_back_exactly(kind: 
     lazy = LazyModel("an expert", SafetensorsExpert(tmp_path), model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(lazy.tensor(name), tensor), name
-    assert lazy.sizes == {name: lazy.source.nbytes(name) for name in lazy.source.names()}
-    assert sum(lazy.sizes.values()) == sum(tensor.nbytes for tensor in raw.values())
+    assert lazy.bytes_read == {name: lazy.source.nbytes(name) for name in lazy.source.names()}
+    assert sum(lazy.bytes_read.values()) == sum(tensor.nbytes for tensor in raw.values())
     if not TYPES[kind]:  # read by the names of the files
         assert not lazy.source.joined
         return
@@ -91,11 +91,11 @@ def test_a_slot_is_read_alone_and_counted_once(kind: str, tmp_path: Path):
         {"0", "2"} if lazy.source.joined else set()
     )
     count = len(model.get_parameter(GATE_UP))
-    assert lazy.sizes == {GATE_UP: 2 * whole // count}
+    assert lazy.bytes_read == {GATE_UP: 2 * whole // count}
     lazy.tensor(GATE_UP)
     lazy.slot(GATE_UP, 1)
     lazy.slot(DOWN, 3)
-    assert lazy.sizes == {GATE_UP: whole, DOWN: lazy.source.nbytes(DOWN) // count}
+    assert lazy.bytes_read == {GATE_UP: whole, DOWN: lazy.source.nbytes(DOWN) // count}
 
 
 def test_slots_that_cannot_be_used_are_refused_by_name(tmp_path: Path):

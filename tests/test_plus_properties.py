@@ -134,13 +134,13 @@ def trained_suite() -> Suite:
 
 
 def test_trust_reads_each_expert_once(monkeypatch: pytest.MonkeyPatch):
-    read, step_of = list[str](), trust.step_of
+    read, task_vector_of = list[str](), trust.task_vector_of
 
     def counting(problem: Any, group: Any, task: str, base: Tensor) -> Tensor:
         read.append(task)
-        return step_of(problem, group, task, base)
+        return task_vector_of(problem, group, task, base)
 
-    monkeypatch.setattr(trust, "step_of", counting)
+    monkeypatch.setattr(trust, "task_vector_of", counting)
     suite = stack_suite(plain, tasks=4)
     run_fast(suite, **PLUS)
     assert read == [*suite.inputs]

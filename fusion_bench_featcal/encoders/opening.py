@@ -17,7 +17,7 @@ from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.models.model_files import ModelFiles
 from fusion_bench_featcal.models.processors import load_tokenizers
-from fusion_bench_featcal.modules.models import tail_of
+from fusion_bench_featcal.modules.models import tensors_outside_blocks
 
 
 def open_model(class_name: str, folder: Path, label: str, device: str = "cpu") -> Any:
@@ -93,7 +93,10 @@ def with_weights(reference: Encoder, files: ModelFiles) -> Encoder:
     """
     transformer = transformer_of(files.label, reference).model
     load_tokenizers(reference.tokenizer, "merged", {files.label: files.folder})  # raises
-    state, tail = transformer.state_dict(), tail_of(transformer, [[last_block_of(transformer)]])
+    state, tail = (
+        transformer.state_dict(),
+        tensors_outside_blocks(transformer, [[last_block_of(transformer)]]),
+    )
     spare = {name: state[name] for name in tail}
     return _replaced(reference, files.load(type(transformer), spare))
 

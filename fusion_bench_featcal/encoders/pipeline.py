@@ -13,7 +13,7 @@ from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts.source import InMemoryExpert
 from fusion_bench_featcal.families import Stack, resolve_family
 from fusion_bench_featcal.families.base import Masks, call_model, hidden_output, stoppable
-from fusion_bench_featcal.modules.models import Modes, tail_of
+from fusion_bench_featcal.modules.models import Modes, tensors_outside_blocks
 from fusion_bench_featcal.modules.sites import matches, site_of
 from fusion_bench_featcal.streams.inputs import part_of
 
@@ -192,7 +192,7 @@ class EncoderWeights(InMemoryExpert):
         super().__init__(encoder)
         start = f"{merged.prefix}."
         block = last_block.removeprefix(start)
-        behind = {f"{start}{n}" for n in tail_of(merged.transformer, [[block]])}
+        behind = {f"{start}{n}" for n in tensors_outside_blocks(merged.transformer, [[block]])}
         for name, tensor in merged.state_dict().items():
             fits = name in self._tensors and self._tensors[name].shape == tensor.shape
             if not fits and (name in behind or not name.startswith(start)):

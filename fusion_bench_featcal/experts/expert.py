@@ -32,7 +32,7 @@ class LazyModel:
         source: The model's weights, with tensors joined as in the merged model.
         structure: The merged model.
         keys: Name in the merged model's `state_dict` -> name in the source.
-        sizes: The source's name of each tensor read so far -> bytes that were read. A tensor that
+        bytes_read: Name in the source of each tensor read so far -> its bytes. A tensor that
             was read twice counts once.
     """
 
@@ -67,8 +67,8 @@ class LazyModel:
         self.source = source = converted(source, structure)
         if isinstance(source, InMemoryExpert):
             self.advice = "Check the model"
-        self.sizes: dict[str, int] = {}
-        self._slots = dict[str, set[int]]()  # rows that were read of tensors not read whole
+        self.bytes_read: dict[str, int] = {}
+        self._read_slots = dict[str, set[int]]()  # rows that were read of tensors not read whole
         self._label = label
         self.keys = pair_names(label, source, structure, optional, advice=self.advice, owner=owner)
         parameters = {id(parameter) for parameter in structure.parameters()}
@@ -92,9 +92,9 @@ class LazyModel:
         key = self.keys[name]
         with error_context(self._label, remedy=self.advice):
             stored = self.source.tensor(key)
-        if key not in self.sizes or key in self._slots:
-            self.sizes[key] = self.source.nbytes(key)
-            self._slots.pop(key, None)
+        if key not in self.bytes_read or key in self._read_slots:
+            self.bytes_read[key] = self.source.nbytes(key)
+            self._read_slots.pop(key, None)
         return self._checked(name, stored, self._shapes[name])
 
     def _checked(self, name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -145,10 +145,10 @@ class LazyModel:
         with error_context(self._label, remedy=self.advice):
             stored = self.source.rows(key, number, number + 1)
         count, *shape = self._shapes[name]
-        if key not in self.sizes or key in self._slots:
-            slots = self._slots.setdefault(key, set())
+        if key not in self.bytes_read or key in self._read_slots:
+            slots = self._read_slots.setdefault(key, set())
             slots.add(number)
-            self.sizes[key] = self.source.nbytes(key) * len(slots) // count
+            self.bytes_read[key] = self.source.nbytes(key) * len(slots) // count
         return self._placed(name, self._checked(name, stored, (1, *shape))[0])
 
     def _placed(self, name: str, stored: Tensor) -> Tensor:

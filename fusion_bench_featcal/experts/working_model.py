@@ -54,8 +54,8 @@ class WorkingModel(LazyModel):
         """Return one tensor in its stored dtype. Raises as `LazyModel.stored`."""
         key = self.keys[name]
         if key in self._finished:
-            tensors, finished_tensors = self._finished[key]
-            return tensors[finished_tensors]
+            tensors, finished_name = self._finished[key]
+            return tensors[finished_name]
         # A model in memory was checked as a whole.
         return self.source.tensor(key) if self.is_in_memory else super().stored(name)
 
@@ -94,7 +94,7 @@ class WorkingModel(LazyModel):
         parameters = dict[str, nn.Parameter]()  # keeps tied parameters tied
         for name, key in self.keys.items():
             if key not in copies:
-                # Only this model has tensors of finished blocks in memory, so they need no copy.
+                # Tensors of finished blocks in memory belong to this model: no copy is needed.
                 shared = isinstance(self._finished.get(key, (self.merged,))[0], LazyTensorDict)
                 copies[key] = self.stored(name).to(device, self.dtype(name), copy=shared)
             tensor = copies[key]

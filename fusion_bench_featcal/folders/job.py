@@ -28,7 +28,7 @@ from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.notes import WARNING, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
-from fusion_bench_featcal.run.checkpoint import WRITTEN
+from fusion_bench_featcal.run.checkpoint import CHECKPOINT_FILES
 from fusion_bench_featcal.run.devices import check_device, isolated_torch_state
 
 
@@ -45,7 +45,7 @@ def run_job(request: Request, hub: Mapping[str, HubModel]) -> Path:
         ValueError: If models or data do not fit, or an option cannot be used.
         CalibrationError: If the calibration cannot go on. Messages name the command's options.
     """
-    out, blocks = request.folder, request.checkpoints
+    out, blocks = request.folder, request.blocks_folder
     with quiet(), nullcontext() if request.plan else locked_target(out, "--out"):
         if (request.resume or blocks.is_dir()) and is_complete(out, request.recipe):
             _check_complete(request)
@@ -86,7 +86,7 @@ def _remove_blocks(folder: Path) -> None:
     """Remove the files of a run from its folder, and the folder if it has no others."""
     with suppress(OSError):
         for file in folder.iterdir():
-            if re.fullmatch(WRITTEN, file.name):
+            if re.fullmatch(CHECKPOINT_FILES, file.name):
                 file.unlink()
         folder.rmdir()  # fails if it contains a lock, or a file of the user
 
@@ -121,12 +121,12 @@ def _open_inputs(inputs: InputModels) -> Evaluation:
             f"--strict compares scores, and no task has any ({reasons}). Give rows that can be "
             "scored, by --eval NAME=PATH"
         )
-    changed = changed_inputs(request.checkpoints, digests)
+    changed = changed_inputs(request.blocks_folder, digests)
     # Other test examples change no block.
     changed = [option for option in changed if not option.startswith("--eval ")]
     if request.has_blocks and changed and not request.plan:
         raise ValueError(
-            f"{', '.join(changed)} changed since the blocks in {request.checkpoints} were "
+            f"{', '.join(changed)} changed since the blocks in {request.blocks_folder} were "
             "calibrated: restore what they were made of, or remove that folder to begin again"
         )
     return Evaluation(request, opened, notes, digests)
@@ -140,10 +140,10 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
     """
     request, opened, report = evaluation.request, evaluation.opened, evaluation.report
     first_notes, settings, models = len(report.notes), opened.settings, opened.models
-    prepare_directory(request.checkpoints, "--out")
-    write_inputs(request.checkpoints, evaluation.digests)
+    prepare_directory(request.blocks_folder, "--out")
+    write_inputs(request.blocks_folder, evaluation.digests)
     with measure() as cost:
-        print(f"calibrating; finished blocks are kept in {request.checkpoints}")
+        print(f"calibrating; finished blocks are kept in {request.blocks_folder}")
         result = models.calibrate(settings, {n: t.batches for n, t in opened.tasks.items()})
     row, merger = row_of_rule(settings.rule), request.merger
     result.reads["budget"] = settings.expert_read_budget
@@ -158,7 +158,7 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
         # A pooler that experts do not share belongs to each task's head.
         tail = models.heads.tail(next(iter(opened.tasks))) if models.heads else ()
         save_folder(result, replace(facts, as_merged=facts.as_merged.without(tail)), evaluation)
-    _remove_blocks(request.checkpoints)
+    _remove_blocks(request.blocks_folder)
     show_scores(report, report.notes[first_notes:], evaluation.title)
     if not is_saved:
         raise NotImproved(

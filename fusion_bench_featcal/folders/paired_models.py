@@ -29,7 +29,7 @@ from fusion_bench_featcal.models.configs import compare_configs
 from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.block_modules import BlockModules, find_all_modules
-from fusion_bench_featcal.modules.models import tail_of
+from fusion_bench_featcal.modules.models import tensors_outside_blocks
 
 
 class PairedModels(NamedTuple):
@@ -157,7 +157,7 @@ def _compare_folders(
 def _unused_tensors(reference: LazyModel, stages: list[list[str]]) -> LazyTensorDict:
     """Return the tensors of towers that texts do not run. The head's matrix is not among them."""
     body, head = reference.structure, head_of(reference.structure)
-    names = tail_of(body, stages) if text_tower(body) else []
+    names = tensors_outside_blocks(body, stages) if text_tower(body) else []
     tensors = body.state_dict(keep_vars=True)
     names = [name for name in names if head is None or tensors[name] is not head.weight]
     return LazyTensorDict(reference.stored, {name: name for name in names})
@@ -198,6 +198,6 @@ def _pair_base(
             raise
     spare = {
         name: torch.stack([expert.stored(name).double() for expert in experts.values()]).mean(0)
-        for name in tail_of(body, stages)
+        for name in tensors_outside_blocks(body, stages)
     }
     return LazyModel(base.label, InMemoryExpert(base.load(type(body), spare)), body)

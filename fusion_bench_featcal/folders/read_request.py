@@ -64,7 +64,7 @@ def check_folder(request: Request) -> None:
             raise ValueError(f"--out {request.out} is inside {label}: name a folder outside it")
     if not request.resume and request.has_blocks:
         raise ValueError(
-            f"{request.checkpoints} has blocks of an interrupted run: go on with --resume, or "
+            f"{request.blocks_folder} has blocks of an interrupted run: go on with --resume, or "
             "remove it"
         )
 

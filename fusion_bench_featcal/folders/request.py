@@ -126,14 +126,14 @@ class Request:
         return destination(self.out or "")
 
     @cached_property
-    def checkpoints(self) -> Path:
+    def blocks_folder(self) -> Path:
         """The folder for finished blocks."""
         return destination(f"{self.folder}.blocks")
 
     @property
     def has_blocks(self) -> bool:
         """Return whether blocks of an interrupted run, or foreign files, are in their folder."""
-        names = {path.name for path in self.checkpoints.glob("*")} - {options.INPUTS_FILE}
+        names = {path.name for path in self.blocks_folder.glob("*")} - {options.INPUTS_FILE}
         return not all(name.startswith(".") for name in names)  # a lock, or unfinished files
 
     @property
@@ -183,7 +183,7 @@ class Request:
             ValueError: If a setting is unknown, or its value is not accepted.
         """
         refuse_unknown(self.set, SETTABLE, "--set ")
-        run = {"checkpoint_dir": str(self.checkpoints), "resume": self.resume}
+        run = {"checkpoint_dir": str(self.blocks_folder), "resume": self.resume}
         return FeatCalSettings(**{"max_length": MAX_LENGTH, "rule": self.preset, **self.set, **run})
 
     settings = cached_property(make_settings)

@@ -19,7 +19,7 @@ from fusion_bench_featcal.run.result import CalibrationResult
 
 REPORT = "featcal"
 """Folder of the report inside the model's folder."""
-WRITTEN = f"{REPORT}/files.json"
+FILE_DIGESTS = f"{REPORT}/files.json"
 """File in the model's folder: name of every other saved file but the card -> its digest."""
 _HEADS = """
 ## Heads
@@ -49,7 +49,7 @@ def save_folder(result: CalibrationResult, facts: Facts, evaluation: Evaluation)
             heads are saved, and the digests of models and data.
     """
     request, report, models = evaluation.request, evaluation.report, evaluation.opened.models
-    folder, blocks = request.folder, request.checkpoints
+    folder, blocks = request.folder, request.blocks_folder
     advice = f"Make room and repeat the command with --resume: the finished blocks are in {blocks}"
     option, needed = f"--out {folder}", written_bytes(models.merged_bytes)
     name = row_of_rule(evaluation.opened.settings.rule)
@@ -72,7 +72,7 @@ def save_folder(result: CalibrationResult, facts: Facts, evaluation: Evaluation)
         (new / REPORT / "reads.json").write_text(json_text(result.reads), encoding="utf-8")
         # The card is not listed, because users edit it.
         written = {name: digest_file(new / name) for name in list_files(new) if name != CARD}
-        (new / WRITTEN).write_text(json_text(written), encoding="utf-8")
+        (new / FILE_DIGESTS).write_text(json_text(written), encoding="utf-8")
 
 
 def is_complete(folder: Path, recipe: str) -> bool:
@@ -87,6 +87,6 @@ def damaged_files(folder: Path) -> list[str]:
     Raises:
         ValueError: If the file with the digests is damaged.
     """
-    file = folder / WRITTEN
-    written = read_json(file) if file.is_file() else {WRITTEN: ""}
+    file = folder / FILE_DIGESTS
+    written = read_json(file) if file.is_file() else {FILE_DIGESTS: ""}
     return [name for name, digest in written.items() if digest_file(folder / name) != digest]

@@ -35,7 +35,7 @@ def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
     read, size = read_within(models.expert_bytes, settings.expert_read_budget), models.merged_bytes
     row = row_of_rule(settings.rule)
     rows, strengths = {row: 1}, {row: settings.strengths}
-    writes = {str(request.folder): written_bytes(size), str(request.checkpoints): size}
+    writes = {str(request.folder): written_bytes(size), str(request.blocks_folder): size}
     writes = {} if request.out is None else writes
     plan = Plan(read=read, output=size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:

@@ -90,7 +90,7 @@ def refuse_languages(tokenizers: Tokenizers, models: Iterable[ModelFolder]) -> N
             token = tokenizer.convert_ids_to_tokens(value) if type(value) is int else value
             name = str(token).strip("<|>")  # Whisper's may also be a code or the language's name
             declared_values.append((key, model.label, TO_LANGUAGE_CODE.get(name.lower(), name)))
-    first = dict[str, tuple[str, str]]()
+    first = dict[str, tuple[str, str | None]]()
     for key, label, value in declared_values:
         other, expected = first.setdefault(key, (label, value))
         if value != expected:

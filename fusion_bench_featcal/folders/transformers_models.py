@@ -35,7 +35,7 @@ from fusion_bench_featcal.models.saving import (
     write_shards,
 )
 from fusion_bench_featcal.models.structure import fill
-from fusion_bench_featcal.modules.models import tail_of
+from fusion_bench_featcal.modules.models import tensors_outside_blocks
 from fusion_bench_featcal.run.as_merged import left_as_merged, left_by_names
 from fusion_bench_featcal.run.devices import free_bytes
 from fusion_bench_featcal.run.finished import FinishedBlocks
@@ -83,7 +83,7 @@ class TransformersModels(Models):
         first, *more = self.paired.experts.values()
         return [
             name
-            for name in tail_of(self.paired.body, self.paired.stages)
+            for name in tensors_outside_blocks(self.paired.body, self.paired.stages)
             if not all(torch.equal(first.stored(name), expert.stored(name)) for expert in more)
         ]
 

@@ -99,10 +99,10 @@ class FeatCal(FeatCalSettings, Method):
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> FeatCalResult:
         """Calibrate the merged model. Raises a CalibrationError if the calibration cannot go on."""
         processes = inputs.processes
-        upstream = inputs.upstream if inputs.charged_method is self else None
-        budget = upstream.budget_left(self) if upstream else self.expert_read_budget
+        charged_upstream = inputs.upstream if inputs.charged_method is self else None
+        budget = charged_upstream.budget_left(self) if charged_upstream else self.expert_read_budget
         batches = self.take_batches(inputs)
-        exchanged = processes.exchanged_bytes
+        bytes_before = processes.exchanged_bytes
         result = calibrate(
             merged,
             inputs.base(),
@@ -113,7 +113,7 @@ class FeatCal(FeatCalSettings, Method):
             autocast=inputs.fabric.autocast,
             processes=processes,
         )
-        merger_reads = upstream.reads() if upstream else None
+        merger_reads = charged_upstream.reads() if charged_upstream else None
         reads = result.reads | {"budget": self.expert_read_budget, "upstream": merger_reads}
         resumed = result.log.select("resumed")
         cost: dict[str, float] = {"restored_blocks": resumed[-1]["blocks"]} if resumed else {}
@@ -121,8 +121,8 @@ class FeatCal(FeatCalSettings, Method):
         if merger_bytes is not None:  # else the bytes are not known
             cost["expert_bytes"] = merger_bytes + sum(result.reads["experts"].values())
         if processes.size > 1:
-            exchanged = processes.exchanged_bytes - exchanged
-            cost |= {"processes": processes.size, "exchanged_bytes": exchanged}
+            bytes_before = processes.exchanged_bytes - bytes_before
+            cost |= {"processes": processes.size, "exchanged_bytes": bytes_before}
         counts = {record["task"]: record["samples"] for record in result.log.select("task")}
         return FeatCalResult(result.model, counts, log=result.log, reads=reads, cost=cost)
 

@@ -43,9 +43,9 @@ class MethodResult:
 class Method(Settings):
     """A way to improve a merged model, or a merger. A subclass declares its settings as fields.
 
-    A method that improves a merged model has `post_merge(merged, inputs)`. It may change `merged`
-    in place, unless `changes_merged` is False. A merger has `merge(inputs)` and starts from the
-    pool's experts. Both return the new model, or a `MethodResult` with the model, the numbers of
+    A method that improves a merged model has `post_merge(merged, inputs)`. It receives a copy that
+    it may change, unless `changes_merged = False` promises to leave `merged` as it is. A merger has
+    `merge(inputs)` and starts from the pool's experts. Both return the new model, or a `MethodResult` with the model, the numbers of
     samples and the training curves. YAML names the class by `_target_`.
     """
 

@@ -132,7 +132,7 @@ class Group:
 
     @property
     def has_few_outputs(self) -> bool:
-        """Return whether summing drifts after the expert's weight is cheaper than before it."""
+        """Return whether sums of the expert's outputs are cheaper than sums of its inputs."""
         return self.kind == "linear" and 2 * sum(self.out_features) <= self.in_features
 
     @property

@@ -29,7 +29,7 @@ def tensors_before_stage(
     unused = [block for blocks in stages for block in blocks]
     unused += [name for name, module in model.named_modules() if module is head]
     names = list(model.state_dict())
-    behind = tail_of(model, stages)
+    behind = tensors_outside_blocks(model, stages)
     return sorted(set(names) - set(names_under(names, unused)) - set(behind))
 
 
@@ -58,7 +58,7 @@ def expert_tensor_names(
     return list(dict.fromkeys(names))
 
 
-def tail_of(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
+def tensors_outside_blocks(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:
     """Return names of the tensors that blocks do not need: poolers, classifiers, unused towers.
 
     Experts may have different tensors there, because each task has its own head. Tensors inside

@@ -30,10 +30,10 @@ def with_balanced_tasks(state: CalibrationState) -> CalibrationState:
     if earlier := state.checkpoint.finished_records("balance"):
         factors = earlier[0]["factors"]
     else:
-        once, log = replace(rule, balance=0.0), CalibrationLog()
+        unbalanced, log = replace(rule, balance=0.0), CalibrationLog()
         streams = state.streams.restarted()
         calibrate_blocks(
-            replace(state, rule=once, streams=streams, checkpoint=NoCheckpoint(), log=log)
+            replace(state, rule=unbalanced, streams=streams, checkpoint=NoCheckpoint(), log=log)
         )
         measured = distances(log.records)
         factors = balance_factors(measured, rule.balance)

@@ -28,20 +28,22 @@ NO_SAMPLE = (math.inf, "", 0)
 def calibrate_blocks(state: CalibrationState) -> None:
     """Calibrate every block (Algorithm 1).
 
-    The agreement of samples and experts (trust) is measured in the first stage that all samples
-    run. Before that stage, samples are trusted in full.
+    With FeatCal+ and a base, the agreement of samples and experts (trust) is measured in the first
+    stage that all samples run. Before that stage, samples are trusted in full.
     """
-    given, measures = state, state.rule.weighs_trust and state.base is not None
-    if measures:
+    given, must_measure_trust = state, state.rule.weighs_trust and state.base is not None
+    if must_measure_trust:
         state = with_gammas(given, {})
     for index, stage in enumerate(state.streams.stages):
         state.progress.set_description(stage[0])
         state.streams.enter_stage(index)
         batches = (batch for batches in state.streams.tasks.values() for batch in batches)
-        if measures and all(state.processes.gather(not any(b.skips_stage for b in batches))):
+        if must_measure_trust and all(
+            state.processes.gather(not any(b.skips_stage for b in batches))
+        ):
             with state.streams.loaded(stage[0]):
                 trust = measure_trust(state, stage[0], groups_of(state, stage[0]))
-            state, measures = with_gammas(given, trust), False
+            state, must_measure_trust = with_gammas(given, trust), False
         for block in stage:
             state.progress.set_description(block)
             with state.streams.loaded(block):
@@ -49,7 +51,7 @@ def calibrate_blocks(state: CalibrationState) -> None:
 
 
 def calibrate_block(state: CalibrationState, block: str) -> None:
-    """Calibrate a block whose merged tensors are in memory, or load it from an earlier run.
+    """Calibrate a block, or load it if an earlier run finished it. Its tensors are in memory.
 
     The new parameters are stored, and all samples are advanced past the block.
     """
@@ -75,7 +77,7 @@ def calibrate_block(state: CalibrationState, block: str) -> None:
         calibrate_mixture(state, block, mixture)
     state.progress.set_description(f"{block} · update")
     streams.advance(block)
-    note(state, block, metrics, time.perf_counter() - start)
+    log_block(state, block, metrics, time.perf_counter() - start)
     current = tensors_under(state.model, block)
     changed = {name: t.detach() for name, t in current.items() if t is not merged[name]}
     tensors = state.checkpoint.save_block(block, state.working, changed, state.log)
@@ -100,7 +102,10 @@ def groups_of(state: CalibrationState, block: str) -> list[Group]:
 
 
 def collect(
-    state: CalibrationState, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
+    state: CalibrationState,
+    block: str,
+    turn: Sequence[Group],
+    first_turn_groups: Sequence[Group] | None,
 ) -> dict[Group, GroupSums]:
     """Sum the inputs of a turn's modules over the tasks of this process.
 
@@ -108,15 +113,15 @@ def collect(
         state: The calibration.
         block: The block.
         turn: The groups that are solved.
-        entering: All groups of the block in its first turn, because experts run only then. None
-            in later turns.
+        first_turn_groups: In the first turn all groups of the block: the experts run, and their
+            inputs are recorded for all turns. None in later turns.
 
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
     """
     sums = empty_sums_of(state, block, turn)
     checks = Checks(block)
-    for task, task_sums in sums_by_task(state, block, turn, entering):
+    for task, task_sums in sums_by_task(state, block, turn, first_turn_groups):
         for group in task_sums:
             moments = add_task(sums[group], group, block, task, task_sums[group])
             checks.add(task, group.name, moments, sums[group].tensors())
@@ -129,41 +134,46 @@ def collect(
 
 
 def sums_by_task(
-    state: CalibrationState, block: str, turn: Sequence[Group], entering: Sequence[Group] | None
+    state: CalibrationState,
+    block: str,
+    turn: Sequence[Group],
+    first_turn_groups: Sequence[Group] | None,
 ) -> Iterator[tuple[str, dict[Group, TaskSums]]]:
     """Yield each task of this process with sums over its samples. Arguments as for `collect`."""
     model, rule, streams = state.model, state.rule, state.streams
-    follows = entering is not None and streams.runs_experts
+    runs_expert = first_turn_groups is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
-    names = streams.tensors_of(block) if follows else needed
+    names = streams.tensors_of(block) if runs_expert else needed
     kinds = ("linear",) if rule.features == "calibrated" else ("linear", "norm")
-    followed = [group.name for group in entering or () if group.kind in kinds]
-    followed += [mixture.name for mixture in state.modules[block].mixtures]
+    recorded_modules = [group.name for group in first_turn_groups or () if group.kind in kinds]
+    recorded_modules += [mixture.name for mixture in state.modules[block].mixtures]
     for task in streams.active_tasks:
         state.progress.set_description(f"{block} · {task}")
         with ExitStack() as stack:
             expert = stack.enter_context(state.experts[task].loaded(names))
             options = model, expert, rule, state.dtype
             sums = {group: empty_task_sums(group, *options) for group in turn}
-            if not follows:
+            if not runs_expert:
                 stack.close()  # the sums have copies of the expert's parameters
             for batch in streams.iter_batches(task):
                 # The expert runs first: its recorded inputs are paired with the model's below in
                 # all turns of the block, and its weights are in memory in the first turn only.
-                if follows:
-                    streams.run_expert_block(batch, block, expert, followed)
+                if runs_expert:
+                    streams.run_expert_block(batch, block, expert, recorded_modules)
                 if turn:
                     inputs = streams.inputs_of(task, batch, block, turn)
                     for group in sums:
                         with group.place(block, task), exact_products():
                             sums[group].add(batch, inputs[group.name])
                     del inputs  # frees memory before the next batch runs
-        if entering is not None:
+        if first_turn_groups is not None:
             state.progress.step()
         yield task, sums
 
 
-def note(state: CalibrationState, block: str, metrics: Mapping[str, Any], seconds: float) -> None:
+def log_block(
+    state: CalibrationState, block: str, metrics: Mapping[str, Any], seconds: float
+) -> None:
     """Log a finished block. The log is equal in every process."""
     log, modules, streams = state.log, state.modules[block], state.streams
     gather_dict, drift = state.processes.gather_dict, streams.drift

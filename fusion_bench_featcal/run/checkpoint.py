@@ -29,7 +29,7 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.progress import Progress
 
 BLOCK, REST = "block-{:04d}.safetensors", "rest-{:04d}.safetensors"
-WRITTEN = rf"(block|rest)-\d+\.safetensors|inputs\.json|{re.escape(INDEX)}"
+CHECKPOINT_FILES = rf"(block|rest)-\d+\.safetensors|inputs\.json|{re.escape(INDEX)}"
 """Pattern of the names of all files in the folder. `folders/digests.py` writes inputs.json."""
 Digests = Callable[[], Mapping[str, str]]
 """Returns the digests of a run, which are costly (`run_digest.py`)."""
@@ -38,7 +38,7 @@ PIECE = 2**28
 
 
 class Checkpoint:
-    """Finished blocks of a run without `checkpoint_dir`: kept in memory, so no run can resume.
+    """Keeps finished blocks in memory, for runs without `checkpoint_dir`. Base class of the others.
 
     Attributes:
         is_complete: Whether an earlier run has finished all blocks.
@@ -54,7 +54,7 @@ class Checkpoint:
     def start(
         self, digests: Digests, blocks: Iterable[str], merged: ExpertSource, progress: Progress
     ) -> None:
-        """Begin with the first block."""
+        """Do nothing, because there are no earlier blocks."""
 
     def load_block(self, block: str, model: WorkingModel) -> dict[str, Tensor]:
         """Return no tensors, because no earlier run has finished the block."""
@@ -170,7 +170,8 @@ class CheckpointFolder(Checkpoint):
         """Write a calibrated block with new log records, and return the block's tensors.
 
         The tensors are read from the file when they are accessed. If an earlier run has finished
-        the block, nothing is written, and its log records replace the new ones.
+        the block, nothing is written. The log gets the records in the block's file instead of the
+        new ones.
 
         Raises:
             CalibrationError: If it cannot be written.
@@ -254,7 +255,7 @@ def open_checkpoint(options: Any, processes: Processes) -> Iterator[Checkpoint]:
     with ExitStack() as stack:
         if processes.rank == 0:
             try:
-                stack.enter_context(locked_folder(folder, setting, WRITTEN))
+                stack.enter_context(locked_folder(folder, setting, CHECKPOINT_FILES))
             except (CalibrationError, ReportError) as error:
                 refusal = str(error)
         if refusal := processes.gather(refusal)[0]:

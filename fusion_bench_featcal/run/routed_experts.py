@@ -37,13 +37,13 @@ def calibrate_mixture(state: CalibrationState, block: str, mixture: Mixture) -> 
     totals = [sum(slot_values) for slot_values in zip(*all_counts, strict=True)]
     for number in (number for number, total in enumerate(totals) if total):
         state.progress.set_description(f"{block} · routed expert {number} of {mixture.slots}")
-        task_counts = {
+        rows_here = {
             task: routed[task].selected(task_rows[number], state.working.device)
             for task, task_rows in rows.items()
             if len(task_rows[number])
         }
         for name, slot_values in (
-            RoutedExpert(state, block, mixture, number, task_counts).calibrate().items()
+            RoutedExpert(state, block, mixture, number, rows_here).calibrate().items()
         ):
             metrics[name][number] = slot_values
     for module, module_metrics in metrics.items():

@@ -34,7 +34,7 @@ from fusion_bench_featcal.modules.models import (
     dtype_of_features,
     expert_tensor_names,
     gives_images,
-    tail_of,
+    tensors_outside_blocks,
 )
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.as_merged import left_as_merged, left_by_names
@@ -63,7 +63,10 @@ COMPARED_SAMPLES = 2
 
 @dataclass(frozen=True)
 class CalibrationState:
-    """One calibration. Only the parameters of `model` and the samples' features change.
+    """Everything that one calibration works with.
+
+    The fields are fixed. The contents of `working`, `streams`, `checkpoint`, `log` and `progress`
+    change, and the counts of bytes that were read.
 
     Attributes:
         tasks: All tasks, including those of other processes.
@@ -76,7 +79,7 @@ class CalibrationState:
         streams: The samples of this process.
         processes: The processes, each of which works on some tasks.
         checkpoint: Stores finished blocks.
-        dtype: Least precise dtype of sums over rows.
+        dtype: Sums over rows have at least this precision.
         kernel: Library that multiplies float32 matrices on the CPU.
         log: Records of every block.
         progress: Shows the current work.
@@ -126,7 +129,7 @@ def prepare_calibration(
     Args:
         inputs: The models and samples.
         rule: Calibrates blocks.
-        options: Options without null that stands for the rule's value.
+        options: Options, with the rule's values in place of null.
         runtime: Where it runs.
         checkpoint: Stores finished blocks.
     """
@@ -239,14 +242,18 @@ def open_models(
 ) -> tuple[LazyModel | None, dict[str, LazyModel]]:
     """Open the base and the experts of this process's tasks.
 
-    This reads only names and shapes, and checks all values of a merged model in memory.
+    This reads names and shapes of base and experts. A merged model in memory is also checked for
+    NaN and infinite values.
 
     Raises:
         CalibrationError: If a model's weights or config do not fit the merged model, or if the
             merged model has NaN or infinite values.
     """
     merged, config = working.module, getattr(inputs.merged, "config", None)
-    optional, shared = set(tail_of(merged, stages)), meta_copy(merged, working.device)
+    optional, shared = (
+        set(tensors_outside_blocks(merged, stages)),
+        meta_copy(merged, working.device),
+    )
 
     def opened(label: str, model: Any) -> LazyModel:
         with error_context(label):

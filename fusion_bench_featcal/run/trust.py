@@ -22,7 +22,7 @@ ENOUGH_SAMPLES = 64
 """Number of a task's samples, with augmented ones, below which task-vector rows weigh more."""
 
 FAMILIAR, LEAST = 0.3, 1 / 4
-"""Smallest trust at which samples count in full, and the smallest fraction of it in use."""
+"""Trust from which samples count in full, and the lower bound of trust divided by it."""
 
 MARGIN = 1.15
 """Ratio of similarities from which samples count as exchanged. Right samples stay below 1.08."""
@@ -80,9 +80,9 @@ def measure_similarities(
     They are measured at the inputs of the first linear modules of the block. The result is None if
     the block has no linear module, or if there is no base.
 
-    All products have the form `<P_i, G>`. For the mean over j, G is the sum of all `P_j / |P_j|`,
-    so a process only needs the experts of its own tasks. Their `P_i` stay in memory. They are no
-    larger than the samples if a task has at least as many positions as the inputs have dimensions.
+    The products `<P_i, G>` are needed for each `G_j`, and for `G = sum_j P_j / |P_j|`. This sum is
+    added up over the processes, so each process only reads the experts of its own tasks. It keeps
+    their `P_i` in memory, `[d, d]` each.
     """
     linear = (group for group in groups if group.kind == "linear" and not group.convolves)
     group, streams, processes = next(linear, None), state.streams, state.processes
@@ -91,7 +91,7 @@ def measure_similarities(
     base = group.stack_weights(state.base.tensor, torch.float32).weight
     squares, total = dict[str, Tensor](), base.new_zeros(group.in_features, group.in_features)
     for task in streams.tasks:
-        square = gram_of(step_of(state, group, task, base))
+        square = gram_of(task_vector_of(state, group, task, base))
         square.div_(square.norm().clamp_min(torch.finfo(square.dtype).tiny))
         total.add_(square)
         squares[task] = square
@@ -108,7 +108,7 @@ def measure_similarities(
     return table[:, 1:], table[:, 0] / len(table)
 
 
-def step_of(state: CalibrationState, group: Group, task: str, base: Tensor) -> Tensor:
+def task_vector_of(state: CalibrationState, group: Group, task: str, base: Tensor) -> Tensor:
     """Return a task's `tau`, scaled to a largest entry of 1, which prevents overflow."""
     with state.experts[task].loaded(group.parameters) as expert:
         tau = group.stack_weights(expert.get_parameter, torch.float32).weight.sub_(base)
@@ -165,11 +165,12 @@ def trust_of(similarity: Tensor, overlaps: Tensor) -> Tensor:
 
 
 def exchanged_tasks(similarity: Tensor) -> dict[int, int]:
-    """Return task -> task whose samples fit it, where the best assignment of samples differs.
+    """Assign to each expert the samples that fit best overall, and return the changes.
 
-    The result is empty unless this assignment is better by `MARGIN` over the tasks that it
-    changes. It is also empty if it changes all tasks, such as both of two: then no task confirms
-    that experts and samples can be compared. The argument is that of `trust_of`.
+    The result is a mapping from an expert's task to the task whose samples fit it. It is empty
+    unless the assignment is better by `MARGIN` over the tasks that it changes, and if it changes
+    all tasks, such as both of two: then no task confirms that experts and samples can be compared.
+    The argument is that of `trust_of`.
     """
     from scipy.optimize import linear_sum_assignment
 

@@ -17,7 +17,7 @@ from fusion_bench_featcal.run.state import CalibrationState
 from fusion_bench_featcal.streams.task_sums import TaskSums
 
 TensorGetter = Callable[[str], Tensor]
-"""Returns a tensor by name: a parameter or buffer, or what one routed expert has of it."""
+"""Returns a parameter or buffer by name, or the part of it that belongs to one routed expert."""
 
 
 def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
@@ -44,8 +44,8 @@ def with_statistics(
 ) -> Iterator[Sequence[Group]]:
     """Yield the turns, with a turn for each BatchNorm whose running statistics are stale.
 
-    The merged model's running statistics are always stale. A BatchNorm is estimated before the
-    first turn that runs it, and once more at the end if a module before it was solved since.
+    The merged model's running statistics are always stale. A stale BatchNorm is estimated before
+    the next turn that runs it, or at the end.
     """
     call = {group: number for number, group in enumerate(groups)}
     norms = [group for group in groups if group.kind == "statistics"]
@@ -63,30 +63,33 @@ def with_statistics(
 
 
 def empty_sums(
-    state: CalibrationState, group: Group, merged: TensorGetter, base: TensorGetter | None
+    state: CalibrationState, group: Group, current: TensorGetter, base: TensorGetter | None
 ) -> GroupSums:
     """Return sums over no task for a group.
 
     Args:
         state: The calibration.
         group: The modules.
-        merged: Returns their current tensors.
+        current: Returns a tensor of the working model, merged or calibrated in an earlier turn.
         base: Returns those of the base, or None without one.
     """
     if group.kind == "statistics":
-        return StatisticsSums(group.in_features, merged(f"{group.name}.running_mean"))
+        return StatisticsSums(group.in_features, current(f"{group.name}.running_mean"))
     origin = None if base is None else group.stack_weights(base, state.dtype)
-    return state.rule.sums(group, group.stack_weights(merged, state.dtype), origin)
+    return state.rule.sums(group, group.stack_weights(current, state.dtype), origin)
 
 
 def empty_sums_of(
     state: CalibrationState, block: str, groups: Iterable[Group]
 ) -> dict[Group, GroupSums]:
-    """Return sums over no task for groups of a block. Modules of the tail get no base."""
-    merged, base, tail = tensor_getter(state, block), state.base, state.streams.family.tail
+    """Return sums over no task for groups of a block.
+
+    Modules of the tail get no base, because its head may differ.
+    """
+    current, base, tail = tensor_getter(state, block), state.base, state.streams.family.tail
     return {
         group: empty_sums(
-            state, group, merged, None if base is None or group.name in tail else base.tensor
+            state, group, current, None if base is None or group.name in tail else base.tensor
         )
         for group in groups
     }
@@ -113,7 +116,7 @@ def add_task(
 
 @exact_products()
 def solve(
-    state: CalibrationState, block: str, sums: dict[Group, GroupSums], merged: TensorGetter
+    state: CalibrationState, block: str, sums: dict[Group, GroupSums], current: TensorGetter
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
     """Return new parameters of a turn's groups, and figures of each linear module.
 
@@ -123,7 +126,7 @@ def solve(
         state: The calibration.
         block: The block.
         sums: The groups' sums.
-        merged: Returns their current tensors.
+        current: Returns a tensor of the working model, merged or calibrated in an earlier turn.
 
     Raises:
         CalibrationError: If the solution cannot be trusted, naming block and module.
@@ -134,9 +137,9 @@ def solve(
         with error_context(block=block, module=group.label, cause=unsolved, remedy=remedy):
             solved = sums.pop(group).solve()
         new = group.unstack_weights(solved.linear, biases=state.rule.calibrate_bias)
-        updates |= {name: value.to(merged(name).dtype) for name, value in new.items()}
+        updates |= {name: value.to(current(name).dtype) for name, value in new.items()}
         group_metrics = {"residual": solved.residual, **solved.facts}
         for site in group.sites if group.kind == "linear" else ():
-            change = relative_change(merged(site.weight_name), new[site.weight_name])
+            change = relative_change(current(site.weight_name), new[site.weight_name])
             metrics[site.name] = group_metrics | change
     return updates, metrics

@@ -179,7 +179,7 @@ class Batch:
         expert_call: Input of the expert's next block, or None if experts do not run.
         skips_stage: Whether the samples skip the stage, such as texts in a vision tower.
         positions: Positions that count in the stage.
-        later_positions: Number of counted positions, minus one for each sample.
+        later_positions: Number of counted positions after the first one of each sample.
         expert_inputs: The expert's inputs of modules that are not solved yet.
     """
 

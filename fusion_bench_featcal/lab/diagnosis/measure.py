@@ -22,7 +22,7 @@ from fusion_bench_featcal.modules.models import (
     copied,
     device_of,
     gives_images,
-    tail_of,
+    tensors_outside_blocks,
 )
 from fusion_bench_featcal.run.inputs import Autocast
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -208,7 +208,7 @@ def _vector_cosine(
 
     Heads are left out. The cosine is None if a task vector is 0.
     """
-    optional = set(tail_of(model, family.stages(model)))
+    optional = set(tensors_outside_blocks(model, family.stages(model)))
     start = LazyModel("the base", source_of(base), model, optional=optional)
     parameters, sums = dict(expert.named_parameters()), torch.zeros(3, dtype=torch.float64)
     for name, parameter in model.named_parameters():
