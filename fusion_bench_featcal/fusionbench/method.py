@@ -45,8 +45,9 @@ class Method(Settings):
 
     A method that improves a merged model has `post_merge(merged, inputs)`. It receives a copy that
     it may change, unless `changes_merged = False` promises to leave `merged` as it is. A merger has
-    `merge(inputs)` and starts from the pool's experts. Both return the new model, or a `MethodResult` with the model, the numbers of
-    samples and the training curves. YAML names the class by `_target_`.
+    `merge(inputs)` and starts from the pool's experts. Both return the new model, or a
+    `MethodResult` with the model, the numbers of samples and the training curves. YAML names the
+    class by `_target_`.
     """
 
     option: ClassVar[str] = ""
