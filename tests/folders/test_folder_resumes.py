@@ -216,7 +216,7 @@ def test_a_block_that_is_damaged_before_it_is_saved_is_named(folder: Path, monke
 
     monkeypatch.setattr(transformers_models, "write_shards", damaging)
     message = error_of(*words(folder, *FAST))
-    assert f"{block}: its tensor" in message and "--resume" in message
+    assert f"{block}: it has changed" in message and "--resume" in message
     assert not (folder / "out").exists() and block.exists()
 
 
