@@ -64,7 +64,7 @@ def repair(
 ) -> Encoder:
     """Return a copy of a merged model that is calibrated towards the experts.
 
-    The transformer's blocks change, and the linear modules behind them: Dense of an embedding
+    The transformer's blocks change, and the linear modules after them: Dense of an embedding
     model, the transform of SPLADE, the projection of ColBERT. Prompts, pooling, activation,
     similarity function, maximum length, embeddings, norms and heads of rerankers stay those of the
     merged model. If experts differ in other modules that are not calibrated, a warning names them.

@@ -85,7 +85,7 @@ def open_like(reference: Encoder, label: str, model: object) -> Encoder:
 def with_weights(reference: Encoder, files: ModelFiles) -> Encoder:
     """Return a copy of a model whose transformer has the weights of a folder.
 
-    If the folder lacks weights behind the blocks, such as a pooler, they are those of the
+    If the folder lacks weights after the blocks, such as a pooler, they are those of the
     reference.
 
     Raises:

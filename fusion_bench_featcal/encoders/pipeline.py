@@ -71,7 +71,7 @@ class EncoderFamily(Stack):
 
         Args:
             blocks: Names of the transformer's blocks.
-            tail: Linear modules behind the blocks -> True if a module receives features of each
+            tail: Linear modules after the blocks -> True if a module receives features of each
                 position, False if it receives one vector per sample.
         """
         super().__init__(blocks, tail=[*tail])
@@ -140,7 +140,7 @@ def encoder_family(
 def linear_tail(
     model: Pipeline, experts: Sequence[Pipeline], last_block: str, inputs: Mapping[str, Any]
 ) -> dict[str, bool]:
-    """Return `tail` of `EncoderFamily`: the linear modules behind the last block, in their order.
+    """Return `tail` of `EncoderFamily`: the linear modules after the last block, in their order.
 
     Each of them runs once and changes the output. A language model's output embeddings, modules
     that share parameters, and modules with another shape in an expert are left out.
@@ -182,7 +182,7 @@ def linear_tail(
 
 
 class EncoderWeights(InMemoryExpert):
-    """Weights of an encoder. Modules behind the blocks that do not fit get the merged model's.
+    """Weights of an encoder. Modules after the blocks that do not fit get the merged model's.
 
     A base or an expert that is only a transformer lacks them, and a head may have other classes.
     """

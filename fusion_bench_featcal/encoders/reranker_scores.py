@@ -80,7 +80,7 @@ def _reranking_scorer(texts: Sequence[tuple[str, ...]]) -> EncoderScorer | str:
     def evaluate(model: st.CrossEncoder) -> Score:
         outputs = iter(_outputs(model, (pair for sample in samples for pair in sample)))
         scores = [[next(outputs) for _ in sample] for sample in samples]
-        # As in the library, a passage stands behind those of the same score, and NaN is last.
+        # As in the library, a passage stands after those of the same score, and NaN is last.
         ranks = torch.tensor([sum(not s < one for s in (one, *others)) for one, *others in scores])
         return mean_score((1 / ranks.double()) * (ranks <= RANKS))
 

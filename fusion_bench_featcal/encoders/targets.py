@@ -70,7 +70,7 @@ def _kind(name: str, values: Sequence[object]) -> str:
 
 
 def too_few(targets: Targets) -> str | None:
-    """Return why a figure is undefined if one row is left out, or None if it is defined."""
+    """Return why a metric is undefined if one example is left out, or None if it is defined."""
     rows, alike = len(targets.values), max(Counter(targets.values).values())
     if rows >= 4 and rows - alike >= 2:
         return None

@@ -8,7 +8,7 @@ class CalibrationError(RuntimeError):
 
     Attributes:
         places: Where it failed, added by `error_context`: the widest place first.
-        remedy: Sentence behind the message, from the nearest place that has one.
+        remedy: Sentence after the message, from the nearest place that has one.
     """
 
     def __init__(self, message: str = "") -> None:

@@ -104,7 +104,7 @@ def _outputs_alone(
 def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tuple[str, Tensor]]:
     """Return the blocks that a pass of the model runs, in order, and their outputs.
 
-    The pass ends where a block runs again, or a matrix behind the last block.
+    The pass ends where a block runs again, or a matrix after the last block.
 
     Raises:
         CalibrationError: If the model cannot take the inputs.
@@ -142,7 +142,7 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
         except CalibrationError:
             raise
         except Exception as error:
-            if len(outputs) < len(blocks):  # else it fails behind them, where nothing is calibrated
+            if len(outputs) < len(blocks):  # else it fails after them, where nothing is calibrated
                 raise CalibrationError(
                     f"{type(model).__name__}.forward fails on a batch ({type(error).__name__}: "
                     f"{error}). The entries of a mapping are its keywords, those of a tuple its "

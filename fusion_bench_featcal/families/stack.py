@@ -85,7 +85,7 @@ class Stack(Family):
         self.tail = [*tail]
 
     def stages(self, model: nn.Module) -> list[list[str]]:
-        """Return the blocks in forward order, and a stage for each module behind them.
+        """Return the blocks in forward order, and a stage for each module after them.
 
         Raises:
             CalibrationError: If there are no blocks.

@@ -79,7 +79,7 @@ class EncoderModels(Models):
         return self.experts[task]
 
     def left_as_merged(self, tasks: Mapping[str, Task]) -> AsMerged:
-        """Return nothing. Only a run finds the modules behind the blocks that are calibrated."""
+        """Return nothing. Only a run finds the modules after the blocks that are calibrated."""
         return AsMerged()
 
     def calibrate(self, settings: FeatCalSettings, batches: Mapping[str, Any]) -> CalibrationResult:

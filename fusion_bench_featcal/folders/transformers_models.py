@@ -79,7 +79,7 @@ class TransformersModels(Models):
 
     @cached_property
     def _head_names(self) -> list[str]:
-        """Names of the body's tensors behind the blocks that differ between experts."""
+        """Names of the body's tensors after the blocks that differ between experts."""
         first, *more = self.paired.experts.values()
         return [
             name

@@ -42,7 +42,7 @@ class Plan:
         rows: Row of the results -> number of times that it is made.
         strengths: Row of the results -> its strengths by name, if it has any.
         jobs: Number of jobs. The amounts are of a sweep's first job, and rows of all jobs.
-        as_merged: Modules that a calibration leaves as merged.
+        as_merged: Modules that a calibration leaves unchanged.
     """
 
     downloads: tuple[Download, ...] = ()

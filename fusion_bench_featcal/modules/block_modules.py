@@ -53,11 +53,11 @@ def find_all_modules(
     *,
     calibrate_norm: bool,
 ) -> dict[str, BlockModules]:
-    """Find the modules of all blocks that are calibrated, and those that stay as merged.
+    """Find the modules of all blocks, and which of them are calibrated.
 
     Calibrated: nn.Linear, transformers' Conv1D, Conv2d with one group of channels, LayerNorm and
     GroupNorm, the statistics of BatchNorm, and routed experts in the layout of transformers 5.
-    Anything else stays as merged: norms without a shift, embeddings, modules with vectors only,
+    Anything else is left unchanged: norms without a shift, embeddings, modules with vectors only,
     other routed experts, and routers unless a pattern names them.
 
     Args:
@@ -97,7 +97,7 @@ def find_all_modules(
 
 
 def left_out(blocks: Mapping[str, BlockModules]) -> list[str]:
-    """Return the kinds of selected modules with matrices that stay as merged, without repetition.
+    """Return the kinds of selected modules with matrices that are left unchanged, each once.
 
     Embeddings, norms and modules that patterns exclude are not named.
     """

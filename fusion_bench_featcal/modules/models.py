@@ -29,8 +29,8 @@ def tensors_before_stage(
     unused = [block for blocks in stages for block in blocks]
     unused += [name for name, module in model.named_modules() if module is head]
     names = list(model.state_dict())
-    behind = tensors_outside_blocks(model, stages)
-    return sorted(set(names) - set(names_under(names, unused)) - set(behind))
+    outside = tensors_outside_blocks(model, stages)
+    return sorted(set(names) - set(names_under(names, unused)) - set(outside))
 
 
 def expert_tensor_names(

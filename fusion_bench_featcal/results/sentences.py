@@ -72,7 +72,7 @@ def legend(frame: Frame) -> list[str]:
     meanings = {
         "n: samples per task": "samples_per_task" in frame.labels,
         "inputs: digest of models and data": INPUTS in frame.labels,
-        f"{DRIFT}: distance behind the last block from the expert's features, relative to them":
+        f"{DRIFT}: distance after the last block from the expert's features, relative to them":
             frame.metric == DRIFT,
         "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)":
             any(line.gain for line in lines),

@@ -1,4 +1,4 @@
-"""Modules with matrices that stay as merged: towers, routed experts, embeddings, heads."""
+"""Modules with matrices that are not calibrated: towers, routed experts, embeddings, heads."""
 
 import re
 from collections import Counter
@@ -32,7 +32,7 @@ def left_as_merged(
     modules: Modules,
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> AsMerged:
-    """Return the modules that stay as merged although experts differ in them.
+    """Return the modules that are not calibrated although experts differ in them.
 
     Experts differ in a matrix if one row of it differs between them, or by more than rounding from
     the merged model's. Tensors that an expert lacks are not compared.
@@ -52,7 +52,7 @@ def left_as_merged(
 
 
 def left_by_names(model: nn.Module, stages: Stages, modules: Modules) -> AsMerged:
-    """Return the modules that stay as merged, whether experts differ in them or not."""
+    """Return the modules that are not calibrated, whether experts differ in them or not."""
     names = _uncalibrated(model, modules)
     return AsMerged(*_counts(model, stages, modules, names), compared=False)
 

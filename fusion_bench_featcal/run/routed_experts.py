@@ -1,8 +1,8 @@
 """Routed experts of a mixture, calibrated one by one after the other modules of their block.
 
-A routed expert's rows are the tokens that the calibrated model sends to it. Both models run it on
-them, whatever the task expert's own router says. A task without such rows does not count, and a
-routed expert without any stays as merged.
+The rows of a routed expert are the tokens that the calibrated model's router sends to it. Model and
+task expert both run it on these tokens, independently of the task expert's own router. A task
+without such tokens does not count, and a routed expert without any token is left unchanged.
 """
 
 from collections import defaultdict
@@ -53,11 +53,11 @@ def calibrate_mixture(state: CalibrationState, block: str, mixture: Mixture) -> 
 
 
 SlotMetrics = dict[int, Mapping[str, float]]
-"""Number of a routed expert -> figures of one of its matrices."""
+"""Index of a routed expert -> metrics of one of its matrices."""
 
 
 def slot_summary(metrics: SlotMetrics) -> dict[str, float]:
-    """Return the medians of all figures, and the largest update with its routed expert's number."""
+    """Return the medians of all metrics, and the largest update with its routed expert's index."""
     names = dict.fromkeys(name for slot_values in metrics.values() for name in slot_values)
     medians = {
         n: median(slot_values[n] for slot_values in metrics.values() if n in slot_values)
@@ -90,7 +90,7 @@ class RoutedExpert:
     rows: Mapping[str, RoutedRows]
 
     def calibrate(self) -> dict[str, Mapping[str, float]]:
-        """Replace its parameters in the model, and return figures of each matrix."""
+        """Replace its parameters in the model, and return metrics of each matrix."""
         state, metrics = self.state, dict[str, Mapping[str, float]]()
         groups = [group_of_slot(site, self.number, self._current) for site in self.mixture.sites]
         for turn in turns_of(state.rule, groups):

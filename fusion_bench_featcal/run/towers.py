@@ -73,7 +73,7 @@ def stages_in_order(
 ) -> list[list[str]]:
     """Return the stages before the decoder that a pass of the model runs, in order.
 
-    These are lists of blocks, and linear modules behind the first of them that change what the
+    These are lists of blocks, and linear modules after the first of them that change what the
     decoder receives.
 
     Args:

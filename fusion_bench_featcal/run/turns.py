@@ -118,7 +118,7 @@ def add_task(
 def solve(
     state: CalibrationState, block: str, sums: dict[Group, GroupSums], current: TensorGetter
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
-    """Return new parameters of a turn's groups, and figures of each linear module.
+    """Return new parameters of a turn's groups, and metrics of each linear module.
 
     The sums of a group are freed as soon as it is solved.
 

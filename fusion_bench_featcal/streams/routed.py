@@ -58,7 +58,7 @@ class RoutedRows:
         """Return the numbers of the rows that are sent to each of so many routed experts."""
         chosen = self.slots.flatten()
         rows = chosen.argsort(stable=True) // self.slots.shape[1]
-        # Tokens that are sent nowhere have the number behind the last one.
+        # Tokens that are sent nowhere have the number after the last one.
         sizes = chosen.bincount(minlength=count + 1).tolist()
         return rows.split(sizes)[:count]
 

@@ -1,4 +1,4 @@
-"""Sums over the rows of one task: inputs of a group of modules, and drifts behind a block."""
+"""Sums over the rows of one task: inputs of a group of modules, and drifts after a block."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -122,7 +122,7 @@ class NormTaskSums:
 
 
 class StatisticsTaskSums(NormTaskSums):
-    """Sums over inputs of one BatchNorm, whose parameters stay as merged."""
+    """Sums over inputs of one BatchNorm. Its parameters are not calibrated."""
 
     def __init__(self, group: Group, model: nn.Module) -> None:
         """Start with no rows."""
@@ -198,7 +198,7 @@ class DriftLog:
     Attributes:
         sums: Task -> result of `sums_of`, `[3]`.
         rows: Task -> number of rows.
-        experts: Task -> sums of the expert's features, behind the last block.
+        experts: Task -> sums of the expert's features, after the last block.
     """
 
     def __init__(self, *, channels_first: bool = False) -> None:
@@ -215,7 +215,7 @@ class DriftLog:
     def add(
         self, task: str, batch: Batch, hidden: Tensor, expert: Tensor, *, is_last: bool
     ) -> None:
-        """Add a batch's features behind a block.
+        """Add a batch's features after a block.
 
         Args:
             task: The task.
@@ -241,7 +241,7 @@ class DriftLog:
         return hidden if counted is None else counted.of(hidden)
 
     def records(self, gather_dict: United) -> dict[str, dict[str, Any]]:
-        """Return each task's figures behind the block, and reset the sums.
+        """Return each task's metrics after the block, and reset the sums.
 
         Args:
             gather_dict: Returns the items of all processes.

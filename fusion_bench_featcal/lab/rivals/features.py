@@ -88,7 +88,7 @@ def find_final_norm(models: PoolModels, final_norm: str | None) -> str:
     if not modules.intersection(names):
         raise CalibrationError(
             f"model {model.name!r} has no {' or '.join(names)}: surgery methods correct a language "
-            "model behind its last norm. Set method.final_norm to that module's name"
+            "model after its last norm. Set method.final_norm to that module's name"
         )
     return next(name for name in names if name in modules)
 

@@ -20,7 +20,7 @@ from fusion_bench_featcal.settings.rules import is_factor
 
 
 class ReACT(FeatureCorrection, option="react", source="AAAI 2026, arXiv 2511.10943"):
-    """ReACT: one matrix behind the model, which maps its features to all experts' features.
+    """ReACT: one matrix after the model, which maps its features to all experts' features.
 
     It is a ridge regression with a rotation as anchor, in closed form. With `task_id` there is one
     matrix per task, which needs the task's name at inference.
