@@ -150,10 +150,7 @@ def prepare_calibration(
     modules = find_all_modules(
         inputs.merged, stages, options.modules, calibrate_norm=rule.calibrate_norm
     )
-    with runtime.autocast():
-        warning = rule.dtype_warning(dtype_of_features(inputs.merged, stages[0][0], device))
-    if warning:
-        logger.warning(warning)
+    warn_about_dtype(rule, inputs.merged, stages[0][0], runtime)
     base, experts = open_models(inputs, working, rule, processes, stages)
     order = expert_tensor_names(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
@@ -169,7 +166,8 @@ def prepare_calibration(
         stages,
         working,
         experts,
-        rule,
+        features=rule.features,
+        records_experts=rule.runs_experts,
         autocast=with_kernel(kernel, runtime.autocast),
         decoder_rows=options.decoder_rows or rule.decoder_rows,
         head_reads_first=head_reads_first,
@@ -183,6 +181,7 @@ def prepare_calibration(
     else:  # comparing tensors would read more of the experts than the budget allows
         as_merged = left_by_names(working.structure, stages, modules)
     log.add_as_merged(as_merged)
+    passes = 2 if rule.balance else 1
     return CalibrationState(
         tasks=tasks,
         working=working,
@@ -198,14 +197,17 @@ def prepare_calibration(
         kernel=kernel,
         log=log,
         progress=Progress(
-            processes,
-            device,
-            [*modules],
-            len(samples),
-            show=runtime.progress,
-            passes=2 if rule.balance else 1,
+            processes, device, [*modules], len(samples), show=runtime.progress, passes=passes
         ),
     )
+
+
+def warn_about_dtype(rule: Rule, merged: nn.Module, block: str, runtime: Runtime) -> None:
+    """Log the rule's warning about the dtype of a block's features, if it has one."""
+    with runtime.autocast():
+        warning = rule.dtype_warning(dtype_of_features(merged, block, runtime.device))
+    if warning:
+        logger.warning(warning)
 
 
 def validate_family(

@@ -20,7 +20,6 @@ from fusion_bench_featcal.families.base import stoppable
 from fusion_bench_featcal.modules.groups import Group, Recorded, record
 from fusion_bench_featcal.modules.models import in_float32, tensors_before_stage, tensors_under
 from fusion_bench_featcal.modules.sites import Site, exclusion
-from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.streams.batch import Batch, CountedPositions, Positions
 from fusion_bench_featcal.streams.inputs import check_finite_inputs, to_device
 from fusion_bench_featcal.streams.routed import RoutedRows
@@ -39,7 +38,8 @@ class Streams:
         stages: Names of the blocks in forward order, one list per stage.
         working: The calibrated model, with one block at a time in memory.
         experts: The expert of each task.
-        rule: How blocks are calibrated.
+        features: Module inputs that the rule sums, as in `Rule.features`.
+        records_experts: Whether the rule uses the experts' inputs.
         autocast: Returns the context for forward passes.
         decoder_rows: Counted positions of a decoder: a value of the setting. With `auto` the last
             block counts only positions that predict a target, if there are labels.
@@ -53,7 +53,8 @@ class Streams:
     stages: Sequence[Sequence[str]]
     working: WorkingModel
     experts: Mapping[str, LazyModel]
-    rule: Rule
+    features: str = "calibrated"
+    records_experts: bool = True
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     decoder_rows: str = "all"
     head_reads_first: bool = False
@@ -86,7 +87,7 @@ class Streams:
     @property
     def runs_experts(self) -> bool:
         """Return whether experts run, for the rule or for a comparison."""
-        return self.rule.runs_experts or self.drift is not None
+        return self.records_experts or self.drift is not None
 
     def enter_stage(self, index: int) -> None:
         """Advance all batches to the first block of a stage. Earlier stages must be calibrated."""
@@ -300,8 +301,8 @@ class Streams:
         self, batch: Batch, block: str, expert: nn.Module, modules: Collection[str]
     ) -> None:
         """Run a batch through the expert's block, and record inputs that are used."""
-        names = modules if self.rule.runs_experts else ()
-        call = batch.calibrated_call if self.rule.features == "merged" else batch.expert_call
+        names = modules if self.records_experts else ()
+        call = batch.calibrated_call if self.features == "merged" else batch.expert_call
         recorded = record(expert, names, partial(self.step, expert, block, call))
         batch.expert_call, batch.expert_inputs = recorded.result, recorded.inputs
 
@@ -320,7 +321,7 @@ class Streams:
                     f"{exclusion([f'{mixture}.*'], block)}"
                 )
             x, slots = recorded.arguments[mixture][:2]
-            expert_x = batch.expert_inputs.pop(mixture) if self.rule.runs_experts else None
+            expert_x = batch.expert_inputs.pop(mixture) if self.records_experts else None
             rows = RoutedRows.from_batch(batch, mixture, x, slots, expert_x)
             batch_rows.append(tree_map(rows, Tensor, self.storage.kept))
         return RoutedRows.joined(batch_rows)
@@ -345,7 +346,7 @@ class Streams:
         Raises:
             CalibrationError: If modules of a group receive different tensors.
         """
-        if self.rule.features != "calibrated":
+        if self.features != "calibrated":
             inputs, batch.expert_inputs = batch.expert_inputs, {}
             return inputs
         run = partial(self.step, self.model, block, batch.calibrated_call)
