@@ -139,10 +139,10 @@ def main() -> None:
             by_name.setdefault(name, []).append(values)
     print(f"| {options.samples} samples per task | average, % | each seed | worst task |")
     print("|---|--:|--:|--:|")
-    for name, of_seeds in by_name.items():
-        averages = [mean(values) for values in of_seeds]
+    for name, seed_rows in by_name.items():
+        averages = [mean(values) for values in seed_rows]
         each = ", ".join(f"{value:.1f}" for value in averages)
-        worst = min(min(values) for values in of_seeds)
+        worst = min(min(values) for values in seed_rows)
         print(f"| {name} | {mean(averages):.1f} | {each} | {worst:.1f} |")
     print(f"\n{machine()}")
 

@@ -53,9 +53,9 @@ def contrastive_loss(model: Any, rows: Rows, random: np.random.Generator) -> tor
     chosen = list[tuple[str, int]]()
     few = random.permutation(labels)[:24]
     for label in few:
-        of_label = [row for row in rows if row[1] == label]
-        count = min(len(of_label), max(2, 32 // len(few)))
-        chosen += [of_label[n] for n in random.permutation(len(of_label))[:count]]
+        label_rows = [row for row in rows if row[1] == label]
+        count = min(len(label_rows), max(2, 32 // len(few)))
+        chosen += [label_rows[n] for n in random.permutation(len(label_rows))[:count]]
     texts, targets = [text for text, _ in chosen], torch.tensor([label for _, label in chosen])
     vectors = F.normalize(model(model.preprocess(texts))["sentence_embedding"], dim=-1)
     same = torch.eye(len(chosen), dtype=torch.bool)
@@ -209,9 +209,9 @@ def study(
     """Print the table of one merge: the experts on their own tasks, and all repairs."""
     chosen = [evaluators[task] for task in experts]
     print(f"\n| {title} | {' | '.join(METRICS)} | CPU s |\n|---|--:|--:|--:|--:|")
-    of_experts = {t: scores_of(expert, [evaluators[t]])[t] for t, expert in experts.items()}
+    expert_scores = {t: scores_of(expert, [evaluators[t]])[t] for t, expert in experts.items()}
     before = scores_of(merged, chosen)
-    print(line_of("experts, each on its own task", [of_experts], None, 0))
+    print(line_of("experts, each on its own task", [expert_scores], None, 0))
     print(line_of("merged", [before], None, 0), flush=True)
     for count in (16, 64):
         for label, origin in (("no base", None), ("base", base)):

@@ -129,9 +129,9 @@ def main() -> None:
     builder = FarBuilder(SUITE, shipped, [FAR.name], recipe, 0, print)
     base = loaded(shipped)
     experts = experts_of(builder, base, options.folder)
-    of_experts = {task: 100 * builder.accuracy(experts[task], task) for task in TASKS}
+    expert_scores = {task: 100 * builder.accuracy(experts[task], task) for task in TASKS}
     by_name = {
-        "experts": [of_experts],
+        "experts": [expert_scores],
         "merged": [accuracies(builder, merged_of(base, experts, SCALE))],
     }
     for seed in options.seeds:

@@ -39,9 +39,9 @@ class RoundedWeights(SampleSettings):
         rows, counts = list[dict[str, Tensor]](), dict[str, int]()
         if self.rounding == "gptq":
             for task, batches in inputs.batches(self.calibration_settings).items():
-                of_task = [row for batch in batches for row in unpadded(batch)]
-                counts[task] = len(of_task)
-                rows += of_task
+                task_rows = [row for batch in batches for row in unpadded(batch)]
+                counts[task] = len(task_rows)
+                rows += task_rows
         modules = dict(merged.named_modules())
         for name, values in quantized_weights(merged, rows, self.group_size).items():
             modules[name].weight.copy_(values)

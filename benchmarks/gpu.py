@@ -256,19 +256,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return Markdown with a table for each model: a row per side, and FeatCal's ratio to it."""
     sections = list[str]()
     for name in dict.fromkeys(row["model"] for row in rows):
-        of_model = {row["side"]: row for row in rows if row["model"] == name}
-        first = next(iter(of_model.values()))
+        model_rows = {row["side"]: row for row in rows if row["model"] == name}
+        first = next(iter(model_rows.values()))
         heads = ["", *(label for label, _ in FIGURES.values()), "seconds, ratio to FeatCal"]
         lines = [f"## {name}: {first['sizes']}\n", f"| {' | '.join(heads)} |"]
         lines.append(f"|---|{'--:|' * (len(heads) - 1)}")
-        seconds = of_model.get(PAPER, {}).get("seconds")
-        for side, row in of_model.items():
+        seconds = model_rows.get(PAPER, {}).get("seconds")
+        for side, row in model_rows.items():
             cells = [f"{row[key] * unit:.3g}" if key in row else "-"
                      for key, (_, unit) in FIGURES.items()]  # fmt: skip
             ratio = f"{row['seconds'] / seconds:.2f}" if seconds and "seconds" in row else "-"
             label = f"{side} ({row['failure']})" if "failure" in row else side
             lines.append(f"| {' | '.join([label, *cells, ratio])} |")
-        if (apart := of_model.get(PLAIN, {}).get("difference")) is not None:
+        if (apart := model_rows.get(PLAIN, {}).get("difference")) is not None:
             lines.append(f"\nFeatCal and {PLAIN}: {apart:.1e} of the update apart.")
         lines.append(f"\n{first['machine']}\n")
         sections.append("\n".join(lines))
@@ -278,8 +278,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def shrink() -> None:
     """Make all models tiny, with few samples and steps."""
     for name, (_, _, _, last) in random_models.WIDTHS.items():
-        of_heads = 2 if name.startswith("llama") else last
-        random_models.WIDTHS[name] = (32, 64, 4, of_heads)
+        head_count = 2 if name.startswith("llama") else last
+        random_models.WIDTHS[name] = (32, 64, 4, head_count)
     for name, size in SIZES.items():
         tokens = min(size.tokens, 8)
         SIZES[name] = replace(size, blocks=2, tasks=2, samples=4, tokens=tokens, steps=3)

@@ -90,15 +90,15 @@ def operations(name: str, device: str, rule: str, *sizes: int) -> Tensor:
     """Return the operations of a calibration with a number of blocks, tasks and batches."""
     layers, tasks, number = sizes
     base, merged, *experts = models(name, layers, 2 + tasks)
-    of_tasks = {f"task_{index}": expert for index, expert in enumerate(experts)}
-    data = {task: small_batches(name, k, number) for k, task in enumerate(of_tasks)}
+    task_experts = {f"task_{index}": expert for index, expert in enumerate(experts)}
+    data = {task: small_batches(name, k, number) for k, task in enumerate(task_experts)}
     options: dict[str, Any] = {"samples_per_task": number * SAMPLES} | RULES[rule]
     if rule == "FeatCal":
         options["calibrate_norm"] = name.startswith("vit")
     settings = FeatCalSettings(**options)
     counted, posing = Counted(), Posing() if device == GPU else nullcontext()
     with posing, counted:
-        calibrate(merged, base, of_tasks, data, settings, device=device, progress=False)
+        calibrate(merged, base, task_experts, data, settings, device=device, progress=False)
     return torch.tensor(counted.numbers)
 
 
@@ -121,13 +121,13 @@ def per_part(name: str, device: str, rule: str) -> list[int]:
     """Return the operations of an inner block, as `PARTS` names them."""
     operations(name, device, rule, 2, 1, 1)  # what is computed once per process does not count
 
-    def of_block(tasks: int, number: int) -> Tensor:
+    def block_tensor(tasks: int, number: int) -> Tensor:
         deep, shallow = (operations(name, device, rule, n, tasks, number) for n in (3, 2))
         return deep - shallow
 
-    few = of_block(1, 2)
-    batch = of_block(1, 3) - few
-    task = of_block(2, 2) - few - 2 * batch
+    few = block_tensor(1, 2)
+    batch = block_tensor(1, 3) - few
+    task = block_tensor(2, 2) - few - 2 * batch
     return [*batch.tolist(), int(task[0])]
 
 

@@ -72,11 +72,11 @@ def calibrate_block(
             for name in norms:
                 add_norm(sums[name].setdefault(task, []), x_cal[name], model.get_submodule(name))
     updates = {}
-    for name, of_tasks in sums.items():
+    for name, task_sums in sums.items():
         solve = solve_linear if name in linear else solve_norm
         modules = {task: expert.get_submodule(name) for task, expert in experts.items()}
         anchor = anchor_of(model.get_submodule(name), base.get_submodule(name), settings.anchor_rho)
-        updates[name] = solve(of_tasks, modules, anchor, settings.ridge_lambda)
+        updates[name] = solve(task_sums, modules, anchor, settings.ridge_lambda)
     for name, values in updates.items():
         for parameter, value in zip(model.get_submodule(name).parameters(), values, strict=True):
             parameter.copy_(value)

@@ -81,16 +81,16 @@ def main() -> None:
         solution = [SWUDI(time=1e12).merged_step(steps) for steps in matrices]
         total = distance(solution, start)
         by_count = zip(*(adam(steps, options.steps) for steps in matrices), strict=True)
-        of_adam = dict(zip(options.steps, map(list, by_count), strict=True))
+        adam_times = dict(zip(options.steps, map(list, by_count), strict=True))
         rows = {"the sum of steps": start, "the solution": solution}
-        rows |= {f"Adam, {count} steps": merged for count, merged in of_adam.items()}
+        rows |= {f"Adam, {count} steps": merged for count, merged in adam_times.items()}
         for time in TIMES:
             rows[f"s = {time:g}"] = [SWUDI(time=time).merged_step(steps) for steps in matrices]
-        heads = [f"from Adam, {count}" for count in of_adam]
+        heads = [f"from Adam, {count}" for count in adam_times]
         print(f"\n{suite}\n\n| merged step | loss | from the solution | {' | '.join(heads)} |")
         print("|---|--:|--:|" + "--:|" * len(heads))
         for name, merged in rows.items():
-            gaps = [distance(merged, other) / total for other in (solution, *of_adam.values())]
+            gaps = [distance(merged, other) / total for other in (solution, *adam_times.values())]
             cells = [f"{loss(merged, matrices):.3g}", *(f"{gap:.2f}" for gap in gaps)]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
 

@@ -45,9 +45,9 @@ def difference(row: dict, other: dict) -> list[float]:
         shift += items.mean() - items.sum() / count
         differing += int((abs(items) > 1e-12).sum())
         by_seed.append(gains.mean(axis=1))
-    of_seeds, half_seeds, p = np.mean(by_seed, axis=0), 0.0, 0.0
-    value, degrees = float(of_seeds.mean()), len(of_seeds) - 1
-    error = of_seeds.std(ddof=1) / math.sqrt(len(of_seeds)) if degrees else 0.0
+    seed_mean, half_seeds, p = np.mean(by_seed, axis=0), 0.0, 0.0
+    value, degrees = float(seed_mean.mean()), len(seed_mean) - 1
+    error = seed_mean.std(ddof=1) / math.sqrt(len(seed_mean)) if degrees else 0.0
     if error:
         half_seeds = float(stats.t.ppf(0.975, degrees)) * error
         p = float(2 * stats.t.sf(abs(value) / error, degrees))

@@ -151,8 +151,10 @@ def few_table() -> str:
         for folder, run in results.runs.items():
             for line in frame_of(join({folder: run})).lines:
                 if line.first.name in harms:
-                    of_number = harms[line.first.name].setdefault(line.first.settings[NUMBER], [])
-                    of_number.append(min(line.gains.values()) < 0)
+                    number_harms = harms[line.first.name].setdefault(
+                        line.first.settings[NUMBER], []
+                    )
+                    number_harms.append(min(line.gains.values()) < 0)
         for record in summary(results).to_dict("records"):
             if record["row"] in (record["merger"], FEATCAL_PLUS):
                 column = "merged" if record["row"] == record["merger"] else record[NUMBER]
@@ -160,8 +162,8 @@ def few_table() -> str:
                 cells.setdefault(key, {})[column] = percent(record)
     numbers = sorted(harms[FEATCAL_PLUS])
     lines = [[*key, *(texts[n] for n in ("merged", *numbers))] for key, texts in cells.items()]
-    for name, of_rule in harms.items():
-        counts = (f"{sum(of_rule[n])} of {len(of_rule[n])}" for n in numbers)
+    for name, rule_harms in harms.items():
+        counts = (f"{sum(rule_harms[n])} of {len(rule_harms[n])}" for n in numbers)
         lines.append(["all", f"runs of {name} with a task below merged", "", *counts])
     heads = ["", "merger", "merged", f"samples: {numbers[0]}", *map(str, numbers[1:])]
     return with_machine(table(heads, lines), results_of(f"{FEW[0]}-few"))
@@ -189,21 +191,26 @@ def unlike_table(suite: str) -> str:
 def four_bits_table() -> str:
     """Return averages of models in 16 and 4 bits, shares of the gap, and the cost of 4 bits."""
     results = results_of(FOUR_BITS)
-    of_titles = {line.first.title: line for line in frame_of(results).lines}
-    merged, experts = of_titles["task_arithmetic/bits_16"].values, of_titles["experts"].values
+    lines_by_title = {line.first.title: line for line in frame_of(results).lines}
+    merged, experts = (
+        lines_by_title["task_arithmetic/bits_16"].values,
+        lines_by_title["experts"].values,
+    )
 
     def share(values: Mapping[str, float], task: str) -> float:
         return (values[task] - merged[task]) / (experts[task] - merged[task])
 
     lines = []
     for name, label in FOUR_BITS_ROWS.items():
-        pair = [of_titles[f"{name}/{row}"] for row in ("bits_16", "bits_4")]
+        pair = [lines_by_title[f"{name}/{row}"] for row in ("bits_16", "bits_4")]
         cells = [label, *(f"{100 * line.values['average']:.1f}" for line in pair)]
         cells.append(Unit.of("accuracy").gain(difference(*paired(*reversed(pair)))))
         for values in () if name == "task_arithmetic" else (line.values for line in pair):
             worst = min(values.keys() - {"average"}, key=lambda task: share(values, task))
-            of_average, of_worst = (share_text(share(values, key)) for key in ("average", worst))
-            cells += [f"{of_average} ({worst} {of_worst})"]
+            average_share, worst_share = (
+                share_text(share(values, key)) for key in ("average", worst)
+            )
+            cells += [f"{average_share} ({worst} {worst_share})"]
         lines.append(cells + ["-"] * (6 - len(cells)))
     heads = ["", "16 bits", "4 bits", "difference", "gap recovered, 16 bits (worst task)",
              "gap recovered, 4 bits (worst task)"]  # fmt: skip
@@ -220,10 +227,12 @@ def balance_table() -> str:
     for suite in suites:
         names = [f"{suite}-{part}" for part in ("balance", "polish")]
         found = [name for name in names if (RESULTS / name).exists()]
-        of_all = [record for n in found for record in summary(results_of(n)).to_dict("records")]
-        for record in of_all:
+        all_records = [
+            record for n in found for record in summary(results_of(n)).to_dict("records")
+        ]
+        for record in all_records:
             key = suite, record["merger"], record["row"]
-            cells[key] = average_and_missed(record, of_all)
+            cells[key] = average_and_missed(record, all_records)
             cost = record["cost.seconds"]
             if record["merger"] != "task_arithmetic":
                 cost = record["cost.seconds_with_merger"]
@@ -253,13 +262,13 @@ def rivals_table() -> str:
     for suite in suites:
         results = results_of(f"{suite}-rivals")
         words = [differing(join({folder: run})) for folder, run in results.runs.items()]
-        of_all = summary(results).to_dict("records")
-        for record in (record for record in of_all if record["merger"]):
+        all_records = summary(results).to_dict("records")
+        for record in (record for record in all_records if record["merger"]):
             key = record["merger"], record["row"]
             draws = [row for row in results.rows if (row.merger, row.name) == key]
-            agreed = {of_draw.get(draws[0].title) for of_draw in words}
+            agreed = {draw_words.get(draws[0].title) for draw_words in words}
             word = agreed.pop() if len(agreed) == 1 else None
-            cells[suite, *key] = f"{average_and_missed(record, of_all)} {word or ''}".rstrip()
+            cells[suite, *key] = f"{average_and_missed(record, all_records)} {word or ''}".rstrip()
             seconds[suite, *key] = f"{min(row.cost['seconds'] for row in draws):.1f}"
     tables = [by_suite(suites, RIVALS, entries) for entries in (cells, seconds)]
     text = f"{tables[0]}\n\nSeconds of each step alone, in the faster draw:\n\n{tables[1]}"

@@ -30,13 +30,13 @@ for number, handler in (
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
-OF_ENCODERS = ("encoders", "test_encoder_task_pool.py", "test_encoders.py")
+ENCODER_TESTS = ("encoders", "test_encoder_task_pool.py", "test_encoders.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave encoders to CI: sentence-transformers alone takes ten seconds to import."""
     is_fast = config.getoption("markexpr") == "not slow"
-    return True if is_fast and collection_path.name in OF_ENCODERS else None
+    return True if is_fast and collection_path.name in ENCODER_TESTS else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

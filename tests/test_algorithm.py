@@ -230,14 +230,16 @@ def test_presets_of_the_pool_become_rows_of_the_papers_rule() -> None:
         algorithm._program = SimpleNamespace(_modelpool={"featcal": {"presets": presets}})
         return algorithm
 
-    of_run: Any = {"seed": 3, "checkpoint_dir": "somewhere"}
-    rows = chosen(**of_run).methods
+    run_settings: Any = {"seed": 3, "checkpoint_dir": "somewhere"}
+    rows = chosen(**run_settings).methods
     assert list(rows) == ["featcal", "featcal_plus", "featcal_paper_flan_t5"]
-    of_preset = of_run | changes | {"checkpoint_dir": "somewhere/preset-paper_flan_t5"}
-    assert rows["featcal_paper_flan_t5"].by_name == FeatCalSettings(**of_preset).by_name
+    preset_settings = run_settings | changes | {"checkpoint_dir": "somewhere/preset-paper_flan_t5"}
+    assert rows["featcal_paper_flan_t5"].by_name == FeatCalSettings(**preset_settings).by_name
     changed = {"mix_alpha": 0.5, "calibrate_norm": True, "decoder_rows": "targets"}
-    of_plus = FeatCalSettings.plus(seed=3, checkpoint_dir="somewhere/preset-plus")
+    plus_settings = FeatCalSettings.plus(seed=3, checkpoint_dir="somewhere/preset-plus")
     for more in ({}, changed):  # what belongs to the paper's rule does not reach another one
-        assert chosen(**of_run, **more).methods["featcal_plus"].by_name == of_plus.by_name
+        assert (
+            chosen(**run_settings, **more).methods["featcal_plus"].by_name == plus_settings.by_name
+        )
     plus = chosen(rule="plus", augment="none")
     assert plus.model_to_save == "featcal_plus" and plus.methods == {"featcal_plus": plus.settings}

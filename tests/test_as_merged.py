@@ -25,7 +25,7 @@ LOGGER = "fusion_bench_featcal.run.log"
 DIFFER = "modules that stay as merged although experts differ in them"
 EMBEDDINGS = {"model.language_model.embed_tokens": 1, "lm_head": 1}
 LLAVA = AsMerged({"model.vision_tower": 14, "model.multi_modal_projector": 2}, EMBEDDINGS)
-OF_TEXT = AsMerged(ends=EMBEDDINGS)
+TEXT_TOWER = AsMerged(ends=EMBEDDINGS)
 
 
 def left_by(suite: Suite, **more: Any) -> AsMerged:
@@ -62,7 +62,7 @@ PROJECTOR = AsMerged({"model.multi_modal_projector": 2}, EMBEDDINGS)
 
 @pytest.mark.parametrize(("change", "left"), [
     (lambda suite: suite, LLAVA),
-    (lambda suite: frozen(suite, *TOWER), OF_TEXT),
+    (lambda suite: frozen(suite, *TOWER), TEXT_TOWER),
     (lambda suite: frozen(suite, TOWER[0]), PROJECTOR),
     (lambda suite: frozen(suite, ""), AsMerged()),
 ])  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_tower_beside_the_text_decoder_is_named_if_experts_differ(change, left
 def test_experts_without_a_tower_are_not_compared_and_others_are() -> None:
     suite = suite_named("llava")
     texts: Any = {task: Without(expert, *TOWER) for task, expert in suite.experts.items()}
-    assert left_by(replace(suite, experts=texts)) == OF_TEXT
+    assert left_by(replace(suite, experts=texts)) == TEXT_TOWER
     mixed = texts | {"task_1": suite.experts["task_1"]}
     assert left_by(replace(suite, experts=mixed)) == LLAVA
 
@@ -147,7 +147,7 @@ def test_processes_agree() -> None:
 
 
 def test_reports_have_a_note_on_all_but_embeddings_and_heads() -> None:
-    for left, notes in ((LLAVA, [LLAVA.text]), (OF_TEXT, [])):
+    for left, notes in ((LLAVA, [LLAVA.text]), (TEXT_TOWER, [])):
         log = CalibrationLog()
         log.add_as_merged(left)
         facts = calibration_facts("featcal", FeatCalSettings(), log.records, {})

@@ -390,7 +390,7 @@ def test_names_that_peft_would_not_load_are_refused(method, change, messages, tm
             adapter.source(base)
 
 
-def of_first_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def first_layer_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if "layers.0" in name}
 
 
@@ -398,8 +398,8 @@ TWO: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"]}
 # Changes of the config and of the tensors, and the message, which none is for a usable adapter.
 LORAS: list[tuple[dict[str, Any], Any, str]] = [
     (TWO, dict, ""),
-    (TWO | {"layers_to_transform": [0]}, of_first_layer, ""),
-    (TWO, of_first_layer, r"lacks 4 tensors, .*\.layers\.1"),
+    (TWO | {"layers_to_transform": [0]}, first_layer_tensors, ""),
+    (TWO, first_layer_tensors, r"lacks 4 tensors, .*\.layers\.1"),
     (TWO, renamed, r"lacks 8 tensors, .* has 8 tensors of no module"),
     ({"target_modules": ["q_proj", "o_proj"]}, dict, r"lacks 4 tensors, such as .*o_proj.lora_A"),
     ({"r": 4}, dict, r"size mismatch .*lora_A.*\(\[2, \d+\]\).*\(\[4, "),

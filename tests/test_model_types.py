@@ -10,7 +10,7 @@ from tiny_models import ROUNDING
 
 IN_CI = [pytest.mark.slow, pytest.mark.ci]
 # Types that release 4 lacks or has in part, or that have no float64 there.
-OF_RELEASE_5 = {
+RELEASE_5_TYPES = {
     name: [NEEDS_RELEASE_5]
     for name in ("deepseek_v3", "glm4_moe", "qwen3_5_text", "gemma4_text", "trocr",
                  *TOWERS_OF_RELEASE_5, *LAYOUTS)
@@ -19,7 +19,7 @@ TABLE = [
     pytest.param(
         row,
         id=f"{row.name}-{row.kind}",
-        marks=[*IN_CI[: 2 - row.slow], *OF_RELEASE_5.get(row.name, ())],
+        marks=[*IN_CI[: 2 - row.slow], *RELEASE_5_TYPES.get(row.name, ())],
     )
     for row in ROWS
 ]

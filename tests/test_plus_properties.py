@@ -107,8 +107,8 @@ def test_a_rule_object_and_its_name_give_equal_bits(make: Callable[[], Suite]):
     for other in by_name:
         assert_identical(other.model, by_object.model)
     samples = sum(map(size_of, suite.inputs["task_0"]))
-    of_blocks = [r["rows"] for r in by_object.log.select("task") if r["task"] == "task_0"]
-    rows, *_, last = of_blocks
+    block_rows = [r["rows"] for r in by_object.log.select("task") if r["task"] == "task_0"]
+    rows, *_, last = block_rows
     if "labels" in suite.inputs["task_0"][0]:  # in the last block only targets count
         assert last < rows == sum(b["attention_mask"].sum() for b in suite.inputs["task_0"])
     else:  # 5 positions of each image and of its 7 copies

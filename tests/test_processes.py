@@ -266,6 +266,6 @@ def test_a_process_without_images_waits_for_that_with_images(rule: Any):
 
     (log, gap), (other_log, other_gap) = in_processes(2, work)
     assert log == other_log and max(gap, other_gap) < 1e-11
-    of_tasks = {(r["block"].split(".")[1], r["task"]) for r in expected.log.select("task")}
-    assert ("vision_tower", "task_1") not in of_tasks
-    assert {("vision_tower", "task_0"), ("language_model", "task_1")} <= of_tasks
+    task_records = {(r["block"].split(".")[1], r["task"]) for r in expected.log.select("task")}
+    assert ("vision_tower", "task_1") not in task_records
+    assert {("vision_tower", "task_0"), ("language_model", "task_1")} <= task_records

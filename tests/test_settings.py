@@ -143,8 +143,8 @@ def test_featcal_plus_is_one_method_by_any_name_and_its_rule_has_its_values(tmp_
     assert samples.items() <= expected.as_dict().items()
     for settings in (by_method, FeatCalSettings.plus(), FeatCalSettings.plus(**samples)):
         assert settings.with_rule_defaults == expected
-    of_run = {"max_length": None, "checkpoint_dir": None}
-    assert by_command.replace(**of_run).with_rule_defaults == expected
+    run_settings = {"max_length": None, "checkpoint_dir": None}
+    assert by_command.replace(**run_settings).with_rule_defaults == expected
     by_object = FeatCalSettings(rule=Plus()).with_rule_defaults
     assert (
         by_object.rule_object == expected.rule_object and by_object.replace(rule="plus") == expected

@@ -83,8 +83,8 @@ def test_routed_experts_are_counted_and_solved_one_at_a_time(tmp_path: Path):
     products = TOKENS * (2 * slots * width + top * 2 * 3 * width * inner)
     assert shapes.passes["model.layers.1"] == attention + products
     plus = shapes.estimate(tasks=2, samples=SAMPLES, plus=True)
-    of_modules = [(TOKENS, width, 3 * width), (TOKENS, width, width)]
-    every = [(w, outputs, 1) for _, w, outputs in of_modules]
+    module_shapes = [(TOKENS, width, 3 * width), (TOKENS, width, width)]
+    every = [(w, outputs, 1) for _, w, outputs in module_shapes]
     every += [(w, outputs, slots) for _, w, outputs in (entry, exit)]
     solves = sum(n * (w**3 / 3 + 2 * w * w * outputs) for w, outputs, n in every)
     assert plus.solves == pytest.approx(3 * solves)

@@ -39,7 +39,7 @@ REFUSED = {
     "open-clip-vit-mini_TA6": "needs open_clip, which cannot be imported",
 }
 # Methods that refuse the pool's models, and plans of them, with the message.
-OF_OTHER_MODELS = {
+OTHER_MODELS = {
     "featcal_baselines/harc": "harc fits routers of mixtures, and CLIPVisionModel has none",
 }
 # Task pools without a model pool of the same name.
@@ -92,9 +92,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in options("method") if name not in OF_OTHER_MODELS]
-)
+@pytest.mark.parametrize("name", [name for name in options("method") if name not in OTHER_MODELS])
 def test_every_method_starts(name: str, tmp_path: Path) -> None:
     is_merger = "_target_: fusion_bench." in (CONFIG / "method" / f"{name}.yaml").read_text()
     words = (
@@ -109,12 +107,12 @@ def test_every_method_starts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_OTHER_MODELS)
+@pytest.mark.parametrize("name", OTHER_MODELS)
 def test_methods_of_other_models_are_refused_in_plan_and_run(name: str, tmp_path: Path) -> None:
     words = (f"method={name}", TINY, CPU)
-    with pytest.raises(CalibrationError, match=OF_OTHER_MODELS[name]):
+    with pytest.raises(CalibrationError, match=OTHER_MODELS[name]):
         plan_run([*words])
-    with pytest.raises(CalibrationError, match=OF_OTHER_MODELS[name]):
+    with pytest.raises(CalibrationError, match=OTHER_MODELS[name]):
         run(tmp_path, *words)
 
 

@@ -19,7 +19,9 @@ from fusion_bench_featcal.algorithm import FeatCalAlgorithm
 from fusion_bench_featcal.modules import sites
 
 # Release 4 of transformers loads a pool's models in the default dtype, so that they are others.
-OF_POOLS = ["default device meta", "default dtype float64"][: int(transformers.__version__[0]) - 3]
+POOL_SURROUNDINGS = ["default device meta", "default dtype float64"][
+    : int(transformers.__version__[0]) - 3
+]
 """Surroundings of the method, whose runs are slow."""
 METHOD: Any = {"samples_per_task": 6, "base_method": ARITHMETIC, "rule": "plus"}
 Call = Callable[[], nn.Module]
@@ -56,7 +58,7 @@ def test_surroundings_change_no_bit(entry: str, tmp_path: Path) -> None:
     call = ENTRIES[entry](tmp_path)
     expected = call().state_dict()
     for name, around in SURROUNDINGS.items():
-        if entry == "method" and name not in OF_POOLS:
+        if entry == "method" and name not in POOL_SURROUNDINGS:
             continue
         sites._agrees.cache_clear()
         with around():

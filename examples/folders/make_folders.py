@@ -96,9 +96,9 @@ def write_images(folder: Path, task: str) -> None:
     classnames = image.load_arrays(task).classnames
     for split in ("train", "test"):
         for number, item in enumerate(image.load_split(task, split)):
-            of_class = folder / f"{task}_images" / split / classnames[item["label"]]
-            of_class.mkdir(parents=True, exist_ok=True)
-            item["image"].save(of_class / f"{number:04d}.png")
+            class_folder = folder / f"{task}_images" / split / classnames[item["label"]]
+            class_folder.mkdir(parents=True, exist_ok=True)
+            item["image"].save(class_folder / f"{number:04d}.png")
 
 
 def write_classifiers(folder: Path) -> None:

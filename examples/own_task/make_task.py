@@ -22,9 +22,9 @@ def write_task(folder: Path) -> None:
     classnames = image.load_arrays(TASK).classnames
     for split in ("train", "test"):
         for number, item in enumerate(image.load_split(TASK, split)):
-            of_class = folder / split / classnames[item["label"]]
-            of_class.mkdir(parents=True, exist_ok=True)
-            item["image"].save(of_class / f"{number:04d}.png")
+            class_folder = folder / split / classnames[item["label"]]
+            class_folder.mkdir(parents=True, exist_ok=True)
+            item["image"].save(class_folder / f"{number:04d}.png")
     shutil.copytree(image.path(TASK), folder / "expert")
 
 

@@ -101,8 +101,8 @@ def test_a_failed_cell_is_named_beside_the_others(compared: Any) -> None:
 def test_the_table_is_read_again_from_the_files(compared: Any) -> None:
     table = featcal("report", compared.folder / "logs").out
     assert "+ double" in table and table in compared.screen
-    of_cells = featcal("report", compared.folder / "results").out
-    assert table.startswith(of_cells.partition("gain: ")[0])
+    cell_table = featcal("report", compared.folder / "results").out
+    assert table.startswith(cell_table.partition("gain: ")[0])
 
 
 def test_a_repaired_model_is_an_upstream(compared: Any, tmp_path: Path) -> None:

@@ -161,11 +161,11 @@ def test_triplets(models: dict[str, Any], name: str) -> None:
     assert result.accuracy == pytest.approx(expected, abs=1e-7) and result.correct is None
 
 
-def jackknife(of_rows: Callable[[list[int]], float]) -> np.ndarray:
+def jackknife(score_rows: Callable[[list[int]], float]) -> np.ndarray:
     """Pseudo-values by their definition."""
     every = [*range(COUNT)]
-    whole = of_rows(every)
-    without = [of_rows([n for n in every if n != row]) for row in every]
+    whole = score_rows(every)
+    without = [score_rows([n for n in every if n != row]) for row in every]
     return np.array([COUNT * whole - (COUNT - 1) * one for one in without])
 
 
@@ -185,12 +185,12 @@ def test_correlations_have_jackknife_values(models, name, column, values, evalua
     model, pairs = models[name], [*zip(FIRST, SECOND, strict=True)]
     ending = "average_precision" if ending == "precision" else ending
 
-    def of_rows(chosen: list[int]) -> float:
+    def score_rows(chosen: list[int]) -> float:
         some, targets = [pairs[n] for n in chosen], [values[n] for n in chosen]
         sides = [some] if name == "CrossEncoder" else [*map(list, zip(*some, strict=True))]
         return figure(evaluator(*sides, targets, show_progress_bar=False), model, ending)
 
-    expected, pseudo = of_rows([*range(COUNT)]), jackknife(of_rows)
+    expected, pseudo = score_rows([*range(COUNT)]), jackknife(score_rows)
     result = score(model, rows(sentence1=FIRST, sentence2=SECOND, **{column: values}))
     assert result.accuracy == pytest.approx(max(expected, 0), abs=1e-12)
     assert 1 - result.loss == pytest.approx(expected, abs=1e-12)

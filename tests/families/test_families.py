@@ -28,7 +28,7 @@ from fusion_bench_featcal.streams.batch import CountedPositions, Positions
 from fusion_bench_featcal.streams.streams import Streams
 
 
-def of_lists(**lists: nn.ModuleList) -> nn.Module:
+def model_with_lists(**lists: nn.ModuleList) -> nn.Module:
     model = nn.Module()
     for name, modules in lists.items():
         model.add_module(name, modules)
@@ -40,10 +40,10 @@ def linears(number: int, width: int) -> nn.ModuleList:
 
 
 def test_the_list_that_is_clearly_the_largest_has_the_blocks():
-    model = of_lists(layers=linears(2, 9), others=linears(2, 2))
+    model = model_with_lists(layers=linears(2, 9), others=linears(2, 2))
     for name in ("auto", "stack"):
         assert resolve_family(name, model).stages(model) == [["layers.0", "layers.1"]]
-    equal = of_lists(layers=linears(2, 9), others=linears(2, 8))
+    equal = model_with_lists(layers=linears(2, 9), others=linears(2, 8))
     with pytest.raises(CalibrationError, match=r"family=stack .*Module: it has no list .*write"):
         STACK.stages(equal)
     with pytest.raises(ValueError, match=r"auto does not know Module .*Name the blocks in a list"):

@@ -322,7 +322,7 @@ def test_a_base_without_pooler_takes_the_experts_average(copied: Path) -> None:
     run(copied, "--merge", "task_arithmetic:0.4", "--no-eval", merged=None)
     out, *experts = (weights(copied / name) for name in ("out", *TASKS))
     for name in (name for name in out if name.startswith("pooler")):
-        average = torch.stack([of_expert[name] for of_expert in experts]).mean(dim=0)
+        average = torch.stack([expert_tensors[name] for expert_tensors in experts]).mean(dim=0)
         torch.testing.assert_close(out[name], average)
 
 

@@ -374,9 +374,9 @@ def test_splits_of_one_folder_are_different_data(folder, monkeypatch):
     same = "--data one and --eval one are the same data"
     assert f"  {same}\n" in featcal(*plan, "--eval", f"one={folder}/saved/one").out
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: tables["one"])
-    of_hub = [f"--{name}=one=org/data:train" for name in ("data", "eval")]
-    of_hub += ["--data", f"two={folder / 'two.jsonl'}", "--strict"]
-    assert error_of(*words(folder, *of_hub, data=())).startswith(f"--strict: {same}. Correct")
+    hub_options = [f"--{name}=one=org/data:train" for name in ("data", "eval")]
+    hub_options += ["--data", f"two={folder / 'two.jsonl'}", "--strict"]
+    assert error_of(*words(folder, *hub_options, data=())).startswith(f"--strict: {same}. Correct")
 
 
 def test_what_casts_doubt_stands_in_the_verdict(copied):

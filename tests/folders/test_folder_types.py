@@ -18,13 +18,13 @@ from fusion_bench_featcal.folders import transformers_models
 QUICK = ("gemma3", "m2m_100")
 TRANSLATORS = ("m2m_100", "bart", "mbart", "marian", "pegasus", "t5gemma")
 IN_CI = [pytest.mark.slow, pytest.mark.ci]
-OF_NIGHT = [pytest.mark.slow, NEEDS_RELEASE_5]
+NIGHTLY = [pytest.mark.slow, NEEDS_RELEASE_5]
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     if name in QUICK:
         return []
-    return OF_NIGHT if name in TOWERS_OF_RELEASE_5 else IN_CI
+    return NIGHTLY if name in TOWERS_OF_RELEASE_5 else IN_CI
 
 
 TYPES = [

@@ -30,7 +30,7 @@ COLUMNS = {
     "score",
 }
 # Keywords of functions and keys of YAML, which are no words of the command.
-OF_OTHER_DOORS = ("remarks.py", "words.py")  # remarks: of several rows, which FusionBench has
+ONLY_FUSION_BENCH = ("remarks.py", "words.py")  # remarks: of several rows, which FusionBench has
 FOREIGN = {*OTHERS, *inspect.signature(load_images).parameters} - {"path", "resume"}
 
 
@@ -104,7 +104,7 @@ def test_every_hint_of_the_door_is_accepted():
     found = [
         (f"{file.relative_to(ROOT)}:{line}", hints, text)
         for file, tree in reachable().items()
-        if file.name not in OF_OTHER_DOORS
+        if file.name not in ONLY_FUSION_BENCH
         for line, text in sentences(tree)
         if (hints := refused_hints(text))
     ]

@@ -65,9 +65,9 @@ def test_texts_under_unknown_names_are_written_nowhere(name: str, token: str) ->
     private = {name: token, "more": [token, {"key": f"a {token}"}]}
     pool: Any = {"tasks": [name], "models": {name: "org/model"}, "test_datasets": {name: call}}
     assert public(pool) == pool
-    of_call = call | {name: "***", "more": ["***", {"key": "***"}]}
+    masked_call = call | {name: "***", "more": ["***", {"key": "***"}]}
     pool["test_datasets"] = {name: call | private}
-    assert public(pool)["test_datasets"] == {name: of_call}
+    assert public(pool)["test_datasets"] == {name: masked_call}
     hide(pool)
     assert masked(f"cannot open {token}: {private}, org/data").count(KEY) == 0
     hide(pool | {"train_datasets": {"cifar10": {"key": "cifar10", "mode": "training"}}})

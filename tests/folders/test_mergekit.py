@@ -33,12 +33,12 @@ def slices(method: str, *ranges: str) -> str:
     return f"{{merge_method: {method}, slices: [{', '.join(pieces)}]}}"
 
 
-def sliced(of_config: str, of_slice: str) -> str:
+def sliced(config_text: str, slice_text: str) -> str:
     """Two experts in slices of one and nine layers. Parameters of the config count in the first."""
     sources = "sources: [{{model: one, layer_range: {0}}}, {{model: two, layer_range: {0}}}]"
     pieces = [f"{{{sources.format('[0, 1]')}}}"]
-    pieces += [f"{{{sources.format('[1, 10]')}, parameters: {of_slice}}}"]
-    start = f"{{merge_method: ties, base_model: base, parameters: {of_config}"
+    pieces += [f"{{{sources.format('[1, 10]')}, parameters: {slice_text}}}"]
+    start = f"{{merge_method: ties, base_model: base, parameters: {config_text}"
     return f"{start}, slices: [{', '.join(pieces)}]}}"
 
 

@@ -36,7 +36,7 @@ from fusion_bench_featcal.experts.working_model import offloaded
 from fusion_bench_featcal.results import read_run
 from fusion_bench_featcal.suites import image
 
-OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+IGNORED_WARNING = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 def calibrated(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -174,7 +174,7 @@ def test_shards_without_an_index_are_named(folder):
     assert line.startswith("--expert one=") and "index.json that names model-00001-of-0000" in line
 
 
-@OF_TRANSFORMERS
+@IGNORED_WARNING
 def test_an_expert_of_modernbert_may_have_more_tokens(tmp_path):
     """Its matrix of the vocabulary has a name of its own."""
     more = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
@@ -319,7 +319,7 @@ def test_image_classifiers_that_read_all_positions(tmp_path, kind, config, tower
     assert any(".encoder." in name for name in moved)
 
 
-@OF_TRANSFORMERS
+@IGNORED_WARNING
 def test_modules_that_run_twice_are_named_with_the_option_that_excludes_them(tmp_path):
     kind, config = transformers.DebertaV2ForSequenceClassification, transformers.DebertaV2Config
     relative: Any = {
@@ -340,7 +340,7 @@ def test_modules_that_run_twice_are_named_with_the_option_that_excludes_them(tmp
     assert done.code == 0, done.err
 
 
-@OF_TRANSFORMERS
+@IGNORED_WARNING
 @pytest.mark.parametrize("model", ["siglip", "deberta"])
 def test_an_offloaded_model_has_weights_that_it_reads_without_a_call(model):
     """SigLIP's pooling reads a matrix inside torch's attention, DeBERTa a table of positions."""

@@ -143,14 +143,14 @@ def speech(audio: object, words: str = "a b") -> Speech:
 def test_words_and_their_end_are_targets(tmp_path: Path):
     """Start and language are none. All positions of the labels are calibrated."""
     soundfile.write(tmp_path / "a.wav", sound(1), RATE)
-    of_row = batches(speech(tmp_path / "a.wav"))
-    (batch,) = of_row.checked(model := speech_model())
+    row_batches = batches(speech(tmp_path / "a.wav"))
+    (batch,) = row_batches.checked(model := speech_model())
     said = [WORDS.index("a"), WORDS.index("b"), 1]
     assert batch["labels"].tolist() == [[LANGUAGE, *said]]
-    logits, targets = of_row.logits_and_targets(model, batch)
+    logits, targets = row_batches.logits_and_targets(model, batch)
     assert targets.tolist() == [[NO_TARGET, *said]] and logits.shape[:2] == targets.shape
     with pytest.raises(CalibrationError, match=r"^row: the text is empty"):
-        of_row.dedup_key(speech(tmp_path / "a.wav", " "))
+        row_batches.dedup_key(speech(tmp_path / "a.wav", " "))
 
 
 def test_sounds_are_read_at_the_rate_of_the_features(tmp_path: Path):

@@ -15,7 +15,7 @@ from fusion_bench_featcal.data.generation import greedy_answers
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, positions_of
 from fusion_bench_featcal.data.text_samples import CausalTextEncoder, Sample, Seq2SeqTextEncoder
 
-OF_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+IGNORED_WARNING = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 MOST = 12
 CLASSES, DECODER, PAIRS = (
     hf.AutoModelForSequenceClassification,
@@ -73,7 +73,7 @@ def run(model: Any, length: int) -> Any:
     return model(ids, **({"labels": ids} if model.config.is_encoder_decoder else {})).logits
 
 
-@OF_TRANSFORMERS
+@IGNORED_WARNING
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_text_runs_and_a_longer_one_does_not(kind):
     maker, shape, most = KINDS[kind]
@@ -83,7 +83,7 @@ def test_the_longest_text_runs_and_a_longer_one_does_not(kind):
         run(model, MOST + 3)
 
 
-@OF_TRANSFORMERS
+@IGNORED_WARNING
 @pytest.mark.parametrize("kind", RELATIVE)
 def test_relative_positions_have_no_limit(kind):
     model = made(kind, *RELATIVE[kind])

@@ -26,7 +26,7 @@ def gamma(terms: int, dtype: torch.dtype = torch.float32) -> float:
 PLUS: dict[str, Any] = {
     "rule": "plus", "calibrate_norm": False, "augment": "none", "decoder_rows": "all",
 }  # fmt: skip
-OF_THE_RULE = ("ridge_lambda", "mix_alpha", "anchor_rho", "calibrate_bias", "calibrate_norm")
+RULE_SETTINGS = ("ridge_lambda", "mix_alpha", "anchor_rho", "calibrate_bias", "calibrate_norm")
 OPTIONS = {"autocast", "device", "merged_weights", "processes", "progress"}
 
 
@@ -41,8 +41,8 @@ def settings_of(knobs: Knobs, suite: Suite, **more: Any) -> FeatCalSettings:
         "samples_per_task": more.get("samples_per_task") or samples_in(suite),
     }  # fmt: skip
     if not isinstance(more.get("rule", ""), str):  # an object has numbers of its own
-        values = {name: values[name] for name in values if name not in OF_THE_RULE}
-        more = {name: more[name] for name in more if name not in OF_THE_RULE}
+        values = {name: values[name] for name in values if name not in RULE_SETTINGS}
+        more = {name: more[name] for name in more if name not in RULE_SETTINGS}
     return FeatCalSettings(**(values | more))
 
 

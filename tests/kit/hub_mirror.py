@@ -193,8 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Add the files of a commit, which are sent whole."""
         for entry in map(json.loads, body.splitlines()):
             if entry["key"] == "file":
-                of_file = entry["value"]
-                repository.files[of_file["path"]] = base64.b64decode(of_file["content"])
+                file_entry = entry["value"]
+                repository.files[file_entry["path"]] = base64.b64decode(file_entry["content"])
         address = f"{self.mirror.url}/{name}/commit/{repository.commit}"
         self._json({"commitUrl": address, "commitOid": repository.commit})
 

@@ -302,11 +302,13 @@ def drift(rows: Rows) -> tuple[float, float]:
 
 
 def entering_rows(
-    name: str, ours: Features, of_expert: Features, row_weights: Masks
+    name: str, ours: Features, expert_inputs: Features, row_weights: Masks
 ) -> tuple[Rows, Tensor]:
     """Tokens of one task that enter a mixture, and the slots that the calibrated model chooses."""
     slots = ours[f"slots of {name}"]
-    return gather(ours[name], of_expert[name], row_weights), gather(slots, slots, row_weights).cal
+    return gather(ours[name], expert_inputs[name], row_weights), gather(
+        slots, slots, row_weights
+    ).cal
 
 
 def solve_slots(
@@ -322,7 +324,7 @@ def solve_slots(
     Entry and exit are solved in one turn: the exit receives what the merged entry gives.
     """
     ours: Any = model.get_submodule(name)
-    of_experts = {task: expert.get_submodule(name) for task, expert in experts.items()}
+    task_mixtures = {task: expert.get_submodule(name) for task, expert in experts.items()}
     start, biased = copy.deepcopy(ours), knobs.bias and ours.has_bias
     for leaf, parameter in start.named_parameters():
         parameter.data.copy_(anchor[f"{name}.{leaf}"])
@@ -337,12 +339,12 @@ def solve_slots(
             if tokens := sent_to(slot, chosen):
                 x, expert_x, p = rows.cal[tokens], rows.exp[tokens], rows.p[tokens]
                 at_entry[task] = Rows(x, expert_x, p / p.sum())
-                inside = inner(ours, slot, x), inner(of_experts[task], slot, expert_x)
+                inside = inner(ours, slot, x), inner(task_mixtures[task], slot, expert_x)
                 at_exit[task] = Rows(*inside, p / p.sum())
-        for leaf, of_tasks in zip(entry_and_exit(ours), (at_entry, at_exit), strict=True):
-            if of_tasks:  # a slot without tokens stays as merged
-                maps = {task: linear_map(of_experts[task], leaf, slot) for task in of_tasks}
-                solved = solve_linear(of_tasks, maps, linear_map(start, leaf, slot), knobs)
+        for leaf, task_rows in zip(entry_and_exit(ours), (at_entry, at_exit), strict=True):
+            if task_rows:  # a slot without tokens stays as merged
+                maps = {task: linear_map(task_mixtures[task], leaf, slot) for task in task_rows}
+                solved = solve_linear(task_rows, maps, linear_map(start, leaf, slot), knobs)
                 store(ours, leaf, slot, solved)
 
 

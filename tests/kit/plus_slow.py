@@ -144,7 +144,7 @@ class Run:
         def heard(models: Mapping[str, nn.Module]) -> dict[str, Seen]:
             return {t: listen(m, inputs[t], block, [*names, *mixtures]) for t, m in models.items()}
 
-        of_experts, ours = heard(self.experts), dict.fromkeys(self.experts, self.model)
+        expert_seen, ours = heard(self.experts), dict.fromkeys(self.experts, self.model)
         even = copy.copy(self.masks)
         even.heavy = None
         first = listen(self.model, next(iter(inputs.values())), block, names)
@@ -155,10 +155,10 @@ class Run:
                 entering = next(g for g in groups_of(first, names, even) if group[0] in g)
                 self.weigh(trust_in(entering, self, now))
                 self.is_measured = True
-            self.solve_modules(group, now, of_experts)
+            self.solve_modules(group, now, expert_seen)
         self.is_measured |= all(map(self.masks.all_run, mixtures or names[:1]))
         for name in mixtures:
-            self.solve_slots(name, heard(ours), of_experts)
+            self.solve_slots(name, heard(ours), expert_seen)
 
     def weigh(self, trust: Mapping[str, float]) -> None:
         """Set the energy of each task's rows from weights, relative to its samples."""
@@ -175,14 +175,14 @@ class Run:
         return q > 0, held_out[q > 0] & (len(self.numbers.ridges) > 1), q[q > 0]
 
     def solve_modules(
-        self, group: list[str], ours: Mapping[str, Seen], of_experts: Mapping[str, Seen]
+        self, group: list[str], ours: Mapping[str, Seen], expert_seen: Mapping[str, Seen]
     ) -> None:
         tables, biased = {}, self.masks.biased(group[0])
         for task, expert in self.experts.items():
             if group[0] not in ours[task].received:  # of texts alone
                 continue
             used, held_out, q = self.rows(group[0], task, ours[task])
-            u = of_experts[task].outputs(group) - ours[task].outputs(group)
+            u = expert_seen[task].outputs(group) - ours[task].outputs(group)
             x, matrix = ours[task].inputs(group[0]), parameters_of(expert, group)
             tables[task] = Table(x[used], u[used], held_out, q, *matrix)
         merged, base = (parameters_of(model, group) for model in (self.model, self.base))
@@ -192,7 +192,7 @@ class Run:
         self.changed |= dict.fromkeys(new)
 
     def solve_slots(
-        self, name: str, ours: Mapping[str, Seen], of_experts: Mapping[str, Seen]
+        self, name: str, ours: Mapping[str, Seen], expert_seen: Mapping[str, Seen]
     ) -> None:
         """Calibrate a mixture's slots, on the tokens that the calibrated model sends to each."""
         mixture, base = (model.get_submodule(name) for model in (self.model, self.base))
@@ -200,7 +200,7 @@ class Run:
         for task, expert in self.experts.items():
             used, held_out, q = self.rows(name, task, ours[task])
             chosen = flat(ours[task].received[f"slots of {name}"])
-            sides = ours[task].inputs(name), of_experts[task].inputs(name), chosen
+            sides = ours[task].inputs(name), expert_seen[task].inputs(name), chosen
             tasks[task] = expert.get_submodule(name), *(side[used] for side in sides), held_out, q
         for slot in range(len(base.get_parameter("down_proj"))):
             for leaf in entry_and_exit(mixture):

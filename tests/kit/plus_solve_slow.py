@@ -72,11 +72,11 @@ def solved_group(
 
 def share_of_rows(samples, rows, weight, lacking, energies, biased: bool) -> float:
     """Share of the rows from weights that counts, by what their own step breaks on the samples."""
-    (x, u, p, _), (memory, answers, of_rows) = samples, rows
-    gram = memory.T @ (of_rows[:, None] * memory)
+    (x, u, p, _), (memory, answers, row_targets) = samples, rows
+    gram = memory.T @ (row_targets[:, None] * memory)
     if not (gram.trace() > 0 and lacking > 0):
         return 0.0
-    cross = answers.T @ (of_rows[:, None] * memory)
+    cross = answers.T @ (row_targets[:, None] * memory)
     step = ridge_map(gram, cross, 1e-2)
     if biased:
         x, u = (side - p @ side / p.sum() for side in (x, u))
@@ -86,9 +86,9 @@ def share_of_rows(samples, rows, weight, lacking, energies, biased: bool) -> flo
         return float(p @ (outputs @ combinations).square().sum(1))
 
     broken = max(energy(u - x @ step.T) - energy(u), 0.0)
-    e, of_output = broken / float(lacking), broken / energy(x @ weight.T)
+    e, output_error = broken / float(lacking), broken / energy(x @ weight.T)
     gamma = float(gram.trace() / energies)
-    return 1 / (1 + gamma * e * of_output / 8)
+    return 1 / (1 + gamma * e * output_error / 8)
 
 
 def with_rows(samples, rows, share: float):
@@ -96,9 +96,9 @@ def with_rows(samples, rows, share: float):
 
     They stand in the table twice: for the fitted samples and for the held-out ones.
     """
-    (x, u, p, held_out), (memory, answers, of_rows) = samples, rows
-    none, part = torch.zeros_like(of_rows), p[held_out].sum() / p.sum()
-    weights = share * (1 - part) * of_rows, share * part * of_rows
+    (x, u, p, held_out), (memory, answers, row_targets) = samples, rows
+    none, part = torch.zeros_like(row_targets), p[held_out].sum() / p.sum()
+    weights = share * (1 - part) * row_targets, share * part * row_targets
     flags = torch.zeros_like(none, dtype=torch.bool), torch.ones_like(none, dtype=torch.bool)
     return (
         torch.cat([x, memory, memory]), torch.cat([u, answers, answers]), torch.cat([p, *weights]),

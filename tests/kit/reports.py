@@ -90,12 +90,12 @@ def leave_rows(folder: Path, rows: Mapping[str, Any], **facts: Any) -> Path:
     """Write a run of `ties`: row -> its level on both tasks, or task -> accuracy or flags."""
     run = Run(suite="toy", merger="ties")
     for name, values in rows.items():
-        of_task: Any = (
+        task_row: Any = (
             values if isinstance(values, Mapping) else dict.fromkeys(("cars", "dtd"), values)
         )
-        accuracy = {task: float(np.mean(value)) for task, value in of_task.items()}
-        has_flags = any(isinstance(value, np.ndarray) for value in of_task.values())
-        run.add_row(name, {"accuracy": accuracy}, correct=of_task if has_flags else None, **facts)
+        accuracy = {task: float(np.mean(value)) for task, value in task_row.items()}
+        has_flags = any(isinstance(value, np.ndarray) for value in task_row.values())
+        run.add_row(name, {"accuracy": accuracy}, correct=task_row if has_flags else None, **facts)
     return write_run(folder, run)
 
 

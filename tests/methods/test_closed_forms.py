@@ -103,7 +103,7 @@ def slow_gates(suite: Suite, blocks: list[str], names: list[str]) -> list[list[f
             score = contrast * math.sqrt(number / len(blocks)) / (1 + soft)
             gates.append(1 + 0.5 * math.tanh(3 * (score - 1)))
         by_task.append(gates)
-    return [list(of_block) for of_block in zip(*by_task, strict=True)]
+    return [list(block_terms) for block_terms in zip(*by_task, strict=True)]
 
 
 @pytest.mark.parametrize(("make", "over"), [(clip_suite, "iso_c"), (t5_suite, "task_arithmetic")])
@@ -142,9 +142,9 @@ def polar(x: Tensor) -> Tensor:
 def rotation(merged: Tensor, expert: Tensor) -> Tensor:
     """The rotation of the samples' spans, and elsewhere the one nearest to the identity."""
     z, y = torch.linalg.qr(merged.T).Q, torch.linalg.qr(expert.T).Q
-    of_samples = y @ polar(y.T @ expert.T @ merged @ z) @ z.T
+    sample_terms = y @ polar(y.T @ expert.T @ merged @ z) @ z.T
     eye = torch.eye(len(z)).double()
-    return polar(of_samples + (eye - y @ y.T) @ (eye - z @ z.T))
+    return polar(sample_terms + (eye - y @ y.T) @ (eye - z @ z.T))
 
 
 def replayed(pairs: list[tuple[Tensor, Tensor]], weights: list[float]) -> Tensor:

@@ -42,7 +42,10 @@ def trained(models: Any, pool: Any, kind: str, **settings: Any) -> tuple[Any, An
 
 def pixels_by_task(method: Any, pool: Any) -> dict[str, Tensor]:
     batches = method.batches(inputs_of(pool)).items()
-    return {task: torch.cat([batch["pixel_values"] for batch in of_it]) for task, of_it in batches}
+    return {
+        task: torch.cat([batch["pixel_values"] for batch in task_batches])
+        for task, task_batches in batches
+    }
 
 
 SURGERIES: list[tuple[str, dict[str, Any]]] = [

@@ -268,8 +268,8 @@ def test_notes_keep_the_point_of_their_rows(tmp_path: Path) -> None:
         run = Run(suite="toy", merger="ties")
         settings = {"samples_per_task": samples}
         for name in ("ties", "featcal", "other"):
-            of_row = settings if name != "ties" else {}
-            run.add_row(name, {"accuracy": {"cars": samples / 100}}, settings=of_row)
+            row_settings = settings if name != "ties" else {}
+            run.add_row(name, {"accuracy": {"cars": samples / 100}}, settings=row_settings)
         run.note(Note("warning", "is large", "featcal"), Note("note", "is slow"))
         run.note(Note("failed", "is broken", "surgery"))
         write_run(tmp_path / str(samples), run)

@@ -127,11 +127,11 @@ def test_a_report_has_distances_and_weights() -> None:
     result = run(suite)
     facts = calibration_facts("featcal_plus", settings, result.log.records, {})
     (record,) = result.log.select("balance")
-    of_tasks = distances(result.log.records)
-    for task, distance in of_tasks.items():
+    task_distances = distances(result.log.records)
+    for task, distance in task_distances.items():
         assert facts.numbers[f"distance.{task}"] == distance
         assert facts.numbers[f"weight.{task}"] == record["factors"][task]
-    assert facts.distances == of_tasks
+    assert facts.distances == task_distances
 
 
 def test_the_papers_rule_has_no_balance() -> None:

@@ -82,8 +82,8 @@ def test_a_run_reports_the_median_share(tmp_path: Path):
     run, settings = make_run(LEVELS), FeatCalSettings(rule="plus")
     scores = {"accuracy": run.rows[-1].scores["accuracy"]}
     row, other = (
-        run.add_model(name, scores, calibration_facts(name, settings, of_row, {}))
-        for name, of_row in (("plus", records), ("none", []))
+        run.add_model(name, scores, calibration_facts(name, settings, row_records, {}))
+        for name, row_records in (("plus", records), ("none", []))
     )
     assert row.facts == FACTS and other.facts == {}
     lines = {(line["block"], line["metric"]): line["value"] for line in run.lines}

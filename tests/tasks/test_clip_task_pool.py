@@ -145,7 +145,7 @@ def test_a_task_without_data_has_the_model_pools(make_pool, folder, model):
     assert list(every.evaluate(model))[1:] == ["own", "shared", "rest", "average"]
 
 
-def of_items(*items: Any) -> dict[str, Any]:
+def pool_of(*items: Any) -> dict[str, Any]:
     """Keys of a pool with items in memory."""
     return {"test_datasets": {"x": [*items]}, "tasks": {"x": {"classnames": ["cat", "dog"]}}}
 
@@ -164,9 +164,9 @@ def of_items(*items: Any) -> dict[str, Any]:
         ({"tasks": {"one": None}}, r"'one' has no test data: set taskpool\.tasks\.one\.data or "
          r"modelpool\.test_datasets\.one"),
         ({}, r"no tasks: name their data under taskpool\.test_datasets or modelpool\.test_d"),
-        (of_items(CAT, CAT | {"label": 2}), r"test_datasets\.x, item 1: label 2 is none"),
-        (of_items({"image": picture(0)}), r"task 'x'.*item 0 has no label"),
-        (of_items(), r"task 'x' has no test items"),
+        (pool_of(CAT, CAT | {"label": 2}), r"test_datasets\.x, item 1: label 2 is none"),
+        (pool_of({"image": picture(0)}), r"task 'x'.*item 0 has no label"),
+        (pool_of(), r"task 'x' has no test items"),
     ],
 )  # fmt: skip
 def test_keys_and_items_that_cannot_be_used_are_named(make_pool, model, keys, message):
@@ -181,4 +181,4 @@ def test_keys_and_items_that_cannot_be_used_are_named(make_pool, model, keys, me
 ])  # fmt: skip
 def test_a_first_item_is_read_before_a_model_is_loaded(make_pool, item, message):
     with pytest.raises(CalibrationError, match=message):
-        _ = make_pool(**of_items(item), clip_model="nowhere").opened
+        _ = make_pool(**pool_of(item), clip_model="nowhere").opened

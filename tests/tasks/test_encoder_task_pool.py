@@ -58,9 +58,11 @@ def test_scores_are_cosines_with_the_bases_embeddings_of_class_names(tmp_path, m
     labels = torch.tensor([LABELS.index(row["label"]) for row in ROWS])
     assert pool.item_correct["t"].tolist() == (logits.argmax(1) == labels).tolist()
     assert report["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), abs=1e-5)
-    of_model_pool = EncoderTaskPool(base_model=base, heads=heads, batch_size=3)
-    of_model_pool._program = SimpleNamespace(modelpool=SimpleNamespace(_test_datasets={"t": ROWS}))
-    assert of_model_pool.evaluate(model)["t"] == report
+    pool_for_models = EncoderTaskPool(base_model=base, heads=heads, batch_size=3)
+    pool_for_models._program = SimpleNamespace(
+        modelpool=SimpleNamespace(_test_datasets={"t": ROWS})
+    )
+    assert pool_for_models.evaluate(model)["t"] == report
 
 
 def test_texts_are_read_as_the_library_reads_them(tmp_path):

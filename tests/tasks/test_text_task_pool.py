@@ -63,14 +63,14 @@ def test_answers_and_losses_are_those_of_each_row_alone(suite):
     assert report[TASK]["accuracy"] == pytest.approx(sum(right) / 6) and sum(right) > 3
     assert report[TASK]["loss"] == pytest.approx(sum(losses) / 6, abs=5e-5)
     assert list(report) == ["model_info", *tasks, "average"]
-    of_model_pool = TextTaskPool(tokenizer=tokenizer, batch_size=4, metrics={"x": "spearman"})
+    pool_for_models = TextTaskPool(tokenizer=tokenizer, batch_size=4, metrics={"x": "spearman"})
     with pytest.raises(ValueError, match=r"modelpool\.test_datasets"):
-        of_model_pool.evaluate(expert)
-    of_model_pool._program = SimpleNamespace(modelpool=SimpleNamespace(_test_datasets=tasks))
+        pool_for_models.evaluate(expert)
+    pool_for_models._program = SimpleNamespace(modelpool=SimpleNamespace(_test_datasets=tasks))
     with pytest.raises(ValueError, match=r"taskpool\.metrics\.x is unknown"):
-        of_model_pool.evaluate(expert)
-    of_model_pool.metrics = {}
-    assert of_model_pool.evaluate(expert, name="expert") == report
+        pool_for_models.evaluate(expert)
+    pool_for_models.metrics = {}
+    assert pool_for_models.evaluate(expert, name="expert") == report
 
 
 @pytest.mark.parametrize(
