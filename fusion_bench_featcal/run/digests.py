@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from torch import Tensor
+from xxhash import xxh3_128
 
 from fusion_bench_featcal.files.tensors import update_digest
 
@@ -23,9 +24,9 @@ def without_addresses(text: str) -> str:
 
 def digest_tensor(tensor: Tensor) -> str:
     """Return the digest of a tensor's dtype, shape and content."""
-    digest = hashlib.sha256()
+    digest = xxh3_128()
     update_digest(digest, tensor)
-    return digest.hexdigest()[:_SHORT]
+    return digest.hexdigest()
 
 
 def digest_inputs(batches: Iterable[object]) -> str:
