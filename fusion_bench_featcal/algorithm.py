@@ -41,7 +41,7 @@ class FeatCalAlgorithm(PostMergingAlgorithm):
 
     @cached_property
     def _selected_models(self) -> SelectedModels[FeatCal]:
-        """What the run calibrates, evaluates and saves, from its settings or the model pool's."""
+        """Models that the run calibrates, evaluates and saves, by its or the pool's settings."""
         return select_models(self.settings, self.run_settings, pool_defaults(self._program))
 
     @property
@@ -68,4 +68,4 @@ class FeatCalAlgorithm(PostMergingAlgorithm):
         super().open(inputs)
         if inputs.upstream is not None:
             inputs.charged_method = self.settings
-            inputs.upstream.budget_left(self.settings)
+            inputs.upstream.budget_left(self.settings)  # raises if nothing is left

@@ -151,9 +151,8 @@ def calibrate_inputs(
             state.checkpoint.start(digests, state.modules, merged, state.progress)
             if state.checkpoint.is_complete:
                 for block in state.modules:
-                    state.checkpoint.load_block(
-                        block, state.working
-                    )  # reads every tensor, and raises if one is damaged
+                    # Reads every tensor, and raises if one is damaged.
+                    state.checkpoint.load_block(block, state.working)
                     tensors = state.checkpoint.save_block(block, state.working, {}, state.log)
                     state.working.set_finished_block(tensors)
             else:

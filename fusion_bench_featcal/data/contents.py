@@ -84,15 +84,17 @@ def _named_files(location: str, home: Path) -> dict[str, Path]:
     with suppress(CalibrationError, OSError, ValueError):  # no table
         rows = load_texts(location)
     if isinstance(rows, list):
-        parts: Any = [[*rows]]
+        tables: Any = [[*rows]]
     else:  # a dataset, which would decode images
         table = rows.data.table
         columns = [field.name for field in table.schema if "string" in str(field.type)]
-        parts = (batch.to_pylist() for batch in table.select(columns).to_batches())
+        tables = (batch.to_pylist() for batch in table.select(columns).to_batches())
     files = dict[str, Path]()
-    for part in parts:
+    for table_rows in tables:
         # A file that is embedded as bytes is one leaf, because its path names no other file.
-        leaves = tree_leaves(part, is_leaf=lambda v: isinstance(v, dict) and bool(v.get("bytes")))
+        leaves = tree_leaves(
+            table_rows, is_leaf=lambda value: isinstance(value, dict) and bool(value.get("bytes"))
+        )
         texts = {leaf for leaf in leaves if isinstance(leaf, str)}
         named = ((text, home / os.path.expanduser(text)) for text in texts - files.keys())
         # Texts may name system files, such as those in /proc, which have no size.

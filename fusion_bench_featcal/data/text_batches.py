@@ -39,7 +39,7 @@ class TextBatches:
 
     @property
     def are_generated(self) -> bool:
-        """Whether the expert generates the targets."""
+        """True if the expert generates the targets."""
         return self.settings.calibration_targets == "generated"
 
     def row_name(self, index: int) -> str:

@@ -78,7 +78,7 @@ class Text:
 
     @property
     def lacks_target(self) -> bool:
-        """Whether there is a prompt without an answer, which an expert must generate."""
+        """True if there is a prompt without an answer. An expert must generate the answer."""
         return self.form in ("chat", "prompt") and self.target is None
 
 

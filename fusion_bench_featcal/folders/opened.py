@@ -1,4 +1,4 @@
-"""What `featcal calibrate` opens before it calibrates: the models, the settings and the tasks."""
+"""Models, settings and tasks, as `featcal calibrate` opens them before it calibrates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

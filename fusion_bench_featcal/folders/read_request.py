@@ -49,7 +49,7 @@ def read_request(values: Mapping[str, object], source: str = "featcal calibrate"
     _check_names(request)
     _check_paths(request)
     _check_combinations(request)
-    request.make_settings()
+    vars(request)["settings"] = request.make_settings()
     return request
 
 

@@ -31,7 +31,7 @@ SETTABLE = [
 
 
 class Merger(NamedTuple):
-    """How experts are merged during the run.
+    """The merging method of the run.
 
     Attributes:
         name: `task_arithmetic` or `simple_average`.

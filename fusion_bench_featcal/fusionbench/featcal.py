@@ -47,7 +47,7 @@ class FeatCal(FeatCalSettings, Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.make_rule()  # raises a ValueError if the rule cannot be made
+        vars(self)["rule_object"] = self.make_rule()  # raises a ValueError if it cannot be made
 
     @property
     def calibration_settings(self) -> FeatCalSettings:
@@ -121,8 +121,8 @@ class FeatCal(FeatCalSettings, Method):
         if merger_bytes is not None:  # else the bytes are not known
             cost["expert_bytes"] = merger_bytes + sum(result.reads["experts"].values())
         if processes.size > 1:
-            bytes_before = processes.exchanged_bytes - bytes_before
-            cost |= {"processes": processes.size, "exchanged_bytes": bytes_before}
+            exchanged_bytes = processes.exchanged_bytes - bytes_before
+            cost |= {"processes": processes.size, "exchanged_bytes": exchanged_bytes}
         counts = {record["task"]: record["samples"] for record in result.log.select("task")}
         return FeatCalResult(result.model, counts, log=result.log, reads=reads, cost=cost)
 

@@ -54,7 +54,7 @@ class Method(Settings):
     name: ClassVar[str] = "this method"
     source: ClassVar[str] = ""
     changes_merged: ClassVar[bool] = True
-    """Whether `post_merge` may change the merged model, so that it must receive a copy."""
+    """True if `post_merge` may change the merged model. It then receives a copy."""
 
     def __init_subclass__(
         cls, *, option: str = "", source: str = "", without: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""What every method of a run receives: pools, device, base, experts and calibration batches."""
+"""Inputs of every method of a run: pools, device, base, experts and calibration batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ _CLASS_TOKEN = "embeddings.cls_token"  # with a prefix in models with a head
 
 @dataclass
 class MethodInputs:
-    """What every method of a run receives: the pools, the device, and what methods share.
+    """Inputs of every method of a run: the pools, the device, and objects that methods share.
 
     Attributes:
         modelpool: The pool with base, experts and data.
