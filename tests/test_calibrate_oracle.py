@@ -15,12 +15,13 @@ import tricky_models as tricky
 from calibrations import EXACT, PAPER, PLUS, assert_same, distance, run_fast, run_slow
 from model_types import suite_named
 from oracle import Knobs
-from plus_slow import calibrated_plus, load
+from plus_slow import calibrated_plus, load, trained
 from tiny_convs import tower_suite, unit_suite
 from tiny_models import ROUNDING, Suite, clip_suite, decoder_suite, t5_suite
 from torch import Tensor, nn
 
 from fusion_bench_featcal import Plus
+from fusion_bench_featcal.run.log import fit_no_task
 
 TEXT = Knobs(alpha=0.15, lam=1e-3, rho=0.5)
 FREE = Knobs(alpha=1.0, lam=1e-3, rho=0.5)
@@ -138,22 +139,41 @@ def doubles_stay_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", [*PLUS_SUITES, *VARIANTS])
 def test_plus_equals_the_oracle(case: str):
     name, knobs, fields = VARIANTS.get(case, (case, {}, {}))
-    suite, rows = PLUS_SUITES[name](), name.partition(", ")[2]
+    suite, rows = trained(PLUS_SUITES[name]()), name.partition(", ")[2]
     rows = rows if rows in ("targets", "auto") else "all"
     new = calibrated_plus(suite, decoder_rows=rows, **knobs)
-    model = run_fast(suite, **PLUS | {"rule": Plus(**fields), "decoder_rows": rows}).model
+    result = run_fast(suite, **PLUS | {"rule": Plus(**fields), "decoder_rows": rows})
+    assert not fit_no_task(result.log.records)
     merged = suite.merged.get_parameter
-    moved = {n for n, p in model.named_parameters() if not torch.equal(p, merged(n))}
+    moved = {n for n, p in result.model.named_parameters() if not torch.equal(p, merged(n))}
     assert moved and moved <= set(new)
     load(suite.merged, new)
-    assert_same(model, suite.merged, EXACT)
+    assert_same(result.model, suite.merged, EXACT)
+
+
+@pytest.mark.usefixtures("doubles_stay_doubles")
+@pytest.mark.parametrize("case", ["t5", "gpt2", "clip", "one ridge"])
+def test_samples_that_fit_no_task_only_weigh_the_task_vectors(
+    case: str, caplog: pytest.LogCaptureFixture
+):
+    name, knobs, fields = VARIANTS.get(case, (case, {}, {}))
+    suite = PLUS_SUITES[name]()  # whose experts differ by noise
+    new = calibrated_plus(suite, **knobs)
+    settings: dict[str, Any] = PLUS | {"rule": Plus(**fields)}
+    result = run_fast(suite, **settings)
+    assert fit_no_task(result.log.records) and "no task's samples fit its expert" in caplog.text
+    for parameter, value in result.model.named_parameters():
+        is_moved = not torch.equal(value, suite.merged.get_parameter(parameter))
+        assert is_moved == (parameter in new and not parameter.endswith("bias"))
+    load(suite.merged, new)
+    assert_same(result.model, suite.merged, EXACT)
 
 
 @pytest.mark.usefixtures("doubles_stay_doubles")
 @pytest.mark.parametrize("longest", tiny.LABELS)
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_labels_of_some_tasks_are_read_in_those_alone(longest: str, size: int):
-    suite = tiny.partly_labelled_suite(longest, size)
+    suite = trained(tiny.partly_labelled_suite(longest, size))
     new = calibrated_plus(suite, decoder_rows="auto")
     auto: dict[str, Any] = PLUS | {"decoder_rows": "auto"}
     model = run_fast(suite, **auto).model

@@ -57,9 +57,10 @@ def test_order_of_tasks_batches_padding_and_family_change_only_rounding(name, ru
 
 def test_order_and_repetition_of_samples_change_only_rounding():
     suite = stack_suite(biased, sizes=(4, 4))
-    gammas = dict.fromkeys(suite.inputs, 2.0)  # for any number of samples
+    # For any number of samples.
+    gammas, lacks = (dict.fromkeys(suite.inputs, value) for value in (2.0, 1.0))
     # With one ridge no sample is held out. Which ones are is drawn by number.
-    fixed: dict[str, Any] = PLUS | {"rule": Plus(gammas=gammas, ridges=(1e-2,))}
+    fixed: dict[str, Any] = PLUS | {"rule": Plus(gammas=gammas, lacks=lacks, ridges=(1e-2,))}
     expected = run_fast(suite, **fixed).model
     doubled = vary.changed(suite, lambda batches: [*batches, *batches])
     rolled = vary.changed(suite, lambda batches: [torch.cat(batches).roll(3, 0)])
@@ -186,7 +187,7 @@ def test_excluded_routed_experts_stay_as_merged_and_are_named(caplog: pytest.Log
     assert record["modules"] == {f"{layer}.gate": 2, f"{layer}.experts": 4}
     assert record["ends"] == {"model.embed_tokens": 1, "lm_head": 1}
     named = f"{layer}.gate (2 matrices), {layer}.experts (4 matrices), model.embed_tokens, lm_head"
-    assert caplog.messages == [f"{DIFFER}: {named}"]
+    assert caplog.messages[0] == f"{DIFFER}: {named}"
     for name, value in model.named_parameters():
         equal = torch.equal(value, suite.merged.get_parameter(name))
         if ".experts." in name or name.endswith((".gate.weight", "embed_tokens.weight")):

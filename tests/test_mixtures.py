@@ -11,7 +11,7 @@ import torch
 from calibrations import EXACT, PLUS, assert_same, calls_of, distance, run_fast, run_slow
 from mixture_types import mixture_suite
 from oracle import Knobs
-from plus_slow import calibrated_plus, load
+from plus_slow import calibrated_plus, load, trained
 from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import Suite, modules_of
 
@@ -24,7 +24,8 @@ IN_CI = [pytest.mark.slow, pytest.mark.ci]
 LONG, SHORT = ([6, 7, 5, 3], [4, 2]), ([2], [1])
 MOE, BIASED = partial(mixture_suite, "qwen3_moe"), partial(mixture_suite, "gpt_oss")
 LABELLED = partial(MOE, LONG, ([3], [2]), labels=True)
-FEW = partial(MOE, LONG, SHORT, slots=12)  # more slots than the short texts reach
+SLOTS_EACH = 16
+FEW = partial(MOE, LONG, SHORT, slots=SLOTS_EACH)  # more slots than the texts reach
 
 
 def routers_too(suite: Suite) -> dict[str, list[str]]:
@@ -87,7 +88,7 @@ def test_paper_equals_the_oracle(name: str):
 )
 def test_plus_equals_the_oracle(name: str):
     case = CASES[name]
-    suite = case.make()
+    suite = trained(case.make())
     slow, fast = case.options(suite)
     expected = copy.deepcopy(suite.merged)
     load(expected, calibrated_plus(suite, **slow, **case.plus))
@@ -112,13 +113,14 @@ def test_only_slots_with_tokens_change(settings: dict[str, Any]):
         }
         for task, batches in suite.inputs.items()
     }
-    assert reached["task_0"] - reached["task_1"] and set.union(*reached.values()) < {*range(12)}
+    slots = range(SLOTS_EACH)
+    assert reached["task_0"] - reached["task_1"] and set.union(*reached.values()) < {*slots}
     for leaf in ("gate_up_proj", "down_proj"):
         new, merged = (m.get_parameter(f"{name}.{leaf}") for m in (result.model, suite.merged))
-        changed = {slot for slot in range(12) if not torch.equal(new[slot], merged[slot])}
+        changed = {slot for slot in slots if not torch.equal(new[slot], merged[slot])}
         assert changed == set.union(*reached.values())
     idle = [r["idle"] for r in result.log.select("slots")]
-    assert idle[:2] == [12 - len(set.union(*reached.values()))] * 2
+    assert idle[:2] == [SLOTS_EACH - len(set.union(*reached.values()))] * 2
     facts = calibration_facts("r", FeatCalSettings(), result.log.records, {})
-    assert (facts.numbers[SLOTS], facts.numbers[IDLE]) == (24, sum(idle) // 2)
-    assert f"{sum(idle) // 2} of 24 routed experts" in facts.notes[-1].text
+    assert (facts.numbers[SLOTS], facts.numbers[IDLE]) == (2 * SLOTS_EACH, sum(idle) // 2)
+    assert f"{sum(idle) // 2} of {2 * SLOTS_EACH} routed experts" in facts.notes[-1].text

@@ -23,6 +23,7 @@ PYTHON = Vocabulary("", {
     "batches": "batches[{!r}]",
     "image_column": "image_column", "label_column": "classnames and label_column",
     "split": "split", "template": "a tokenizer that has one", "processes": "",
+    "swudi": "fusion_bench_featcal.lab.rivals.SWUDI",
     "float32": "models that are stored or loaded in it, without autocast",
 })  # fmt: skip
 _vocabulary: ContextVar[Vocabulary] = ContextVar("words")

@@ -45,7 +45,7 @@ _INTERRUPTED = (
 WORDS = Vocabulary("method.", {
     "rule=plus": "method=featcal/plus", "rule=paper": "method=featcal",
     "float32": "models that are stored or loaded in it, and fabric.precision=32-true",
-    "processes": " (fabric.devices, fabric.num_nodes)",
+    "processes": " (fabric.devices, fabric.num_nodes)", "swudi": "method=featcal_mergers/swudi",
 })  # fmt: skip
 """Names of settings in messages of packages that are not specific to FusionBench."""
 

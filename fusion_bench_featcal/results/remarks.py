@@ -7,8 +7,15 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from fusion_bench_featcal.errors.words import option
-from fusion_bench_featcal.run.log import AsMerged, distances, exchanged_samples, final_drift
+from fusion_bench_featcal.errors.words import option, user_term
+from fusion_bench_featcal.run.log import (
+    UNLIKE_SAMPLES,
+    AsMerged,
+    distances,
+    exchanged_samples,
+    final_drift,
+    fit_no_task,
+)
 from fusion_bench_featcal.settings import SETTINGS_OF_THE_RUN, FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
 
@@ -31,6 +38,11 @@ HARDLY = 0.5
 """Median energy of the rows from weights, relative to the samples, below which a note says that
 these rows hardly counted. The energy is 0.2 to 0.5 on DINOv2, whose adapters share a start, and 2
 or more on MiniLM."""
+
+FULL_RANK = 0.5
+"""Median weight of the task-vector rows from which experts count as fine-tuned whole. With samples
+that fit no task it is at least 0.92 on the bundled CLIP, T5 and Llama, and at most 0.10 on MiniLM
+and DINOv2, whose experts are LoRA adapters."""
 
 _SAMPLES_ALONE = (
     "the experts' weights say little about their data, as LoRA adapters that share a start often "
@@ -55,6 +67,8 @@ def calibration_facts(
     values, numbers = settings.with_rule_defaults.as_dict(), log_numbers(records)
     warnings = exchanged_samples(records).items()
     notes = [Note(WARNING, f"{task}: {warning}", name, task) for task, warning in warnings]
+    if fit_no_task(records):
+        notes.append(Note(WARNING, unlike_samples(numbers), name))
     notes += large_update(name, records)
     if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
         notes.insert(0, Note(NOTE, f"solved by the rule {settings.rule_object!r}", name))
@@ -65,7 +79,7 @@ def calibration_facts(
         text = f"{idle} of {numbers[SLOTS]} routed experts receive no token of the samples, and "
         notes.append(Note(NOTE, f"{text}stay as merged. More samples reach more of them", name))
     notes += far_task(name, settings, distances(records))
-    if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY:
+    if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY and not fit_no_task(records):
         notes.append(Note(NOTE, _SAMPLES_ALONE, name))
     return Facts(
         settings={key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN},
@@ -121,6 +135,19 @@ def weight_row_lines(name: str, records: Sequence[Mapping[str, Any]]) -> list[Li
         for group in [list(entries)]
         for metric, key in ((ROWS_SHARE, "f"), (ROWS_ERROR, "e"))
     ]
+
+
+def unlike_samples(numbers: Mapping[str, float]) -> str:
+    """Return the warning that samples fit no task, with the alternative for experts of full rank.
+
+    The task-vector rows of such experts keep a weight near 1, those of LoRA experts lose it.
+
+    Args:
+        numbers: The result of `log_numbers`.
+    """
+    if numbers.get(ROWS_SHARE, 0.0) < FULL_RANK:
+        return UNLIKE_SAMPLES
+    return f"{UNLIKE_SAMPLES}, and so may SWUDI, which needs no samples: {user_term('swudi')}"
 
 
 def far_task(name: str, settings: FeatCalSettings, measured: Mapping[str, float]) -> list[Note]:

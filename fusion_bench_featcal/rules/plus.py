@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_bench_featcal.core.finite import read_back
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import (
     PROBES,
@@ -29,7 +30,7 @@ from fusion_bench_featcal.rules.task_vector_rows import TaskVectorRows
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 WITHOUT_HELD_OUT = 1e-2
-"""Ridge if no sample is held out."""
+"""Ridge if no sample is held out, of many samples."""
 
 LEAST_DRIFT = 1e-8
 """Smallest relative output drift in a task's weight, which would otherwise vanish."""
@@ -44,6 +45,8 @@ class Plus(Rule):
             with many samples that agree with its expert (`run/trust.py`). 0 uses samples only.
         gammas: The value of `gamma` by task. Missing values are computed from the samples
             (`run/trust.py`).
+        lacks: How few samples each task has: `max(64 / k_i, 1)` for `k_i` samples. Missing values
+            are computed from the samples.
         far: Exponent of the merged modules' relative output drift in a task's weight. With 0 the
             drift has no influence.
         ridges: Ridges to choose from, relative to the mean eigenvalue of the inputs' covariance.
@@ -52,15 +55,19 @@ class Plus(Rule):
             weight. A first calibration measures the distances (`run/balance.py`). With 0 there is
             only one calibration.
         calibrate_bias: Whether biases change.
+        task_vectors_only: Whether weights change only as the task-vector rows ask for, and biases
+            do not change. `run/trust.py` sets it if the samples fit no task.
     """
 
     gamma: float = 4.0
     gammas: Mapping[str, float] = field(default_factory=dict)
+    lacks: Mapping[str, float] = field(default_factory=dict)
     far: float = 0.25
     ridges: Sequence[float] = RIDGES
     task_weights: Mapping[str, float] = field(default_factory=dict)
     balance: float = 0.0
     calibrate_bias: bool = True
+    task_vectors_only: bool = False
     mix_alpha = 1.0
     augment = "auto"
     decoder_rows = "auto"
@@ -116,7 +123,9 @@ class PlusSums:
     stay separate until all tasks are summed.
 
     The ridge `r` is the one whose step from three quarters of the samples has the least error on
-    the fourth. Among ridges whose errors are equal up to rounding, the largest is chosen. The
+    the fourth. Among ridges whose errors are equal up to rounding, the largest is chosen. If no
+    sample is held out, because there are too few, it is `0.01 (f + (1 - f) L)` with the mean `L` of
+    the tasks' `lacks`: it grows as far as no task-vector rows stand in for missing samples. The
     task-vector rows are divided between both parts in proportion to the samples. The step itself
     is then solved from all samples. Convolutions use samples alone, because a BatchNorm after them
     may undo any scale.
@@ -128,6 +137,7 @@ class PlusSums:
         self._centred = group.biased and rule.calibrate_bias
         self._targets = Targets(group, merged, rule.mix_alpha)
         self._probes = probes_of(merged.weight)
+        self._lack = merged.weight.new_zeros(())
         inputs = merged.weight.shape[1]
         self._held_out = Moments.zeros(inputs, len(self._probes), merged.weight)
         base = base if rule.gamma > 0 and not group.convolves else None
@@ -136,7 +146,7 @@ class PlusSums:
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
         row_tensors = [] if self._rows is None else self._rows.tensors()
-        return [*self._targets.tensors(), *self._held_out.tensors(), *row_tensors]
+        return [*self._targets.tensors(), *self._held_out.tensors(), self._lack, *row_tensors]
 
     def add(
         self, task: str, expert: Linear, rows: Moments, held_out: Moments | None = None
@@ -158,6 +168,7 @@ class PlusSums:
             power = weight * rows.energy(centred=self._centred)
             self._rows.add(expert.weight, step.weight, rule.gammas[task], power, weight * mismatch)
         self._targets.add(rows, expert, weight)
+        self._lack.addcmul_(rows.count, weight * rule.lacks[task])
         # `Targets` sums `u x'` without biases, as the paper's system has none (Eq. 17). Here they
         # are part of the target.
         self._targets.sums.cross.addr_(step.bias, rows.x * weight)
@@ -176,27 +187,52 @@ class PlusSums:
 
     def solve(self) -> Solved:
         """Return the step with the ridge of least held-out error, and the bias from the means."""
+        if self._rule.task_vectors_only:
+            return self._solve_task_vectors()
         # `finalize` returns the sums without a copy, so `_join_rows` adds the task-vector rows to
         # `sums`.
-        sums, facts = self._targets.finalize(), self._join_rows()
+        sums, lack = self._targets.finalize(), self._mean_lack()
+        facts = self._join_rows(lack)
         means, step, residual = sums.means(centred=self._centred), torch.zeros_like(sums.cross), 0.0
         scale, ridge = means.gram.diagonal().mean(), self._rule.ridges[0]
         if sums.varies(means):
             if self._rule.holds_out:
-                ridge = self._best_ridge(sums)
+                f = facts.get("f", 0.0)
+                ridge = self._best_ridge(sums, WITHOUT_HELD_OUT * (f + (1 - f) * lack))
             # Divided by the scale, because the ridge and the solve's bounds are relative to it.
             gram, right = means.gram.div_(scale), means.cross.div_(scale)
             rounding = torch.finfo(gram.dtype).eps
             step, residual = solve_ridge(gram, right, ridge, rounding=rounding)
         return Solved(self._targets.moved(step), residual, {"ridge": ridge, **facts})
 
-    def _join_rows(self) -> Mapping[str, float]:
+    def _solve_task_vectors(self) -> Solved:
+        """Return the step of the task-vector rows alone times their weight, and the merged bias.
+
+        Samples that fit no task only measure this weight. Without task-vector rows nothing changes.
+        """
+        sums, anchor, rows = self._targets.finalize(), self._targets.anchor, self._rows
+        step, facts = torch.zeros_like(sums.cross), dict[str, float]()
+        if rows is not None:
+            samples = sums.means(centred=self._centred)
+            facts |= rows.weight_and_facts(samples, anchor, self._probes, self._mean_lack())
+            del samples  # frees memory before the solve
+            if facts["f"] > 0:
+                step = rows.step(rows.cross).mul_(facts["f"])
+        moved = self._targets.moved(step)
+        return Solved(moved._replace(bias=anchor.bias.to(moved.bias)), 0.0, facts)
+
+    def _mean_lack(self) -> float:
+        """Return the mean of the tasks' lacks of samples, weighted as their positions are."""
+        (lack,) = read_back([self._lack / self._targets.sums.count])
+        return lack
+
+    def _join_rows(self, lack: float) -> Mapping[str, float]:
         """Add the weighted task-vector rows to the samples, and return facts for the log."""
         if self._rows is None:
             return {}
         rows, held_out, sums = self._rows, self._held_out, self._targets.finalize()
         samples = sums.means(centred=self._centred)
-        facts = rows.weight_and_facts(samples, self._targets.anchor, self._probes)
+        facts = rows.weight_and_facts(samples, self._targets.anchor, self._probes, lack)
         del samples  # frees memory before the solve, as does the next line
         self._rows = None
         part = facts["f"] * held_out.count / sums.count
@@ -206,10 +242,14 @@ class PlusSums:
         held_out.cross.addcmul_(self._probes @ rows.cross, part)
         return facts
 
-    def _best_ridge(self, sums: Moments) -> float:
+    def _best_ridge(self, sums: Moments, without: float) -> float:
         """Return the ridge whose step from the other samples has the least error on held-out ones.
 
         Outputs are compared in the probes' random combinations.
+
+        Args:
+            sums: Sums over all samples and the task-vector rows.
+            without: The ridge if no sample is held out, or the others are all equal.
         """
         held_out, probes = self._held_out, self._probes
         fitted = Moments(
@@ -220,10 +260,10 @@ class PlusSums:
             sums.count - held_out.count,
         )
         if not (held_out.count > 0 and fitted.count > 0):
-            return WITHOUT_HELD_OUT
+            return without
         means = fitted.means(centred=self._centred)
         if not fitted.varies(means):  # one row, or equal ones, of modules with a bias
-            return WITHOUT_HELD_OUT
+            return without
         scale = means.gram.diagonal().mean()
         gram, right = means.gram.div_(scale), means.cross.div_(scale)
         # With targets `u`, the sum of `|E x + b - u|^2` is that of `|E x + b|^2 - 2 u' (E x + b)`

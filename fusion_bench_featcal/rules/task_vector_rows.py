@@ -76,7 +76,7 @@ class TaskVectorRows:
         self.mismatch.add_(mismatch)
 
     def weight_and_facts(
-        self, samples: Moments, merged: Linear, probes: Tensor
+        self, samples: Moments, merged: Linear, probes: Tensor, lack: float
     ) -> Mapping[str, float]:
         """Return the weight `f` in [0, 1] of the rows, and the values that it is computed from.
 
@@ -85,15 +85,18 @@ class TaskVectorRows:
         of their outputs. With `gamma`, the mean energy of the rows relative to the samples,
 
             E  = C_A (A + 0.01 mean(diag A) I)^-1
-            f  = 1 / (1 + gamma e eo / 8)
+            f  = 1 / (1 + gamma L e eo / 8)
 
         Rows keep a large weight if either factor is small: a step that is large relative to the
-        mismatch may still change little of the output, and vice versa.
+        mismatch may still change little of the output, and vice versa. `L` is 1 for many samples.
+        Few samples show a part of what the step breaks, and would else give rows that contradict
+        them as much weight as many samples do.
 
         Args:
             samples: Means over all samples, with the targets `u` as `y`.
             merged: The merged modules.
             probes: Combinations of outputs that represent them all, `[r, m]`.
+            lack: `L`, the mean of `Plus.lacks`.
         """
         mirror_lower(self.gram)
         facts: dict[str, float] = dict.fromkeys(("gamma", "e", "eo", "f"), 0.0)
@@ -101,7 +104,7 @@ class TaskVectorRows:
         if not bool((scale > 0) & (mismatch > 0)):
             return facts
         try:
-            step, _ = solve_ridge(self.gram / scale, probes @ self.cross / scale, ROW_RIDGE)
+            step = self.step(probes @ self.cross)
         except UnsolvedError:  # rows of no use
             return facts
         step, gram, weight = step.to(samples.gram), samples.gram, probes @ merged.weight
@@ -109,4 +112,18 @@ class TaskVectorRows:
         output = ((weight @ gram) * weight).sum().clamp_min(torch.finfo(gram.dtype).tiny)
         gamma = self.gram.diagonal().sum() / self.energy
         gamma, e, eo = read_back([gamma, error / mismatch, error / output])
-        return {"gamma": gamma, "e": e, "eo": eo, "f": 1 / (1 + gamma * e * eo / TOLERATED)}
+        return {"gamma": gamma, "e": e, "eo": eo, "f": 1 / (1 + gamma * e * eo / TOLERATED * lack)}
+
+    def step(self, cross: Tensor) -> Tensor:
+        """Return `cross (A + 0.01 mean(diag A) I)^-1`, the step that is solved from the rows alone.
+
+        `weight_and_facts` must have completed `A`.
+
+        Args:
+            cross: `C_A`, or combinations of its rows.
+
+        Raises:
+            UnsolvedError: If the rows contradict each other beyond float64.
+        """
+        scale = self.gram.diagonal().mean()
+        return solve_ridge(self.gram / scale, cross / scale, ROW_RIDGE)[0]

@@ -16,7 +16,7 @@ from fusion_bench_featcal.modules.models import (
 from fusion_bench_featcal.rules.rule import GroupSums
 from fusion_bench_featcal.run.routed_experts import calibrate_mixture
 from fusion_bench_featcal.run.state import CalibrationState
-from fusion_bench_featcal.run.trust import measure_trust, with_gammas
+from fusion_bench_featcal.run.trust import Trust, measure_trust, with_trust
 from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensor_getter, turns_of
 from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
@@ -32,8 +32,8 @@ def calibrate_blocks(state: CalibrationState) -> None:
     stage that all samples run. Before that stage, samples are trusted in full.
     """
     given, must_measure_trust = state, state.rule.weighs_trust and state.base is not None
-    if must_measure_trust:
-        state = with_gammas(given, {})
+    if state.rule.weighs_trust:
+        state = with_trust(given, Trust())
     for index, stage in enumerate(state.streams.stages):
         state.progress.set_description(stage[0])
         state.streams.enter_stage(index)
@@ -43,7 +43,7 @@ def calibrate_blocks(state: CalibrationState) -> None:
         ):
             with state.streams.loaded(stage[0]):
                 trust = measure_trust(state, stage[0], groups_of(state, stage[0]))
-            state, must_measure_trust = with_gammas(given, trust), False
+            state, must_measure_trust = with_trust(given, trust), False
         for block in stage:
             state.progress.set_description(block)
             with state.streams.loaded(block):

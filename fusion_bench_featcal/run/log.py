@@ -13,6 +13,11 @@ from fusion_bench_featcal.files.json_files import json_lines
 
 logger = logging.getLogger(__name__)
 
+UNLIKE_SAMPLES = (
+    "no task's samples fit its expert better than other tasks' samples do, so FeatCal+ uses the "
+    "experts' task vectors alone. Samples like the data in use may give more"
+)
+
 
 @dataclass(frozen=True)
 class AsMerged:
@@ -87,6 +92,8 @@ class CalibrationLog:
     weights.
     - `trust`: task, trust in its samples (`run/trust.py`), and the task whose samples fit the
     expert better (`fits`), if samples were exchanged.
+    - `agreement`: agreement of all samples with their experts, and whether it is so small that only
+    task vectors change weights (`refuted`).
     - `block`: block, seconds, and modules that keep their merged weights.
     - `as_merged`: modules that were not calibrated although experts differ in them (`AsMerged`).
     - `resumed`: number of blocks that an earlier run has finished. Their records come from that
@@ -157,6 +164,11 @@ def distances(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for record in records
         if record["kind"] == "task" and record.get("distance") is not None
     }
+
+
+def fit_no_task(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the samples fit no task, by the log's records."""
+    return any(record["kind"] == "agreement" and record["refuted"] for record in records)
 
 
 def exchanged_samples(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:

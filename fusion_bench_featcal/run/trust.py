@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.products import gram_of
 from fusion_bench_featcal.modules.groups import Group
-from fusion_bench_featcal.run.log import exchanged_samples
+from fusion_bench_featcal.run.log import UNLIKE_SAMPLES, exchanged_samples
 from fusion_bench_featcal.run.state import CalibrationState
 from fusion_bench_featcal.streams.task_sums import paired_features
 
@@ -24,50 +24,90 @@ ENOUGH_SAMPLES = 64
 FAMILIAR, LEAST = 0.3, 1 / 4
 """Trust from which samples count in full, and the lower bound of trust divided by it."""
 
+UNLIKE = 0.1
+"""Agreement below which samples fit no task. It was chosen on the bundled CLIP and T5 and on
+MiniLM. On ten suites right samples have at least 0.13, also in fog and noise and with four samples
+of each task. Samples of no task or of one task for all, mixes and exchanged samples have at most
+0.04 (benchmarks/results/unlike_samples.md)."""
+
 MARGIN = 1.15
 """Ratio of similarities from which samples count as exchanged. Right samples stay below 1.08."""
 
 
-def with_gammas(state: CalibrationState, trust: Mapping[str, float]) -> CalibrationState:
-    """Return the state with a rule that has a `gamma` for each task.
+@dataclass(frozen=True)
+class Trust:
+    """Agreement of samples and experts.
+
+    Attributes:
+        by_task: Task -> trust in its samples. Samples of missing tasks are trusted in full.
+        agreement: Agreement of all samples with their experts, or None if it was not measured.
+    """
+
+    by_task: Mapping[str, float] = field(default_factory=dict)
+    agreement: float | None = None
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether no task's samples fit its expert better than other tasks' samples do."""
+        return self.agreement is not None and self.agreement < UNLIKE
+
+
+def with_trust(state: CalibrationState, trust: Trust) -> CalibrationState:
+    """Return the state with a rule that has a `gamma` and a lack of samples for each task.
 
     With `k_i`, the number of all samples of a task, including augmented samples and samples that
     do not run a tower,
 
-        gamma_i = gamma max(64 / k_i, 1) / min(max(trust_i / 0.3, 1/4), 1)^2
+        lack_i  = max(64 / k_i, 1)
+        gamma_i = gamma lack_i / min(max(trust_i / 0.3, 1/4), 1)^2
+
+    If the samples fit no task, the rule becomes one of task vectors only, and each task has the
+    `gamma` of many samples without trust. Samples that say nothing give no task more weight.
 
     Args:
-        state: The calibration, whose rule is `Plus`. Values in the rule's `gammas` have priority.
-        trust: Task -> trust in its samples. Samples of missing tasks are trusted in full.
+        state: The calibration, whose rule is `Plus`. Values in the rule's `gammas` and `lacks` have
+            priority.
+        trust: The trust in its samples.
     """
     rule: Any = state.rule
-    gammas = dict[str, float]()
+    only = rule.task_vectors_only or trust.is_refuted
+    gammas, lacks = dict[str, float](), dict[str, float]()
     for task in state.streams.tasks:
-        familiar = min(max(trust.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
-        lack = max(ENOUGH_SAMPLES / state.streams.num_augmented_samples(task), 1)
-        gammas[task] = rule.gamma * lack / familiar**2
-    return replace(state, rule=replace(rule, gammas=gammas | rule.gammas))
+        familiar = min(max(trust.by_task.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
+        lacks[task] = max(ENOUGH_SAMPLES / state.streams.num_augmented_samples(task), 1)
+        if only:
+            familiar, lacks[task] = LEAST, 1
+        gammas[task] = rule.gamma * lacks[task] / familiar**2
+    by_task = {"gammas": gammas | rule.gammas, "lacks": lacks | rule.lacks}
+    rule = replace(rule, **by_task, task_vectors_only=only)
+    return replace(state, rule=rule)
 
 
-def measure_trust(state: CalibrationState, block: str, groups: Sequence[Group]) -> dict[str, float]:
-    """Return and log the trust in the samples of each task, or {} if it cannot be measured.
+def measure_trust(state: CalibrationState, block: str, groups: Sequence[Group]) -> Trust:
+    """Return and log the trust in the samples, which is empty if it cannot be measured.
 
-    Warnings name tasks whose samples were exchanged.
+    Warnings name tasks whose samples were exchanged, and samples that fit no task.
 
     Args:
         state: The calibration.
         block: The first block of a stage, which all samples have reached.
         groups: Its groups.
     """
-    tasks, trust, exchanged = state.tasks, dict[str, float](), dict[str, str]()
-    if len(tasks) > 1 and (measured := measure_similarities(state, block, groups)) is not None:
-        similarity, overlaps = measured
-        trust = dict(zip(tasks, trust_of(similarity, overlaps).tolist(), strict=True))
-        exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(similarity).items()}
-    for task, value in trust.items():
+    tasks = state.tasks
+    measured = measure_similarities(state, block, groups) if len(tasks) > 1 else None
+    if measured is None:
+        return Trust()
+    similarity, overlaps = measured
+    by_task = dict(zip(tasks, trust_of(similarity, overlaps).tolist(), strict=True))
+    trust = Trust(by_task, agreement_of(similarity, overlaps))
+    exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(similarity).items()}
+    for task, value in trust.by_task.items():
         state.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
+    state.log.add("agreement", {"agreement": trust.agreement, "refuted": trust.is_refuted})
     for task, warning in exchanged_samples(state.log.records).items():
         logger.warning("task %s: %s Check the data of both", task, warning)
+    if trust.is_refuted:
+        logger.warning(UNLIKE_SAMPLES)
     return trust
 
 
@@ -77,24 +117,26 @@ def measure_similarities(
 ) -> tuple[Tensor, Tensor] | None:
     """Return the arguments of `trust_of`: `c`, and the mean of `cos_F(P_i, P_j)` over j.
 
-    They are measured at the inputs of the first linear modules of the block. The result is None if
-    the block has no linear module, or if there is no base.
+    They are measured at the inputs of the first linear modules of the block in which every expert
+    differs from the base. The result is None if the block has none, or if there is no base.
 
     The products `<P_i, G>` are needed for each `G_j`, and for `G = sum_j P_j / |P_j|`. This sum is
     added up over the processes, so each process only reads the experts of its own tasks. It keeps
     their `P_i` in memory, `[d, d]` each.
     """
-    linear = (group for group in groups if group.kind == "linear" and not group.convolves)
-    group, streams, processes = next(linear, None), state.streams, state.processes
-    if group is None or state.base is None:
+    streams, processes = state.streams, state.processes
+    for group in groups:
+        if group.kind != "linear" or group.convolves or state.base is None:
+            continue
+        base = group.stack_weights(state.base.tensor, torch.float32).weight
+        squares = {t: gram_of(task_vector_of(state, group, t, base)) for t in streams.tasks}
+        if all(processes.gather(all(square.any() for square in squares.values()))):
+            break
+    else:
         return None
-    base = group.stack_weights(state.base.tensor, torch.float32).weight
-    squares, total = dict[str, Tensor](), base.new_zeros(group.in_features, group.in_features)
-    for task in streams.tasks:
-        square = gram_of(task_vector_of(state, group, task, base))
-        square.div_(square.norm().clamp_min(torch.finfo(square.dtype).tiny))
-        total.add_(square)
-        squares[task] = square
+    total = base.new_zeros(group.in_features, group.in_features)
+    for square in squares.values():
+        total.add_(square.div_(square.norm()))
     processes.all_reduce_sum([total])
     rows = {task: list[Tensor]() for task in streams.tasks}
     for number in range(-1, len(state.tasks)):
@@ -162,6 +204,22 @@ def trust_of(similarity: Tensor, overlaps: Tensor) -> Tensor:
     return (own_similarity - similarity.mean(-1)) / (own_similarity * (1 - overlaps)).clamp_min(
         1e-12
     )
+
+
+def agreement_of(similarity: Tensor, overlaps: Tensor) -> float:
+    """Return how much better the experts fit their own samples than other tasks' samples.
+
+        a = (mean_i log c_ii - mean_ij log c_ij) / (1 - mean_ij cos_F(P_i, P_j))
+
+    Factors of an expert's row or a task's column of `c` cancel, so an expert that fits everything,
+    and samples that everything fits, count for nothing. It is 0 for samples without any relation to
+    the tasks, or of one task for all, and negative for exchanged ones.
+
+    The arguments are those of `trust_of`.
+    """
+    logs = similarity.clamp_min(torch.finfo(torch.float32).tiny).log()
+    excess = logs.diagonal().mean() - logs.mean()
+    return float(excess / (1 - overlaps.mean()).clamp_min(1e-12))
 
 
 def exchanged_tasks(similarity: Tensor) -> dict[int, int]:

@@ -8,6 +8,7 @@ import tiny_models as tiny
 import torch
 from calibrations import PLUS, assert_identical, assert_same, run_fast, run_slow
 from oracle import Knobs
+from plus_slow import trained
 from torch import Tensor, nn
 from tricky_models import Block, linear
 
@@ -57,8 +58,9 @@ def test_the_tail_is_solved_as_the_oracle_solves_it():
 @pytest.mark.parametrize("rule", [{}, PLUS])
 def test_the_tail_uses_samples_alone_and_leaves_blocks_as_they_are(rule: dict[str, Any]):
     """A base may have begun with another head."""
-    suite, other = headed(), headed()
-    without = run_fast(replace(headed([]), merged=suite.merged), **rule).model
+    experts = trained(headed([])).experts  # whose blocks fit their samples
+    suite, other = (replace(headed(), experts=experts) for _ in range(2))
+    without = run_fast(replace(headed([]), merged=suite.merged, experts=experts), **rule).model
     for name in TAIL:
         other.base.get_parameter(f"{name}.weight").data.normal_()
     results = [run_fast(one, **rule).model for one in (suite, other)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers as hf
 from calibrations import PLUS, calls_of, distance, run_fast
-from plus_slow import calibrated_plus, load
+from plus_slow import calibrated_plus, load, trained
 from slots_slow import is_mixture, mixtures_in, ran_slowly
 from tiny_models import VOCABULARY, Suite, sentences, suite_of, without_labels
 from torch import nn
@@ -121,6 +121,7 @@ def _class_of(config: Any) -> Any:
 
 def plus_gap(suite: Suite) -> float:
     """Distance of FeatCal+ to its slow reference."""
+    suite = trained(suite)
     expected = copy.deepcopy(suite.merged)
     load(expected, calibrated_plus(suite))
     return distance(run_fast(suite, **PLUS).model, expected)

@@ -2,8 +2,10 @@
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -11,12 +13,12 @@ from calibrations import before_targets, counted_rows
 from oracle import Features, record
 from plus_solve_slow import GRID, Numbers, Table, solved_group
 from slots_slow import entry_and_exit, inner, mapped, matrix_of, mixtures_in, sent_to, store
-from tiny_models import Suite, modules_of
+from tiny_models import Suite, modules_of, normal
 from torch import Tensor, nn
 from variations import size_of
 
 HELD = 4  # one in four samples is held out
-ENOUGH, FAMILIAR, LEAST = 64, 0.3, 1 / 4
+ENOUGH, FAMILIAR, LEAST, UNLIKE = 64, 0.3, 1 / 4, 0.1
 ALL_ROWS = ("k_proj", "v_proj")  # every token reaches others through them
 
 
@@ -119,10 +121,34 @@ def calibrated_plus(
     """New parameters by name of the suite's merged model. `modules` are those of each block."""
     modules = modules or modules_of(suite.merged, suite.blocks)
     masks = RowMasks(suite, modules, decoder_rows=decoder_rows, biases=biases)
-    run = Run(suite, masks, Numbers(gamma, factors or {}, far, ridges, {}), seed)
+    run = Run(suite, masks, Numbers(gamma, factors or {}, far, ridges, {}, {}), seed)
     for block in suite.blocks:
         run.calibrate(block)
     return {name: run.model.get_parameter(name).detach() for name in run.changed}
+
+
+def trained(suite: Suite) -> Suite:
+    """The suite with experts whose steps lie along what is particular to their task's inputs.
+
+    Noise as a step fits all samples alike, and such samples would count as those of no task.
+    """
+    suite = copy.copy(suite)
+    suite.experts = {task: copy.deepcopy(expert) for task, expert in suite.experts.items()}
+    for block, names in modules_of(suite.merged, suite.blocks).items():
+        names = [name for name in names if is_linear(suite.merged, name)]
+        seen = {t: listen(suite.merged, b, block, names) for t, b in suite.inputs.items()}
+        for name in (n for n in names if all(n in s.received for s in seen.values())):
+            inputs = {task: side.inputs(name) for task, side in seen.items()}
+            grams = {task: x.T @ x / x.square().sum() for task, x in inputs.items()}
+            for number, (task, gram) in enumerate(grams.items()):
+                values, vectors = torch.linalg.eigh(gram - sum(grams.values()) / len(grams))
+                root = vectors * values.clamp_min(0).sqrt() @ vectors.T
+                module: Any = suite.experts[task].get_submodule(name)
+                weight = module.weight.data
+                weight = weight.T if type(module).__name__ == "Conv1D" else weight
+                step = normal(number, *weight.shape) @ root
+                weight += 2 * step / step.norm().clamp_min(1e-9)
+    return suite
 
 
 class Run:
@@ -135,7 +161,7 @@ class Run:
         self.experts = {t: copy.deepcopy(e).double().eval() for t, e in suite.experts.items()}
         self.changed: dict[str, None] = {}
         self.is_measured = False
-        self.weigh(dict.fromkeys(self.experts, FAMILIAR))
+        self.weigh(dict.fromkeys(self.experts, FAMILIAR), 1.0)
 
     def calibrate(self, block: str) -> None:
         names = [n for n in self.masks.modules[block] if is_linear(self.model, n)]
@@ -153,20 +179,26 @@ class Run:
             if not self.is_measured and self.masks.all_run(group[0]):
                 # Whatever weighs more in some of them.
                 entering = next(g for g in groups_of(first, names, even) if group[0] in g)
-                self.weigh(trust_in(entering, self, now))
+                self.weigh(*trust_in(entering, self, now))
                 self.is_measured = True
             self.solve_modules(group, now, expert_seen)
         self.is_measured |= all(map(self.masks.all_run, mixtures or names[:1]))
         for name in mixtures:
             self.solve_slots(name, heard(ours), expert_seen)
 
-    def weigh(self, trust: Mapping[str, float]) -> None:
-        """Set the energy of each task's rows from weights, relative to its samples."""
-        gammas = {}
+    def weigh(self, trust: Mapping[str, float], agreement: float) -> None:
+        """Set the energy of each task's rows from weights, relative to its samples.
+
+        If the samples fit no task, all have that of many samples without trust.
+        """
+        gammas, lacks, only = {}, {}, agreement < UNLIKE and self.numbers.gamma > 0
         for task, value in trust.items():
-            lack = max(ENOUGH / sum(map(size_of, self.suite.inputs[task])), 1)
-            gammas[task] = self.numbers.gamma * lack / min(max(value / FAMILIAR, LEAST), 1) ** 2
-        self.numbers = replace(self.numbers, gammas=gammas)
+            lacks[task] = max(ENOUGH / sum(map(size_of, self.suite.inputs[task])), 1)
+            if only:  # like many samples of no trust
+                value, lacks[task] = 0.0, 1
+            familiar = min(max(value / FAMILIAR, LEAST), 1)
+            gammas[task] = self.numbers.gamma * lacks[task] / familiar**2
+        self.numbers = replace(self.numbers, gammas=gammas, lacks=lacks, vectors_only=only)
 
     def rows(self, name: str, task: str, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
         """Flags of the rows that count for a module, flags of those held out, and weights."""
@@ -284,10 +316,12 @@ def parameters_of(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Tenso
     return torch.cat(weights), torch.cat(biases)
 
 
-def trust_in(group: list[str], run: Run, ours: Mapping[str, Seen]) -> dict[str, float]:
-    """Likeness of an expert's weights to its samples beyond that to other tasks'."""
+def trust_in(
+    group: list[str], run: Run, ours: Mapping[str, Seen]
+) -> tuple[dict[str, float], float]:
+    """Likeness of each expert's weights to its samples beyond that to other tasks', and of all."""
     if len(run.experts) == 1:
-        return dict.fromkeys(run.experts, FAMILIAR)
+        return dict.fromkeys(run.experts, FAMILIAR), 1.0
     start, grams, steps = parameters_of(run.base, group)[0], {}, {}
     for task, expert in run.experts.items():
         q, _ = run.masks.counting(group[0], task, ours[task].received[group[0]])
@@ -295,15 +329,20 @@ def trust_in(group: list[str], run: Run, ours: Mapping[str, Seen]) -> dict[str, 
         tau = parameters_of(expert, group)[0] - start
         grams[task], steps[task] = x[q > 0].T @ x[q > 0], tau.T @ tau
 
-    def mean_cosine(a: Tensor, *matrices: Tensor) -> float:
-        return sum(float((a * b).sum() / (a.norm() * b.norm())) for b in matrices) / len(matrices)
+    def cosine(a: Tensor, b: Tensor) -> float:
+        return float((a * b).sum() / (a.norm() * b.norm()))
 
-    trust = {}
+    def mean_cosine(a: Tensor, matrices: Iterable[Tensor]) -> float:
+        return fmean(cosine(a, b) for b in matrices)
+
+    trust, overlaps, excesses = {}, [], []
     for task, step in steps.items():
-        direct = mean_cosine(step, grams[task])
-        excess = direct - mean_cosine(step, *grams.values())
-        trust[task] = excess / (direct * (1 - mean_cosine(step, *steps.values())))
-    return trust
+        direct, overlap = cosine(step, grams[task]), mean_cosine(step, steps.values())
+        trust[task] = (direct - mean_cosine(step, grams.values())) / (direct * (1 - overlap))
+        # The logarithm of the ratio to the geometric mean over all tasks' samples.
+        excesses.append(fmean(math.log(direct / cosine(step, b)) for b in grams.values()))
+        overlaps.append(overlap)
+    return trust, fmean(excesses) / (1 - fmean(overlaps))
 
 
 def by_name(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-UNKNOWN = 1e-2  # the ridge without samples to choose it by
+UNKNOWN = 1e-2  # the ridge without samples to choose it by, of many samples
 CONSTANT = 1e-6  # inputs of less variance, relative to their mean square, are constant
 SKETCHED = 16  # more outputs than this are compared through as many random sums of them
 
@@ -34,13 +34,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of the rule, and each task's gamma."""
+    """Numbers of the rule, each task's gamma and lack of samples, and if task vectors are all."""
 
     gamma: float
     factors: Mapping[str, float]
     far: float
     ridges: Sequence[float]
     gammas: Mapping[str, float]
+    lacks: Mapping[str, float]
+    vectors_only: bool = False
 
 
 def solved_group(
@@ -52,6 +54,7 @@ def solved_group(
 ) -> tuple[Tensor, Tensor]:
     """New weight and bias of modules, given the merged ones and the base's weight."""
     samples, rows, lacking, energies, (weight, bias) = [], [], 0.0, 0.0, merged
+    lack, total = 0.0, 0.0
     for task, of in tables.items():
         answer = of.x @ of.weight.T + of.bias
         mismatch = of.q @ (answer - of.x @ weight.T - bias).square().sum(1)
@@ -64,20 +67,25 @@ def solved_group(
         memory = tau * (gamma * energy / tau.square().sum().clamp_min(1e-300)).sqrt()
         rows.append((memory, memory @ (of.weight - weight).T, w.expand(len(memory))))
         lacking, energies = lacking + w * mismatch, energies + w * energy
+        lack, total = lack + w * of.q.sum() * numbers.lacks[task], total + w * of.q.sum()
     samples, rows = ([torch.cat(c) for c in zip(*s, strict=True)] for s in (samples, rows))
-    share = share_of_rows(samples, rows, weight, lacking, energies, biased)
-    change, shift = step_of(with_rows(samples, rows, share), biased, numbers.ridges)
+    lack = float(lack / total)
+    share = share_of_rows(samples, rows, weight, lacking, energies / lack, biased)
+    if numbers.vectors_only:
+        change = share * step_of_rows(rows) if share else torch.zeros_like(weight)
+        return weight + change, bias
+    unknown = UNKNOWN * (share + (1 - share) * lack)
+    change, shift = step_of(with_rows(samples, rows, share), biased, numbers.ridges, unknown)
     return weight + change, bias + shift if biased else bias
 
 
 def share_of_rows(samples, rows, weight, lacking, energies, biased: bool) -> float:
     """Share of the rows from weights that counts, by what their own step breaks on the samples."""
-    (x, u, p, _), (memory, answers, row_targets) = samples, rows
+    (x, u, p, _), (memory, _, row_targets) = samples, rows
     gram = memory.T @ (row_targets[:, None] * memory)
     if not (gram.trace() > 0 and lacking > 0):
         return 0.0
-    cross = answers.T @ (row_targets[:, None] * memory)
-    step = ridge_map(gram, cross, 1e-2)
+    step = step_of_rows(rows)
     if biased:
         x, u = (side - p @ side / p.sum() for side in (x, u))
     combinations = sketch(len(weight)).T
@@ -89,6 +97,13 @@ def share_of_rows(samples, rows, weight, lacking, energies, biased: bool) -> flo
     e, output_error = broken / float(lacking), broken / energy(x @ weight.T)
     gamma = float(gram.trace() / energies)
     return 1 / (1 + gamma * e * output_error / 8)
+
+
+def step_of_rows(rows) -> Tensor:
+    """The step that the rows from weights ask for by themselves."""
+    memory, answers, weights = rows
+    gram, cross = (side.T @ (weights[:, None] * memory) for side in (memory, answers))
+    return ridge_map(gram, cross, 1e-2)
 
 
 def with_rows(samples, rows, share: float):
@@ -142,22 +157,22 @@ def sketch(m: int) -> Tensor:
     return signs.T.double() / 4
 
 
-def step_of(rows, biased: bool, ridges: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Change of weight and bias, with the ridge of least held-out error."""
+def step_of(rows, biased: bool, ridges: Sequence[float], unknown: float) -> tuple[Tensor, Tensor]:
+    """Change of weight and bias, with the ridge of least held-out error, or else `unknown`."""
     everything = rows[2] >= 0
     x_mean, u_mean, gram, cross = moments(rows, everything, biased)
     change = torch.zeros_like(cross)
     if varies(rows, everything, biased):
-        change = ridge_map(gram, cross, best_ridge(rows, biased, ridges))
+        change = ridge_map(gram, cross, best_ridge(rows, biased, ridges, unknown))
     return change, u_mean - change @ x_mean
 
 
-def best_ridge(rows, biased: bool, ridges: Sequence[float]) -> float:
+def best_ridge(rows, biased: bool, ridges: Sequence[float], unknown: float) -> float:
     if len(ridges) == 1:
         return ridges[0]
     held_out = rows[-1]
     if not ((rows[3][held_out] > 0).any() and varies(rows, ~held_out, biased)):
-        return UNKNOWN
+        return unknown
     errors = {ridge: held_out_error(rows, ridge, biased) for ridge in ridges}
     least = min(errors.values())
     # The largest of ridges with equal errors up to rounding.

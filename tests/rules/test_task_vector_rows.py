@@ -20,7 +20,7 @@ from fusion_bench_featcal.settings import FeatCalSettings
 WIDTH = 6
 
 
-def weigh_rows(taus: list[Tensor], gamma: float, step: float = 1.0) -> Any:
+def weigh_rows(taus: list[Tensor], gamma: float, step: float = 1.0, lack: float = 1.0) -> Any:
     """Return the weight of two experts' rows, where 200 samples ask for the step of the first."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, WIDTH, generator=generator, dtype=torch.float64)
@@ -34,7 +34,7 @@ def weigh_rows(taus: list[Tensor], gamma: float, step: float = 1.0) -> Any:
     samples.add(x, x @ wanted.T)
     means = samples.mirrored().means(centred=False)
     eye = torch.eye(WIDTH, dtype=torch.float64)
-    return rows.weight_and_facts(means, Linear(merged, merged.new_zeros(WIDTH)), eye)
+    return rows.weight_and_facts(means, Linear(merged, merged.new_zeros(WIDTH)), eye, lack)
 
 
 def test_rows_that_agree_with_the_samples_count_in_full():
@@ -57,6 +57,8 @@ def test_rows_of_a_shared_start_count_the_less_the_more_they_ask_for():
         inverse = 1 / gamma + fact["e"] * fact["eo"] / 8
         assert fact["gamma"] * fact["f"] == pytest.approx(1 / inverse)
         assert fact["e"] == pytest.approx(facts[0]["e"])  # of the step, not of its weight
+        few = weigh_rows([one, two], gamma, lack=8)  # of 8 samples
+        assert 1 / few["f"] - 1 == pytest.approx(8 * (1 / fact["f"] - 1))
     small = weigh_rows([one, two], 4.0, step=0.1)  # a hundredth of the output's energy
     assert small["e"] == pytest.approx(facts[0]["e"]) and small["f"] > facts[1]["f"]
 

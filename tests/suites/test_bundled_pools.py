@@ -9,6 +9,7 @@ import fusion_bench_featcal.pools  # noqa: F401  adapts FusionBench
 # isort: split
 import pytest
 import torch
+from cli_runs import fusion_bench
 from configs import composed, yaml_of_page
 from fusion_bench.method import SimpleAverageAlgorithm
 from fusion_bench.utils import instantiate
@@ -20,6 +21,8 @@ from fusion_bench_featcal.files import suite_paths
 from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.program import run_merger
 from fusion_bench_featcal.fusionbench.report import digest_config
+from fusion_bench_featcal.results import ACCURACY, read_run
+from fusion_bench_featcal.results.notes import WARNING
 from fusion_bench_featcal.suites import image, text
 
 CLIP, RESNET = "clip-vit-mini", "resnet-mini_TA3"
@@ -199,3 +202,19 @@ def test_what_is_not_installed_is_named_with_the_command(monkeypatch):
     monkeypatch.setattr(suite_paths, "PACKAGE", "no_such_package")
     with pytest.raises(FileNotFoundError, match="not installed: pip install no_such_package"):
         suite_paths.suite_path("images")
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_samples_of_one_task_for_all_leave_no_task_worse(tmp_path: Path):
+    suite, one = f"{CLIP}_alphabets2", "mini_balinese"
+    other = f"modelpool.train_datasets.mini_korean.task={one}"
+    words = ["method=featcal/plus", f"modelpool={suite}", other, "path.log_dir=out"]
+    fusion_bench(words, tmp_path)
+    run = read_run(tmp_path / "out")
+    (warning,) = (note for note in run.notes if note.kind == WARNING)
+    assert warning.text.startswith("no task's samples fit its expert")
+    assert warning.text.endswith("SWUDI, which needs no samples: method=featcal_mergers/swudi")
+    rows = {row.name: row.scores[ACCURACY] for row in run.rows}
+    merged, repaired = rows["task_arithmetic"], rows["featcal_plus"]
+    assert all(repaired[task] > merged[task] for task in merged)
