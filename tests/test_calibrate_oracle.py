@@ -165,6 +165,9 @@ def test_samples_that_fit_no_task_only_weigh_the_task_vectors(
     for parameter, value in result.model.named_parameters():
         is_moved = not torch.equal(value, suite.merged.get_parameter(parameter))
         assert is_moved == (parameter in new and not parameter.endswith("bias"))
+    settings["rule"] = Plus(**fields, task_vectors_only=False)  # as for tasks with equal inputs
+    other = run_fast(suite, **settings)
+    assert not fit_no_task(other.log.records) and distance(other.model, result.model) > 1e-3
     load(suite.merged, new)
     assert_same(result.model, suite.merged, EXACT)
 

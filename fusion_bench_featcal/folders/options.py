@@ -22,7 +22,8 @@ WORDS = Vocabulary("--set ", {
     "rule=plus": "--preset plus", "rule=paper": "--preset paper",
     "base": "--base", "expert": "--expert {}", "batches": "--data {}",
     "image_column": "--columns image=NAME", "label_column": "--columns label=NAME",
-    "split": "PATH:SPLIT", "swudi": "--merge swudi", "template": "--chat-template FILE",
+    "split": "PATH:SPLIT", "template": "--chat-template FILE",
+    "swudi": "fusion_bench method=featcal_mergers/swudi",
     "float32": "save MERGED, --base and every --expert in it, by model.float().save_pretrained("
     "DIR)",
 })  # fmt: skip

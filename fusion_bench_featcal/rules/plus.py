@@ -56,7 +56,8 @@ class Plus(Rule):
             only one calibration.
         calibrate_bias: Whether biases change.
         task_vectors_only: Whether weights change only as the task-vector rows ask for, and biases
-            do not change. `run/trust.py` sets it if the samples fit no task.
+            do not change. None: if the samples fit no task (`run/trust.py`). False suits tasks that
+            read the same inputs, whose samples cannot differ.
     """
 
     gamma: float = 4.0
@@ -67,7 +68,7 @@ class Plus(Rule):
     task_weights: Mapping[str, float] = field(default_factory=dict)
     balance: float = 0.0
     calibrate_bias: bool = True
-    task_vectors_only: bool = False
+    task_vectors_only: bool | None = None
     mix_alpha = 1.0
     augment = "auto"
     decoder_rows = "auto"

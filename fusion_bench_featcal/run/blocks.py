@@ -29,7 +29,8 @@ def calibrate_blocks(state: CalibrationState) -> None:
     """Calibrate every block (Algorithm 1).
 
     With FeatCal+ and a base, the agreement of samples and experts (trust) is measured in the first
-    stage that all samples run. Before that stage, samples are trusted in full.
+    stage that all samples run. Before that stage, samples are trusted in full. After it, samples
+    that fit no task let only task vectors change weights.
     """
     given, must_measure_trust = state, state.rule.weighs_trust and state.base is not None
     if state.rule.weighs_trust:
