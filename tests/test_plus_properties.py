@@ -146,6 +146,35 @@ def test_trust_reads_each_expert_once(monkeypatch: pytest.MonkeyPatch):
     assert read == [*suite.inputs]
 
 
+def test_agreement_is_of_pairs_and_no_factor_of_an_expert_or_of_samples_changes_it():
+    similarity = normal(0, 4, 4).abs() + 0.1 + torch.eye(4, dtype=torch.float64)
+    overlaps, factors = torch.full((4,), 0.5, dtype=torch.float64), normal(1, 4).exp()
+    agreement = trust.agreement_of(similarity, overlaps)
+    assert agreement > trust.UNLIKE > trust.agreement_of(similarity.roll(1, 0), overlaps)
+    for scaled in (similarity * factors, similarity * factors[:, None]):
+        assert trust.agreement_of(scaled, overlaps) == pytest.approx(agreement)
+    equal = factors[:, None] * normal(2, 4).exp()  # the same samples for all, of other sizes
+    assert trust.agreement_of(equal, overlaps) == pytest.approx(0, abs=1e-12)
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(0))
+    assert trust.agreement_of(similarity[order][:, order], overlaps) == pytest.approx(agreement)
+
+
+def test_trust_is_measured_where_every_expert_differs_from_the_base():
+    suite = trained_suite()
+    block, task = suite.blocks[0], next(iter(suite.experts))
+    attention = f"{block}.self_attn."
+    for name, parameter in suite.base.named_parameters():  # as an adapter of the MLP alone
+        if name.startswith(attention):
+            suite.experts[task].get_parameter(name).data = parameter.data.clone()
+    (record,) = run_fast(suite, **PLUS).log.select("agreement")
+    assert math.isfinite(record["agreement"])
+    for expert in suite.experts.values():  # experts that differ behind the first block only
+        for name, parameter in suite.base.get_submodule(block).named_parameters(prefix=block):
+            expert.get_parameter(name).data = parameter.data.clone()
+    log = run_fast(suite, **PLUS).log
+    assert not log.select("agreement") and not log.select("trust")
+
+
 def test_exchanged_samples_are_named_and_count_less(caplog: pytest.LogCaptureFixture):
     suite = trained_suite()
     same = dict.fromkeys(suite.inputs, next(iter(suite.inputs.values())))
