@@ -186,9 +186,11 @@ class Moments:
     def energy(self, *, centred: bool) -> Tensor:
         """Return the sum of `|x|^2` over rows, about the mean if centred, a scalar."""
         energy = self.gram.diagonal().sum()
-        if centred:
-            energy = energy - self.x.square().sum() / self.count.clamp_min(1)
-        return energy.clamp_min(0)
+        if not centred:
+            return energy
+        variation = energy - self.x.square().sum() / self.count.clamp_min(1)
+        # A difference below this bound is rounding, as of a single row.
+        return variation * (variation > CONSTANT * energy)
 
     def gram_norm(self) -> Tensor:
         """Return the Frobenius norm of the mean Gram matrix.

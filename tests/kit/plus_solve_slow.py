@@ -63,6 +63,7 @@ def solved_group(
         w = factor * drift**numbers.far / (of.x.T @ (of.q[:, None] * of.x)).norm()  # Eq. 14
         samples.append((of.x, of.u, w * of.q, of.held_out))
         energy = of.q @ (of.x - of.q @ of.x / of.q.sum() if biased else of.x).square().sum(1)
+        energy = energy * (energy > CONSTANT * (of.q @ of.x.square().sum(1)))
         tau, gamma = of.weight - base, numbers.gammas[task]
         memory = tau * (gamma * energy / tau.square().sum().clamp_min(1e-300)).sqrt()
         rows.append((memory, memory @ (of.weight - weight).T, w.expand(len(memory))))
