@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
-from statistics import mean
 from typing import Any
 
 import datasets
@@ -84,9 +83,12 @@ class OpenedSuite:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
             words = ["method=featcal/plus", f"modelpool={name}", *overrides]
             config = compose("fabric_model_fusion", words)
-        parts: Any = OmegaConf.to_container(config.modelpool, resolve=True)
-        tests, self._merger = instantiate(parts.pop("default_taskpool")), config.method.base_method
-        self.name, self.pool = name, instantiate(parts)
+        pool_config: Any = OmegaConf.to_container(config.modelpool, resolve=True)
+        tests, self._merger = (
+            instantiate(pool_config.pop("default_taskpool")),
+            config.method.base_method,
+        )
+        self.name, self.pool = name, instantiate(pool_config)
         self.tasks: list[str] = list(self.pool.model_names)
         tests._fabric_instance = fabric = Fabric(accelerator="cpu", devices=1)
         self.inputs = MethodInputs(self.pool, tests, fabric)
@@ -214,7 +216,7 @@ def photographs(seed: int, count: int) -> list[Image.Image]:
 
 def sentences(seed: int, count: int) -> list[str]:
     """Return first sentences of docstrings in Python's standard library."""
-    found = set[str]()
+    texts = set[str]()
     for name in MODULES:
         for value in vars(importlib.import_module(name)).values():
             if not (inspect.isroutine(value) or inspect.isclass(value)):
@@ -222,10 +224,5 @@ def sentences(seed: int, count: int) -> list[str]:
             words = " ".join((inspect.getdoc(value) or "").split())
             sentence = re.split(r"(?<=[.])\s", words)[0]
             if 4 <= len(sentence.split()) <= 20 and re.fullmatch(r"[\w\s.,'-]+", sentence):
-                found.add(sentence)
-    return generator(seed, "sentences").sample(sorted(found), count)
-
-
-def average(scores: Mapping[str, float]) -> float:
-    """Return the mean over tasks."""
-    return mean(scores.values())
+                texts.add(sentence)
+    return generator(seed, "sentences").sample(sorted(texts), count)

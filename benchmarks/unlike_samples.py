@@ -15,24 +15,24 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest import mock
 
-from opened_suite import CORRUPTIONS, SAMPLE_KINDS, OpenedSuite, Scores, average, silence
+from opened_suite import CORRUPTIONS, SAMPLE_KINDS, OpenedSuite, Scores, silence
 from sides import machine
 
 from fusion_bench_featcal.lab.rivals import SWUDI
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.run import blocks, trust
+from fusion_bench_featcal.run.state import CalibrationState
 
 METHODS: dict[str, dict[str, Any]] = {
     "plus": {"rule": "plus"},
-    "before": {},  # FeatCal+ as in 0.2.0: see `settings_of`
     "vectors": {"rule": Plus(task_vectors_only=True)},
     "paper": {"rule": "paper"},
 }
 TITLES = {"before": "FeatCal+ 0.2.0", "plus": "FeatCal+", "paper": "the paper's settings"}
-FITTING = ("own", *CORRUPTIONS)
 PARTLY = ("two", "half", "one", "one_other")
 Line = dict[str, Any]
 
@@ -41,9 +41,11 @@ class Measured(Exception):
     """Ends a calibration after the agreement was measured."""
 
 
-def runs(suite: OpenedSuite, options: argparse.Namespace, known: Sequence[Line]) -> Iterator[Line]:
+def runs(
+    suite: OpenedSuite, options: argparse.Namespace, earlier: Sequence[Line]
+) -> Iterator[Line]:
     """Yield a line for each run that is not known yet."""
-    if not options.agreement and not any(line["method"] == "merged" for line in known):
+    if not options.agreement and not any(line["method"] == "merged" for line in earlier):
         yield {"method": "merged", "scores": suite.scores(suite.merged)}
         yield {"method": "experts", "scores": suite.expert_scores()}
         if not suite.name.startswith("resnet"):
@@ -54,7 +56,7 @@ def runs(suite: OpenedSuite, options: argparse.Namespace, known: Sequence[Line])
             for samples in options.samples:
                 for method in methods:
                     run = {"kind": kind, "seed": seed, "samples": samples, "method": method}
-                    is_known = any(run.items() <= line.items() for line in known)
+                    is_known = any(run.items() <= line.items() for line in earlier)
                     if is_known or (kind in CORRUPTIONS and not suite.has_images):
                         continue
                     yield run | (
@@ -65,18 +67,19 @@ def runs(suite: OpenedSuite, options: argparse.Namespace, known: Sequence[Line])
 
 
 def settings_of(method: str, suite: OpenedSuite) -> dict[str, Any]:
-    """Return the settings of a method. FeatCal+ 0.2.0 treats few samples as it treats many."""
+    """Return the settings of a method.
+
+    FeatCal+ 0.2.0 treats few samples as it treats many, and uses samples that fit no task.
+    """
     if method == "before":
-        return {"rule": Plus(lacks=dict.fromkeys(suite.tasks, 1.0))}
+        return {"rule": Plus(lacks=dict.fromkeys(suite.tasks, 1.0), task_vectors_only=False)}
     return METHODS[method]
 
 
 def calibrated(suite: OpenedSuite, kind: str, seed: int, samples: int, method: str) -> Line:
     """Return scores, agreement and seconds of a calibration."""
-    # 0.2.0 has no rule for samples that fit no task.
-    start, bound = time.perf_counter(), -1e9 if method == "before" else trust.UNLIKE
-    with mock.patch.object(trust, "UNLIKE", bound):
-        model, log = suite.calibrate(kind, seed, samples, **settings_of(method, suite))
+    start = time.perf_counter()
+    model, log = suite.calibrate(kind, seed, samples, **settings_of(method, suite))
     agreement = [record["agreement"] for record in log.select("agreement")]
     return {
         "agreement": agreement[0] if agreement else None,
@@ -87,19 +90,21 @@ def calibrated(suite: OpenedSuite, kind: str, seed: int, samples: int, method: s
 
 def measured(suite: OpenedSuite, kind: str, seed: int, samples: int) -> Line:
     """Return agreement and trust, which are measured before the first block."""
-    found = list[trust.Trust]()
+    lines = list[Line]()
 
-    def stop(*arguments: Any) -> None:
-        found.append(trust.measure_trust(*arguments))
+    def stop(state: CalibrationState, *arguments: Any) -> None:
+        by_task = dict(trust.measure_trust(state, *arguments).by_task)
+        (record,) = state.log.select("agreement")
+        lines.append({"agreement": record["agreement"], "trust": by_task})
         raise Measured
 
     with mock.patch.object(blocks, "measure_trust", stop):
         try:
             suite.calibrate(kind, seed, samples, rule="plus")
         except Exception:  # which the run wraps
-            if not found:
+            if not lines:
                 raise
-    return {"agreement": found[0].agreement, "trust": dict(found[0].by_task)}
+    return lines[0]
 
 
 def accuracy_table(lines: Sequence[Line], methods: Sequence[str], samples: int) -> str:
@@ -107,33 +112,30 @@ def accuracy_table(lines: Sequence[Line], methods: Sequence[str], samples: int) 
     heads = ["suite", "samples", "agreement", "merged", *(TITLES[m] for m in methods), "SWUDI"]
     rows = [f"| {' | '.join(heads)} |", f"|:--|:--|{'--:|' * (len(heads) - 2)}"]
     for suite in dict.fromkeys(line["suite"] for line in lines):
-        own = [line for line in lines if line["suite"] == suite]
-        references = {line["method"]: line["scores"] for line in own if "kind" not in line}
-        chosen = [r for r in own if r.get("samples") == samples and r["method"] in methods]
+        suite_lines = [line for line in lines if line["suite"] == suite]
+        references = {r["method"]: r["scores"] for r in suite_lines if "kind" not in r}
+        chosen = [r for r in suite_lines if r.get("samples") == samples and r["method"] in methods]
         for kind in (k for k in SAMPLE_KINDS if any(r["kind"] == k for r in chosen)):
-            of_kind = [line for line in chosen if line["kind"] == kind]
+            kind_lines = [line for line in chosen if line["kind"] == kind]
             agreements = {f"{r['agreement']:.2f}": None
-                          for r in of_kind if r.get("agreement") is not None}  # fmt: skip
-            cells = [cell(of_kind, method, references["merged"]) for method in methods]
-            merged, swudi = (f"{average(references[m]):.1f}" if m in references else "-"
+                          for r in kind_lines if r.get("agreement") is not None}  # fmt: skip
+            cells = [cell(kind_lines, method, references["merged"]) for method in methods]
+            merged, swudi = (f"{mean(references[m].values()):.1f}" if m in references else "-"
                              for m in ("merged", "swudi"))  # fmt: skip
-            title = f"{SAMPLE_KINDS[kind]}"
-            parts = [suite, title, ", ".join(agreements) or "-", merged, *cells, swudi]
-            rows.append(f"| {' | '.join(parts)} |")
+            facts = [suite, SAMPLE_KINDS[kind], ", ".join(agreements) or "-", merged]
+            rows.append(f"| {' | '.join([*facts, *cells, swudi])} |")
     return "\n".join(rows)
 
 
 def cell(lines: Sequence[Line], method: str, merged: Mapping[str, float]) -> str:
     """Return a method's averages by seed, each with the smallest change of a task."""
-    chosen = [line for line in lines if line["method"] == method]
-    by_seed: dict[int, Scores] = {line["seed"]: line["scores"] for line in chosen}
-    return (
-        ", ".join(
-            f"{average(scores):.1f} ({min(scores[task] - merged[task] for task in merged):+.1f})"
-            for _, scores in sorted(by_seed.items())
-        )
-        or "-"
-    )
+    texts = []
+    for line in sorted(lines, key=lambda line: line.get("seed", 0)):
+        if line["method"] == method:
+            scores: Scores = line["scores"]
+            least = min(scores[task] - merged[task] for task in merged)
+            texts.append(f"{mean(scores.values()):.1f} ({least:+.1f})")
+    return ", ".join(texts) or "-"
 
 
 def agreement_table(lines: Sequence[Line]) -> str:
@@ -153,8 +155,8 @@ def agreement_table(lines: Sequence[Line]) -> str:
     for suite in dict.fromkeys(suite for suite, _ in values):
         cells = []
         for kinds in groups.values():
-            found = [value for kind in kinds for value in values.get((suite, kind), [])]
-            cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "-")
+            group = [value for kind in kinds for value in values.get((suite, kind), [])]
+            cells.append(f"{min(group):.2f} to {max(group):.2f}" if group else "-")
         rows.append(f"| {suite} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("suites", nargs="*")
     parser.add_argument("--kinds", nargs="+", choices=SAMPLE_KINDS, default=["own"])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["plus"])
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, "before"], default=["plus"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[42, 43])
     parser.add_argument("--samples", nargs="+", type=int, default=[64])
     parser.add_argument("--agreement", action="store_true")
@@ -181,14 +183,14 @@ def main() -> None:
         return
     silence()
     for name in options.suites:
-        known = [line for line in lines if line["suite"] == name]
-        for line in runs(OpenedSuite(name), options, known):
+        earlier = [line for line in lines if line["suite"] == name]
+        for line in runs(OpenedSuite(name), options, earlier):
             line = {"suite": name, **line, "machine": machine()}
             with options.results.open("a", encoding="utf-8") as file:
                 print(json.dumps(line), file=file)
-            shown = {k: v for k, v in line.items() if k not in ("scores", "trust", "machine")}
-            result = f" {average(line['scores']):.1f}" if "scores" in line else ""
-            print(f"{shown}{result}", flush=True)
+            summary = {k: v for k, v in line.items() if k not in ("scores", "trust", "machine")}
+            result = f" {mean(line['scores'].values()):.1f}" if "scores" in line else ""
+            print(f"{summary}{result}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calibrations import PLUS, assert_identical, cast, run_fast
-from plus_slow import FAMILIAR, calibrated_plus, listen
+from plus_slow import FAMILIAR, calibrated_plus, listen, trained
 from tiny_models import Suite, clip_suite, decoder_suite, normal
 from torch import Tensor, nn
 from tricky_models import biased, plain, stack_suite
@@ -116,21 +116,12 @@ def test_a_rule_object_and_its_name_give_equal_bits(make: Callable[[], Suite]):
 
 
 def trained_suite() -> Suite:
-    """A suite whose experts' first modules differ from the base by the root of a Gram matrix."""
+    """A suite whose experts' steps lie along the inputs of their tasks."""
     suite = clip_suite()
     for number, batches in enumerate(suite.inputs.values()):
         for batch in batches:  # images of one task have a common part
             batch["pixel_values"] += 3 * normal(number, *batch["pixel_values"].shape[1:])
-    block = suite.blocks[0]
-    names = [f"{block}.self_attn.{letter}_proj" for letter in "qkv"]
-    for task, expert in suite.experts.items():
-        x = listen(suite.merged, suite.inputs[task], block, names[:1]).inputs(names[0])
-        values, vectors = torch.linalg.eigh(x.T @ x / len(x))
-        root = vectors * values.clamp_min(0).sqrt() @ vectors.T
-        for name in names:
-            start: Any = suite.base.get_submodule(name).weight
-            expert.get_parameter(f"{name}.weight").data = start + root.to(start)
-    return suite
+    return trained(suite)
 
 
 def test_trust_reads_each_expert_once(monkeypatch: pytest.MonkeyPatch):

@@ -65,9 +65,9 @@ def calibration_facts(
         samples: Task -> {"samples", "split"} used.
     """
     values, numbers = settings.with_rule_defaults.as_dict(), log_numbers(records)
-    warnings = exchanged_samples(records).items()
+    warnings, is_unlike = exchanged_samples(records).items(), fit_no_task(records)
     notes = [Note(WARNING, f"{task}: {warning}", name, task) for task, warning in warnings]
-    if fit_no_task(records):
+    if is_unlike:
         notes.append(Note(WARNING, unlike_samples(numbers), name))
     notes += large_update(name, records)
     if not (isinstance(settings.rule, str) and settings.rule in BY_NAME):
@@ -79,7 +79,7 @@ def calibration_facts(
         text = f"{idle} of {numbers[SLOTS]} routed experts receive no token of the samples, and "
         notes.append(Note(NOTE, f"{text}stay as merged. More samples reach more of them", name))
     notes += far_task(name, settings, distances(records))
-    if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY and not fit_no_task(records):
+    if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY and not is_unlike:
         notes.append(Note(NOTE, _SAMPLES_ALONE, name))
     return Facts(
         settings={key: values[key] for key in values if key not in SETTINGS_OF_THE_RUN},

@@ -40,16 +40,11 @@ class Trust:
 
     Attributes:
         by_task: Task -> trust in its samples. Samples of missing tasks are trusted in full.
-        agreement: Agreement of all samples with their experts, or None if it was not measured.
+        is_refuted: Whether the samples fit no task, so that only task vectors may change weights.
     """
 
     by_task: Mapping[str, float] = field(default_factory=dict)
-    agreement: float | None = None
-
-    @property
-    def is_refuted(self) -> bool:
-        """Whether no task's samples fit its expert better than other tasks' samples do."""
-        return self.agreement is not None and self.agreement < UNLIKE
+    is_refuted: bool = False
 
 
 def with_trust(state: CalibrationState, trust: Trust) -> CalibrationState:
@@ -70,9 +65,7 @@ def with_trust(state: CalibrationState, trust: Trust) -> CalibrationState:
         trust: The trust in its samples.
     """
     rule: Any = state.rule
-    only = rule.task_vectors_only
-    if only is None and trust.is_refuted:
-        only = True
+    only = trust.is_refuted or rule.task_vectors_only
     gammas, lacks = dict[str, float](), dict[str, float]()
     for task in state.streams.tasks:
         familiar = min(max(trust.by_task.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
@@ -101,18 +94,18 @@ def measure_trust(state: CalibrationState, block: str, groups: Sequence[Group]) 
         return Trust()
     similarity, overlaps = measured
     by_task = dict(zip(tasks, trust_of(similarity, overlaps).tolist(), strict=True))
-    trust = Trust(by_task, agreement_of(similarity, overlaps))
-    exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(similarity).items()}
-    for task, value in trust.by_task.items():
-        state.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
     rule: Any = state.rule
-    is_refuted = trust.is_refuted and rule.task_vectors_only is None
-    state.log.add("agreement", {"agreement": trust.agreement, "refuted": is_refuted})
+    agreement = agreement_of(similarity, overlaps)
+    is_refuted = agreement < UNLIKE and rule.task_vectors_only is None
+    exchanged = {tasks[k]: tasks[other] for k, other in exchanged_tasks(similarity).items()}
+    for task, value in by_task.items():
+        state.log.add("trust", {"task": task, "trust": value, "fits": exchanged.get(task)})
+    state.log.add("agreement", {"agreement": agreement, "refuted": is_refuted})
     for task, warning in exchanged_samples(state.log.records).items():
         logger.warning("task %s: %s Check the data of both", task, warning)
     if is_refuted:
         logger.warning(UNLIKE_SAMPLES)
-    return trust
+    return Trust(by_task, is_refuted)
 
 
 @exact_products()
@@ -122,17 +115,16 @@ def measure_similarities(
     """Return the arguments of `trust_of`: `c`, and the mean of `cos_F(P_i, P_j)` over j.
 
     They are measured at the inputs of the first linear modules of the block in which every expert
-    differs from the base. The result is None if the block has none, or if there is no base.
+    differs from the base. The result is None if the block has none.
 
     The products `<P_i, G>` are needed for each `G_j`, and for `G = sum_j P_j / |P_j|`. This sum is
     added up over the processes, so each process only reads the experts of its own tasks. It keeps
     their `P_i` in memory, `[d, d]` each.
     """
-    streams, processes = state.streams, state.processes
-    for group in groups:
-        if group.kind != "linear" or group.convolves or state.base is None:
-            continue
-        base = group.stack_weights(state.base.tensor, torch.float32).weight
+    streams, processes, base_model = state.streams, state.processes, state.base
+    assert base_model is not None  # without a base, trust is not measured
+    for group in (group for group in groups if group.kind == "linear" and not group.convolves):
+        base = group.stack_weights(base_model.tensor, torch.float32).weight
         squares = {t: gram_of(task_vector_of(state, group, t, base)) for t in streams.tasks}
         if all(processes.gather(all(square.any() for square in squares.values()))):
             break

@@ -97,8 +97,7 @@ def case(
     origin = base if has_base else None
     merged.train()
     rule = Plus(task_vectors_only=False)  # the experts differ by noise, which fits all samples
-    models_and_texts: Any = {"experts": experts, "texts": texts, "base": origin}
-    repaired = repair(merged, **models_and_texts, rule=rule, progress=False)
+    repaired = repair(merged, experts=experts, texts=texts, base=origin, rule=rule, progress=False)
     assert merged.training and repaired.training and not base.training
     save(repaired, folder / "out", folder / "merged")
     yield Case(base, experts, merged, repaired, folder, folder / "out", states)

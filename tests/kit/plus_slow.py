@@ -136,9 +136,9 @@ def trained(suite: Suite) -> Suite:
     suite.experts = {task: copy.deepcopy(expert) for task, expert in suite.experts.items()}
     for block, names in modules_of(suite.merged, suite.blocks).items():
         names = [name for name in names if is_linear(suite.merged, name)]
-        seen = {t: listen(suite.merged, b, block, names) for t, b in suite.inputs.items()}
-        for name in (n for n in names if all(n in s.received for s in seen.values())):
-            inputs = {task: side.inputs(name) for task, side in seen.items()}
+        features = {t: listen(suite.merged, b, block, names) for t, b in suite.inputs.items()}
+        for name in (n for n in names if all(n in f.received for f in features.values())):
+            inputs = {task: side.inputs(name) for task, side in features.items()}
             grams = {task: x.T @ x / x.square().sum() for task, x in inputs.items()}
             for number, (task, gram) in enumerate(grams.items()):
                 values, vectors = torch.linalg.eigh(gram - sum(grams.values()) / len(grams))
