@@ -16,14 +16,20 @@ from fusion_bench_featcal.encoders.opening import (
     with_adapter,
     with_weights,
 )
+from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
+from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.folders.input_models import InputModels
+from fusion_bench_featcal.folders.merger import open_merged, warnings_on_merger
 from fusion_bench_featcal.folders.model_folder import ModelFolder, refuse_adapter
 from fusion_bench_featcal.folders.opened import CardHead, Models
+from fusion_bench_featcal.folders.request import SWUDI
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.cards import CARD, card_tags
-from fusion_bench_featcal.run.log import AsMerged
+from fusion_bench_featcal.models.structure import fill
+from fusion_bench_featcal.results.notes import Note
+from fusion_bench_featcal.run.log import AsMerged, CalibrationLog
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -40,6 +46,7 @@ class EncoderModels(Models):
         merged: The merged model, from its folder or merged now.
         base: The base, or None.
         experts: Task -> expert.
+        merger_warnings: Warnings about experts that the merging method may harm.
     """
 
     def __init__(self, inputs: InputModels, class_name: str) -> None:
@@ -50,6 +57,7 @@ class EncoderModels(Models):
             ValueError: If they do not fit each other.
         """
         self.inputs, whole = inputs, inputs.whole
+        self.merger_warnings = list[Note]()
         named = (model for model in whole if model.encoder_class == class_name)
         self.module_donor = next(named, whole[0])
         for model in (self.module_donor, inputs.merged or self.module_donor):
@@ -88,6 +96,10 @@ class EncoderModels(Models):
         options, rule = replace(settings.options, samples_per_task=None), settings.rule_object
         models, size = (self.merged, self.base, self.experts), settings.batch_size
         return calibrate_encoder(*models, batches, rule, options, size)
+
+    def merge(self) -> CalibrationResult:
+        """Return the merged model, which is in memory."""
+        return CalibrationResult(self.merged, CalibrationLog())
 
     def load_calibrated(self, result: CalibrationResult) -> nn.Module:
         """Return the calibrated model."""
@@ -156,3 +168,20 @@ class EncoderModels(Models):
         self.base = self.base or self._open_base(average)
         if merger.scale is not None:
             self.merged = merged_by_library([*self.experts.values()], merger.scale, self.base)
+        if merger.name == SWUDI:
+            self._merge_matrices(average)
+
+    def _merge_matrices(self, average: Any) -> None:
+        """Merge the matrices of the transformers by SWUDI. Other tensors keep their average."""
+        structure = average.transformers_model
+        experts = {task: as_lazy(f"expert {task}", model) for task, model in self.experts.items()}
+        models = as_lazy("the average", average), as_lazy("the base", self.base), experts
+        family = resolve_family(self.inputs.request.settings.family, structure)
+        merged = open_merged(self.inputs, *models, family)
+        self.merger_warnings = warnings_on_merger(merged, experts)
+        fill(structure, merged)
+
+
+def as_lazy(label: str, model: Any) -> LazyModel:
+    """Return the transformer of a model as a lazy model."""
+    return LazyModel(label, InMemoryExpert(model.transformers_model), model.transformers_model)

@@ -65,13 +65,16 @@ class Evaluation:
         self._scores: dict[str, _Scores] = {}
         self._warnings = [note for note in notes if note.kind == WARNING]
 
-    def add_references(self) -> None:
-        """Add each expert on its task, and the merged model."""
+    @property
+    def row(self) -> str:
+        """Name of the model that the run makes: calibrated, or only merged."""
+        is_merge = not self.request.calibrates
+        return self.report.merger if is_merge else row_of_rule(self.opened.settings.rule)
+
+    def add_experts(self) -> _Scores:
+        """Add each expert on its task, and return its scores."""
         models, scores = self.opened.models, {}
-        if self._scorers:
-            tasks = pluralize(len(self._scorers), "task")
-            print(f"evaluating the experts, the merged and the calibrated model on {tasks}")
-        for task in self.opened.tasks if models.heads else self._scorers:
+        for task in self.request.expert if models.heads else self._scorers:
             expert = models.load_expert(task)
             if task in self._scorers:
                 scores[task] = self._scorers[task].score(expert)
@@ -79,7 +82,15 @@ class Evaluation:
                 self.heads[task] = models.heads.detach_body(expert)
         if scores:
             self._add_row(EXPERTS, scores, Facts())
-        self.add(self.report.merger, models.load_merged)
+        return scores
+
+    def add_references(self) -> None:
+        """Add each expert on its task, and the merged model."""
+        if self._scorers:
+            tasks = pluralize(len(self._scorers), "task")
+            print(f"evaluating the experts, the merged and the calibrated model on {tasks}")
+        scores = self.add_experts()
+        self.add(self.report.merger, self.opened.models.load_merged)
         self._warnings += _warnings_on_experts(scores, self._scores[self.report.merger])
 
     def add(
@@ -127,8 +138,7 @@ class Evaluation:
 
     def conclude(self) -> Verdict:
         """Compare the calibrated model with the merged one, and complete the report."""
-        report, settings = self.report, self.opened.settings
-        name = row_of_rule(settings.rule)
+        report, settings, name = self.report, self.opened.settings, self.row
         advice = _ADVICE.format("--preset plus" if settings.rule == "paper" else "other samples")
         row_notes = [note for note in report.notes if note.kind == WARNING and note.row == name]
         verdict = compare(
@@ -144,9 +154,13 @@ class Evaluation:
             Note(VERDICT, verdict.sentence),
             *(Note(VERDICT, text, task=task) for task, text in verdict.gains.items()),
         )
-        if self._scorers and self.title != Task.title:
-            report.note(Note(NOTE, f"accuracy % (loss) stands for {self.title}"))
+        self.add_note_on_title()
         return verdict
+
+    def add_note_on_title(self) -> None:
+        """Add a note on the names of both scores, if they are not accuracy and loss."""
+        if self._scorers and self.title != Task.title:
+            self.report.note(Note(NOTE, f"accuracy % (loss) stands for {self.title}"))
 
 
 def _warnings_on_experts(experts: _Scores, merged: _Scores) -> list[Note]:

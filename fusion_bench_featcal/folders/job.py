@@ -1,6 +1,6 @@
 """One `featcal calibrate` after the check of its options.
 
-`run_job` opens models and data, calibrates, evaluates and saves.
+`run_job` opens models and data, calibrates, evaluates and saves. Without samples it only merges.
 """
 
 import re
@@ -20,16 +20,23 @@ from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.opened_transformers import open_transformers
 from fusion_bench_featcal.folders.options import WORDS
 from fusion_bench_featcal.folders.read_request import check_folder
-from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.request import SWUDI, Request
 from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_complete, save_folder
 from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
 from fusion_bench_featcal.models.hub import HubModel, fetch_all
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.names import row_of_rule
-from fusion_bench_featcal.results.notes import WARNING, notes_of
+from fusion_bench_featcal.results.notes import NOTE, WARNING, Note, notes_of
 from fusion_bench_featcal.results.remarks import calibration_facts
+from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.run.checkpoint import CHECKPOINT_FILES
 from fusion_bench_featcal.run.devices import check_device, isolated_torch_state
+
+_MERGED_ONLY = (
+    "the model was merged, and not calibrated. With unlabeled samples of each task, --data "
+    "NAME=FILE, FeatCal+ repairs it"
+)
+_SAMPLES_ADD = {SWUDI: " (64 per task added 0 to 9 points on the bundled benchmark suites)"}
 
 
 @using_vocabulary(WORDS)
@@ -60,7 +67,8 @@ def run_job(request: Request, hub: Mapping[str, HubModel]) -> Path:
                 evaluation = _open_inputs(InputModels(request))
                 show_start(request, evaluation.opened, evaluation.report.notes)
                 if not request.plan:
-                    _calibrate_and_save(evaluation)
+                    run = _calibrate_and_save if request.calibrates else _merge_and_save
+                    run(evaluation)
             return out
         finally:
             if not (request.plan or request.has_blocks):
@@ -166,3 +174,22 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
             "the merged model is as it was. Without --strict the calibrated model goes to "
             f"{request.folder}"
         )
+
+
+def _merge_and_save(evaluation: Evaluation) -> None:
+    """Merge the experts without samples, evaluate and save the merged model, and print scores."""
+    request, models, report = evaluation.request, evaluation.opened.models, evaluation.report
+    first_notes = len(report.notes)
+    prepare_directory(request.blocks_folder, "--out")
+    write_inputs(request.blocks_folder, evaluation.digests)
+    with measure() as cost:
+        print(f"merging; finished blocks are kept in {request.blocks_folder}")
+        result = models.merge()
+    evaluation.add_experts()
+    load = partial(models.load_calibrated, result)
+    evaluation.add(evaluation.row, load, Facts(), cost.as_dict())
+    evaluation.add_note_on_title()
+    report.note(Note(NOTE, _MERGED_ONLY + _SAMPLES_ADD.get(evaluation.row, "")))
+    save_folder(result, Facts(), evaluation)
+    _remove_blocks(request.blocks_folder)
+    show_scores(report, report.notes[first_notes:], evaluation.title)

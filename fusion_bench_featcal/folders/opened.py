@@ -55,6 +55,10 @@ class Models(Protocol):
         """Calibrate the merged model with each task's batches."""
         ...
 
+    def merge(self) -> CalibrationResult:
+        """Return the merged model in the form of a calibrated one, without a calibration."""
+        ...
+
     def load_calibrated(self, result: CalibrationResult) -> nn.Module:
         """Return the calibrated model on the device."""
         ...

@@ -11,9 +11,8 @@ from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.scorer import EncoderScorer
 from fusion_bench_featcal.encoders.scores import class_name_scorer, encoder_scorer
 from fusion_bench_featcal.encoders.texts import calls_of
-from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.experts.similarity import notes_on_experts
-from fusion_bench_featcal.folders.encoder_models import EncoderModels
+from fusion_bench_featcal.folders.encoder_models import EncoderModels, as_lazy
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.opened import (
     Opened,
@@ -62,9 +61,10 @@ def open_encoders(inputs: InputModels, class_name: str) -> Opened:
     models = EncoderModels(inputs, class_name)
     # The model itself limits the length of texts.
     settings = request.settings.complete(max_length=None)
-    tasks = {task: _open_task(task, request, models) for task in request.expert}
+    tasks = {task: _open_task(task, request, models) for task in request.tasks}
     notes = notes_of([*_notes(models), *settings.extremes])
-    return Opened(models, settings, tasks, notes + _warnings(models, tasks))
+    warnings = _warnings(models, tasks) + models.merger_warnings
+    return Opened(models, settings, tasks, notes + warnings)
 
 
 def _warnings(models: EncoderModels, tasks: Mapping[str, Task]) -> list[Note]:
@@ -94,10 +94,10 @@ def _notes(models: EncoderModels) -> list[str]:
             notes.append(f"expert {task} has other {', '.join(differing)} than the merged model")
     if models.base is None:
         return [*notes, without_base([*inputs.request.expert.values()], "--base {}")]
-    labelled = {f"expert {task}": _as_lazy(task, model) for task, model in models.experts.items()}
+    labelled = {f"expert {task}": as_lazy(task, model) for task, model in models.experts.items()}
     if inputs.merged is not None:
-        labelled["the merged model"] = _as_lazy("merged", merged)
-    return notes + notes_on_experts(labelled, _as_lazy("base", models.base))
+        labelled["the merged model"] = as_lazy("merged", merged)
+    return notes + notes_on_experts(labelled, as_lazy("base", models.base))
 
 
 def _open_task(task: str, request: Request, models: EncoderModels) -> Task:
@@ -105,7 +105,7 @@ def _open_task(task: str, request: Request, models: EncoderModels) -> Task:
     data = TaskData.open(task, request, partial(open_sentences, task, request))
     subsets = data.samples, data.tests
     data, _ = data.without_repeats(*([s.dataset.texts(n) for n in s.indices] for s in subsets))
-    sentences, first = data.samples.dataset, data.samples.indices[0]
+    sentences, first = data.samples.dataset, [*data.samples.indices, *data.tests.indices][0]
     try:
         calls_of(models.merged, sentences.row_name(first), sentences[first])
     except TypeError as error:
@@ -146,7 +146,3 @@ def _reading_attribute(model: Any, name: str) -> Any:
     owner = transformer_of("", model) if name == "do_lower_case" else model
     value: Any = getattr(owner, name)
     return {k: v for k, v in value.items() if v} if name == "prompts" else value
-
-
-def _as_lazy(label: str, model: Any) -> LazyModel:
-    return LazyModel(label, InMemoryExpert(model.transformers_model), model.transformers_model)

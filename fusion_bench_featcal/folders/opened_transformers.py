@@ -15,6 +15,7 @@ from fusion_bench_featcal.data.text_samples import (
 )
 from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.input_models import InputModels
+from fusion_bench_featcal.folders.merger import warnings_on_merger
 from fusion_bench_featcal.folders.model_folder import (
     IMAGE_ENCODER,
     LANGUAGE_MODELS,
@@ -47,7 +48,7 @@ def open_transformers(inputs: InputModels) -> Opened:
     """
     request, models = inputs.request, TransformersModels(inputs)
     source, processor = models.structure_source, models.processor.loaded
-    kind, experts = source.kind, models.inputs.experts
+    kind, names = source.kind, request.tasks
     positions = positions_of(source.empty) if kind in TEXT_MODELS else NO_LIMIT
     settings, note = _complete_settings(request, kind, processor, positions)
     length, ends = settings.max_length, models.ends
@@ -55,30 +56,31 @@ def open_transformers(inputs: InputModels) -> Opened:
     if kind in LANGUAGE_MODELS:
         encoder_class = {"causal": CausalTextEncoder, "seq2seq": Seq2SeqTextEncoder}[kind]
         encoder = encoder_class(processor, length, positions, ends, first_token)
-        tasks = {task: open_language_task(task, models, encoder) for task in experts}
+        tasks = {task: open_language_task(task, models, encoder) for task in names}
     elif kind == SPEECH:
         encoder = Seq2SeqTextEncoder(processor, length, positions, ends, first_token)
         config: Any = source.empty.config
         extractor, start = models.processor.feature_extractor(), config.decoder_start_token_id
-        tasks = {t: open_speech_task(t, request, encoder, extractor, start) for t in experts}
+        tasks = {t: open_speech_task(t, request, encoder, extractor, start) for t in names}
     elif kind in TEXT_MODELS:
         encoder = ClassifierTextEncoder(processor, length, positions)
         heads = {} if request.no_eval else _class_names(inputs)
-        configs = [model.config for model in (source, *experts.values())]
+        configs = [model.config for model in (source, *models.inputs.experts.values())]
         pads = all(config.get("pad_token_id") is not None for config in configs if config)
         tasks = {
             task: open_class_task(task, request, encoder, heads.get(task, ()), pads=pads)
-            for task in experts
+            for task in names
         }
     else:
         heads = {} if request.no_eval else _image_heads(inputs, source)
-        tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in experts}
+        tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in names}
     if kind in ("seq2seq", SPEECH):
-        refuse_languages(models.processor.tokenizers, [source, *experts.values()])
+        refuse_languages(models.processor.tokenizers, [source, *models.inputs.experts.values()])
     if any(isinstance(task.batches, ImageTextBatches) for task in tasks.values()):
         _refuse_text_models(models)
     notes = notes_of([*models.notes(), *filter(None, [note]), *settings.extremes])
     warnings = _warnings_on_texts(models, request, tasks) if kind in TEXT_MODELS else []
+    warnings += warnings_on_merger(models.paired.merged_weights, models.paired.experts)
     return Opened(models, settings, tasks, notes + warnings)
 
 

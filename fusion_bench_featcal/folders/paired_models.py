@@ -16,6 +16,7 @@ from fusion_bench_featcal.experts.model_config import text_config
 from fusion_bench_featcal.experts.source import LazyTensorDict
 from fusion_bench_featcal.families import Family, head_of, stages_of, text_tower
 from fusion_bench_featcal.folders.input_models import InputModels
+from fusion_bench_featcal.folders.merger import open_merged
 from fusion_bench_featcal.folders.model_folder import (
     CLASSIFIERS,
     IMAGE_ENCODER,
@@ -26,7 +27,6 @@ from fusion_bench_featcal.folders.model_folder import (
 )
 from fusion_bench_featcal.folders.opened import require_base
 from fusion_bench_featcal.models.configs import compare_configs
-from fusion_bench_featcal.models.merging import MergedOnRead
 from fusion_bench_featcal.models.vocabulary import VocabularyRows
 from fusion_bench_featcal.modules.block_modules import BlockModules, find_all_modules
 from fusion_bench_featcal.modules.models import tensors_outside_blocks
@@ -99,9 +99,7 @@ def pair_models(inputs: InputModels) -> PairedModels:
         base_model = _pair_base(base, sources["base"], source.kind, experts, stages, unused)
     if request.merger is not None:
         assert base_model is not None  # as every merger requires a base
-        merged_weights = MergedOnRead(
-            reference, base_model, [*experts.values()], request.merger.scale
-        )
+        merged_weights = open_merged(inputs, reference, base_model, experts, family)
     # They are loaded only after the calibration, where a mistake would be found late.
     if source.kind in CLASSIFIERS or not request.no_eval:
         for model in (source, *whole.values()):

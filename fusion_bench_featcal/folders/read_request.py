@@ -122,10 +122,12 @@ def _check_names(request: Request) -> None:
     }
     for option, names in names_of_tasks.items():
         refuse_unknown(names, request.expert, f"--{option}: expert ")
-    if missing := [task for task in request.expert if task not in request.data]:
+    missing = [task for task in request.expert if task not in request.data]
+    if missing and (request.calibrates or request.merged is not None):
+        instead = "" if request.calibrates else ". Without samples, --merge swudi merges experts"
         raise ValueError(
             f"no data of {', '.join(missing)}: every expert needs samples of its task, "
-            f"--data {missing[0]}=FILE"
+            f"--data {missing[0]}=FILE{instead}"
         )
 
 
@@ -143,6 +145,14 @@ def _check_combinations(request: Request) -> None:
     """Refuse options that contradict each other, and prompts without a class name."""
     if request.strict and request.no_eval:
         raise ValueError("--strict compares scores, which --no-eval skips: leave one out")
+    if not request.calibrates:
+        is_paper = request.preset != Request.preset
+        unused = {"--strict": request.strict, "--set": request.set, "--preset": is_paper}
+        if names := [name for name, value in unused.items() if value]:
+            raise ValueError(
+                f"{', '.join(names)}: without --data the experts are merged, and nothing is "
+                f"calibrated. Leave {names[0]} out, or give samples by --data NAME=FILE"
+            )
     if request.merge and "expert_read_budget" in request.set:
         raise ValueError("--merge reads all of each expert: leave --set expert_read_budget out")
     for text in request.prompt.values():

@@ -21,6 +21,8 @@ from fusion_bench_featcal.settings.fields import setting
 MAX_LENGTH = 1024
 """Tokens of a text if `max_length` is not set, because memory grows with the longest text."""
 PROMPT = "a photo of a {}."
+SWUDI = "swudi"
+"""Merger without samples for experts that were tuned whole (`models/merging.py`)."""
 # Settings that the command sets by --data, --out and --resume
 _SET_BY_OPTIONS = ("calibration_data", "calibration_split", "checkpoint_dir", "resume")
 _POOL_OPTION = "calibration_corruption"
@@ -34,8 +36,8 @@ class Merger(NamedTuple):
     """The merging method of the run.
 
     Attributes:
-        name: `task_arithmetic` or `simple_average`.
-        scale: Scale of the sum of task vectors, or None for the average.
+        name: `task_arithmetic`, `simple_average` or `swudi`.
+        scale: Scale of the sum of task vectors of task arithmetic, else None.
     """
 
     name: str
@@ -62,7 +64,7 @@ class Request:
         is_recorded=False,
     )  # fmt: skip
     merge: str | None = setting(
-        None, "without MERGED: task_arithmetic:0.3, simple_average", metavar="HOW"
+        None, "without MERGED: swudi, task_arithmetic:0.3 or simple_average", metavar="HOW"
     )
     base: str | None = setting(
         None, "the model that the experts were tuned from", metavar="DIR", is_location=True
@@ -73,7 +75,8 @@ class Request:
     )  # fmt: skip
     data: Mapping[str, str] = mapping(
         "an expert's samples: a .jsonl, .csv or .parquet file, a folder of images, a saved "
-        "dataset FOLDER[:SPLIT] or a hub dataset ID:SPLIT (repeatable)",
+        "dataset FOLDER[:SPLIT] or a hub dataset ID:SPLIT (repeatable). Without any, --merge only "
+        "merges",
         "NAME=PATH", is_location=True,
     )  # fmt: skip
     columns: Mapping[str, str] = mapping(
@@ -137,6 +140,17 @@ class Request:
         return not all(name.startswith(".") for name in names)  # a lock, or unfinished files
 
     @property
+    def calibrates(self) -> bool:
+        """Return whether the merged model is calibrated. Without samples it is only merged."""
+        return bool(self.data)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks with data: samples or, if the model is only merged, test examples."""
+        tests = {} if self.no_eval else self.eval
+        return [task for task in self.expert if task in self.data or task in tests]
+
+    @property
     def model_options(self) -> dict[str, str]:
         """Option (`MERGED`, `--base`, `--expert TASK`) -> folder or hub id, of models that run."""
         experts = {f"--expert {task}": location for task, location in self.expert.items()}
@@ -198,13 +212,13 @@ class Request:
         name, _, scale = (self.merge or "").partition(":")
         if self.merge is None:
             return None
-        if self.merge == "simple_average":
+        if self.merge in ("simple_average", SWUDI):
             return Merger(name, None)
         if name == "task_arithmetic" and re.fullmatch(r"\d*\.?\d+", scale) and float(scale):
             return Merger(name, float(scale))
         raise ValueError(
-            "--merge takes simple_average or task_arithmetic:SCALE with a scale above 0, got "
-            f"{self.merge!r}; other mergers run by fusion_bench method=featcal "
+            "--merge takes swudi, simple_average or task_arithmetic:SCALE with a scale above 0, "
+            f"got {self.merge!r}; other mergers run by fusion_bench method=featcal "
             "method@method.base_method=..., or give the folder of a merged model"
         )
 

@@ -13,7 +13,6 @@ from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.models.cards import CARD, card_text
 from fusion_bench_featcal.models.saving import writing_model, written_bytes
 from fusion_bench_featcal.results import accuracy_frame, write_run
-from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.run.result import CalibrationResult
 
@@ -52,7 +51,7 @@ def save_folder(result: CalibrationResult, facts: Facts, evaluation: Evaluation)
     folder, blocks = request.folder, request.blocks_folder
     advice = f"Make room and repeat the command with --resume: the finished blocks are in {blocks}"
     option, needed = f"--out {folder}", written_bytes(models.merged_bytes)
-    name = row_of_rule(evaluation.opened.settings.rule)
+    name = evaluation.row
     frame, merger = accuracy_frame(report), {"merged model": request.merged or request.merge}
     with writing_model(folder, needed, option=option, advice=advice) as new:
         new.mkdir()

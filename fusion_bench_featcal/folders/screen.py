@@ -29,18 +29,23 @@ def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
         CalibrationError: If the disk is too small.
     """
     models, settings = opened.models, opened.settings
-    print(f"{models.title}, {pluralize(len(opened.tasks), 'task')}")
+    print(f"{models.title}, {pluralize(len(request.expert), 'task')}")
     for note in notes:
         print(f"  {masked(note.text)}")
     read, size = read_within(models.expert_bytes, settings.expert_read_budget), models.merged_bytes
     row = row_of_rule(settings.rule)
     rows, strengths = {row: 1}, {row: settings.strengths}
+    if not request.calibrates:
+        rows, strengths = {str(request.merge): 1}, {}
     writes = {str(request.folder): written_bytes(size), str(request.blocks_folder): size}
     writes = {} if request.out is None else writes
     plan = Plan(read=read, output=size, writes=writes, rows=rows, strengths=strengths)
     if request.plan:
-        show_plan(replace(plan, as_merged=models.left_as_merged(opened.tasks)))
-        print("nothing was run: only a run shows whether every block can be calibrated by itself")
+        if request.calibrates:
+            plan = replace(plan, as_merged=models.left_as_merged(opened.tasks))
+        show_plan(plan)
+        unknown = ": only a run shows whether every block can be calibrated by itself"
+        print(f"nothing was run{unknown * request.calibrates}")
         return
     print(f"plan: {bytes_text(read or 0)} read from experts, at most")
     check_room(plan.writes)

@@ -81,7 +81,7 @@ class TaskData:
     Attributes:
         task: The task.
         request: The request.
-        samples: Calibration samples.
+        samples: Calibration samples. If the model is only merged, none, of the tests' dataset.
         tests: Test examples. Empty if nothing is scored.
         order: Indices of all examples of --data in random order.
         reason: Why nothing is scored, or None.
@@ -121,7 +121,15 @@ class TaskData:
                 raise ValueError(f"{option} has no rows")
             return Subset(option, location, dataset, [])
 
-        data, most = opened("data", request.data[task], "train"), request.eval_rows
+        def open_tests() -> Subset:
+            tests = opened("eval", request.eval[task], "test")
+            return tests._replace(indices=evenly_spaced(len(tests.dataset), most))
+
+        most = request.eval_rows
+        if not request.calibrates:
+            tests = open_tests()
+            return cls(task, request, tests._replace(indices=[]), tests, [])
+        data = opened("data", request.data[task], "train")
         order = sample_order(len(data.dataset), task, request.settings.seed)
         held_out = 0 if request.no_eval or task in request.eval else len(order) // HELD_OUT
         first_test = len(order) - min(most, held_out)
@@ -129,8 +137,7 @@ class TaskData:
         samples = data._replace(indices=order[:most_samples])
         tests = data._replace(indices=order[first_test:])
         if task in request.eval and not request.no_eval:
-            tests = opened("eval", request.eval[task], "test")
-            tests = tests._replace(indices=evenly_spaced(len(tests.dataset), most))
+            tests = open_tests()
         if request.strict and not request.no_eval and len(tests.indices) < FEW_EXAMPLES:
             raise ValueError(
                 f"--strict compares at least {FEW_EXAMPLES} rows per task, and {tests.option} "
@@ -198,8 +205,11 @@ class TaskData:
         task, request = self.task, self.request
         named = {column: name for name, column in request.columns_of(task).items()}
         read = ", ".join(f"{named[c]}={c}" if named.get(c, c) != c else c for c in columns)
-        samples = pluralize(len(self.samples.indices), "sample")
-        description = f"{task}: {samples} of {request.data[task]}{f' ({read})' * bool(read)}"
+        samples = "no samples"
+        if request.calibrates:
+            count = pluralize(len(self.samples.indices), "sample")
+            samples = f"{count} of {request.data[task]}{f' ({read})' * bool(read)}"
+        description = f"{task}: {samples}"
         if request.no_eval or self.reason:
             return description
         if not self.tests.indices:

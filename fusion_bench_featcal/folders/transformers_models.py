@@ -41,6 +41,7 @@ from fusion_bench_featcal.run.devices import free_bytes
 from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.run.result import CalibrationResult
+from fusion_bench_featcal.run.storing import store_model
 from fusion_bench_featcal.settings import FeatCalSettings
 
 CONFIG = "config.json"
@@ -144,6 +145,12 @@ class TransformersModels(Models):
             device=self.inputs.request.device,
             merged_weights=paired.merged_weights,
         )
+
+    def merge(self) -> CalibrationResult:
+        """Write the merged model to finished blocks, without a calibration."""
+        paired, settings = self.paired, self.inputs.request.settings
+        blocks = [block for stage in paired.stages for block in stage]
+        return store_model(paired.body, paired.merged_weights, blocks, settings)
 
     def left_as_merged(self, tasks: Mapping[str, Task]) -> AsMerged:
         """Return the modules that a calibration leaves unchanged although experts differ in them.

@@ -1,18 +1,27 @@
-"""A merged model that is computed while it is read: task arithmetic, or an average of experts."""
+"""Merged models that are computed while they are read: task arithmetic, an average, or ASWUDI."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fusion_bench_featcal.core.finite import all_finite
+from fusion_bench_featcal.core.solve import solve_dtype
+from fusion_bench_featcal.core.swudi import merge_task_vectors
 from fusion_bench_featcal.experts.expert import LazyModel
 from fusion_bench_featcal.experts.source import SourceView
 from fusion_bench_featcal.files.json_files import digest_json
+from fusion_bench_featcal.modules.sites import Site
 
 ENTRIES = 2**22
 """Largest number of entries of a tensor that are merged at once, in float32."""
+LOW_RANK = 0.035
+"""Share of directions of task vectors below which ASWUDI harms experts. Experts that were tuned
+whole have at least 0.068 on the bundled suites, and LoRA experts at most 0.016, also after rounding
+to bfloat16 (benchmarks/results/without_samples.md)."""
+SAMPLED_MATRICES = 8
 
 
 class MergedOnRead(SourceView):
@@ -90,3 +99,87 @@ class MergedOnRead(SourceView):
             return
         base = read(self._base)
         out.copy_(base + self._scale * sum(read(expert) - base for expert in self._experts))
+
+
+class SwudiOnRead(MergedOnRead):
+    """The experts' average, with each matrix of the blocks merged by ASWUDI when it is read.
+
+    Only one matrix of the base and of one expert is in memory at a time, in float64. Routed experts
+    are merged one by one.
+    """
+
+    def __init__(
+        self,
+        reference: LazyModel,
+        base: LazyModel,
+        experts: Sequence[LazyModel],
+        sites: Iterable[Site],
+        device: torch.device,
+    ) -> None:
+        """Refer to the models.
+
+        Args:
+            reference: As for `MergedOnRead`.
+            base: The base.
+            experts: The experts.
+            sites: The matrices.
+            device: Device of the computation.
+        """
+        super().__init__(reference, base, experts, None)
+        self._sites = {reference.keys[site.weight_name]: site for site in sites}
+        self._device = device
+
+    @property
+    def digest(self) -> str:
+        """Digest of the models and the method."""
+        return digest_json(["swudi", super().digest])
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one merged tensor."""
+        site = self._sites.get(name)
+        if site is None:
+            return super().tensor(name)
+        return self.rows(name, 0, self.shape(name)[0]) if site.is_stacked else self._merged(site)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of one merged tensor. A matrix is merged as a whole."""
+        site = self._sites.get(name)
+        if site is None:
+            return super().rows(name, start, stop)
+        if not site.is_stacked:
+            return self._merged(site)[start:stop]
+        slots = range(self.shape(name)[0])[start:stop]
+        return torch.stack([self._merged(site, slot) for slot in slots])
+
+    def directions(self, expert: LazyModel) -> float:
+        """Return the share of singular directions with 90 % of the energy of task vectors.
+
+        This is the median over some matrices, evenly spread over the model, that differ from the
+        base's. LoRA experts have few directions.
+        """
+        shares = []
+        sites = [site for site in self._sites.values() if not site.is_stacked]
+        for site in sites[:: max(1, len(sites) // SAMPLED_MATRICES)][:SAMPLED_MATRICES]:
+            vector = self._read(expert, site) - self._read(self._base, site)
+            energies = torch.linalg.svdvals(vector).square()
+            if energies.any():
+                missing = energies.cumsum(0) < 0.9 * energies.sum()
+                shares.append((int(missing.sum()) + 1) / len(energies))
+        return statistics.median(shares) if shares else 1.0
+
+    def _merged(self, site: Site, slot: int | None = None) -> Tensor:
+        """Merge one matrix, or that of one routed expert."""
+        base = self._read(self._base, site, slot)
+        merged = base + merge_task_vectors(
+            self._read(expert, site, slot) - base for expert in self._experts
+        )
+        dtype = self._reference.dtype(site.weight_name)
+        return site.stored(merged).to("cpu", dtype).contiguous()
+
+    def _read(self, model: LazyModel, site: Site, slot: int | None = None) -> Tensor:
+        name = site.weight_name
+        weight = model.stored(name) if slot is None else model.rows(name, slot, slot + 1)[0]
+        if not all_finite(weight):
+            model.stored(name)  # raises
+        weight = weight.to(self._reference.dtype(name))
+        return site.oriented(weight).to(self._device, solve_dtype(self._device))

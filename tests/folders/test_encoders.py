@@ -296,6 +296,23 @@ def test_merging_merges_all_modules(plain: str, tmp_path: Path) -> None:
     assert "SentenceTransformer.merge" in line
 
 
+def test_swudi_merges_the_matrices_of_transformers_and_needs_no_samples(copied: Path) -> None:
+    """Other tensors are averaged. Test examples of one task are scored."""
+    from test_merge_only import assert_rounded, merging, slow_merge
+
+    done = featcal(*merging(copied, "--eval", f"code={copied / 'code.jsonl'}", names=TASKS))
+    assert done.code == 0, done.err
+    report = read_run(copied / "out" / "featcal")
+    assert {row.name: row.tasks for row in report.rows} == {"experts": ["code"], "swudi": ["code"]}
+    out, base, *experts = (weights(copied / name) for name in ("out", "base", *TASKS))
+    for name, tensor in out.items():
+        stored = [expert[name] for expert in experts]
+        if "encoder.layer." in name and tensor.ndim == 2:
+            assert_rounded(tensor, slow_merge(base[name], stored))
+        else:
+            assert_rounded(tensor, torch.stack(stored).double().mean(0))
+
+
 def test_adapters_are_experts(copied: Path) -> None:
     body = BertModel.from_pretrained(copied / "base")
     for number, task in enumerate(TASKS):
@@ -306,6 +323,8 @@ def test_adapters_are_experts(copied: Path) -> None:
     shutil.rmtree(copied / "out")
     line = error_of(*words(copied, "--no-eval", base=False))
     assert line.endswith("is an adapter: name its base by --base DIR")
+    line = error_of(*words(copied, "--merge", "swudi", merged=None))
+    assert "math is an adapter. --merge swudi needs experts that were tuned whole" in line
 
 
 def test_a_base_without_pooler_takes_the_experts_average(copied: Path) -> None:
