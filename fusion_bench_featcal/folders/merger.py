@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from fusion_bench_featcal.experts import LazyModel
-from fusion_bench_featcal.families import Family, stages_of
+from fusion_bench_featcal.families import Family
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.request import SWUDI
 from fusion_bench_featcal.models.merging import LOW_RANK, MergedOnRead, SwudiOnRead
-from fusion_bench_featcal.modules.block_modules import find_all_modules
 from fusion_bench_featcal.results.notes import WARNING, Note
 
 _LOW_RANK = (
@@ -47,11 +45,7 @@ def open_merged(
             f"{adapters[0]} is an adapter. --merge swudi needs experts that were tuned whole, and "
             "ends far below task arithmetic with adapters: use --merge task_arithmetic:0.3"
         )
-    structure: nn.Module = reference.structure
-    blocks = find_all_modules(structure, stages_of(family, structure), calibrate_norm=False)
-    sites = [site for modules in blocks.values() for site in modules.all_sites]
-    matrices = [site for site in sites if site.kind == "linear" and site.patches is None]
-    return SwudiOnRead(reference, base, models, matrices, torch.device(inputs.request.device))
+    return SwudiOnRead(reference, base, models, family, torch.device(inputs.request.device))
 
 
 def warnings_on_merger(merged: object, experts: Mapping[str, LazyModel]) -> list[Note]:

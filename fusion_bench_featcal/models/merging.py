@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from fusion_bench_featcal.core.solve import solve_dtype
 from fusion_bench_featcal.core.swudi import merge_task_vectors
 from fusion_bench_featcal.experts.expert import LazyModel
 from fusion_bench_featcal.experts.source import SourceView
+from fusion_bench_featcal.families import Family, stages_of
 from fusion_bench_featcal.files.json_files import digest_json
+from fusion_bench_featcal.modules.block_modules import find_all_modules
 from fusion_bench_featcal.modules.sites import Site
 
 ENTRIES = 2**22
@@ -113,7 +115,7 @@ class SwudiOnRead(MergedOnRead):
         reference: LazyModel,
         base: LazyModel,
         experts: Sequence[LazyModel],
-        sites: Iterable[Site],
+        family: Family,
         device: torch.device,
     ) -> None:
         """Refer to the models.
@@ -122,12 +124,18 @@ class SwudiOnRead(MergedOnRead):
             reference: As for `MergedOnRead`.
             base: The base.
             experts: The experts.
-            sites: The matrices.
+            family: The family of the models, which knows their blocks.
             device: Device of the computation.
         """
         super().__init__(reference, base, experts, None)
-        self._sites = {reference.keys[site.weight_name]: site for site in sites}
-        self._device = device
+        structure, self._device = reference.structure, device
+        blocks = find_all_modules(structure, stages_of(family, structure), calibrate_norm=False)
+        sites = [site for modules in blocks.values() for site in modules.all_sites]
+        self._sites = {
+            reference.keys[site.weight_name]: site
+            for site in sites
+            if site.kind == "linear" and site.patches is None  # BatchNorms undo a scale
+        }
 
     @property
     def digest(self) -> str:
