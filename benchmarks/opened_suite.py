@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -78,11 +79,19 @@ def silence() -> None:
 class OpenedSuite:
     """A suite: its tasks, merged model, samples and scores."""
 
-    def __init__(self, name: str, *overrides: str) -> None:
-        """Open the pools of `modelpool=name`, with overrides as on the command line."""
+    def __init__(self, name: str, *overrides: str, experts: Path | None = None) -> None:
+        """Open the pools of `modelpool=name`, with overrides as on the command line.
+
+        Args:
+            name: Name of the suite.
+            *overrides: Words of the command line.
+            experts: A folder of other experts, each in a folder with its task's name.
+        """
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
             words = ["method=featcal/plus", f"modelpool={name}", *overrides]
             config = compose("fabric_model_fusion", words)
+        for task in config.modelpool.tasks if experts else ():
+            config.modelpool.models[task] = str(experts / task)
         pool_config: Any = OmegaConf.to_container(config.modelpool, resolve=True)
         tests, self._merger = (
             instantiate(pool_config.pop("default_taskpool")),

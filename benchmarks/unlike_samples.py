@@ -22,7 +22,6 @@ from unittest import mock
 from opened_suite import CORRUPTIONS, SAMPLE_KINDS, OpenedSuite, Scores, silence
 from sides import machine
 
-from fusion_bench_featcal.lab.rivals import SWUDI
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.run import blocks, trust
 from fusion_bench_featcal.run.state import CalibrationState
@@ -32,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "vectors": {"rule": Plus(task_vectors_only=True)},
     "paper": {"rule": "paper"},
 }
+WITHOUT_SAMPLES = Path(__file__).parent / "results" / "without_samples.jsonl"
 TITLES = {"before": "FeatCal+ 0.2.0", "plus": "FeatCal+", "paper": "the paper's settings"}
 PARTLY = ("two", "half", "one", "one_other")
 Line = dict[str, Any]
@@ -48,8 +48,6 @@ def runs(
     if not options.agreement and not any(line["method"] == "merged" for line in earlier):
         yield {"method": "merged", "scores": suite.scores(suite.merged)}
         yield {"method": "experts", "scores": suite.expert_scores()}
-        if not suite.name.startswith("resnet"):
-            yield {"method": "swudi", "scores": suite.scores(suite.merge(SWUDI()))}
     methods = ["agreement"] if options.agreement else options.methods
     for seed in options.seeds:
         for kind in options.kinds:
@@ -109,7 +107,9 @@ def measured(suite: OpenedSuite, kind: str, seed: int, samples: int) -> Line:
 
 def accuracy_table(lines: Sequence[Line], methods: Sequence[str], samples: int) -> str:
     """Return averages of all suites, with the smallest change of a task in brackets."""
-    heads = ["suite", "samples", "agreement", "merged", *(TITLES[m] for m in methods), "SWUDI"]
+    heads = ["suite", "samples", "agreement", "merged", *(TITLES[m] for m in methods), "ASWUDI"]
+    without = [json.loads(text) for text in WITHOUT_SAMPLES.read_text("utf-8").splitlines()]
+    aswudi = {line["suite"]: f"{mean(line['aswudi'].values()):.1f}" for line in without}
     rows = [f"| {' | '.join(heads)} |", f"|:--|:--|{'--:|' * (len(heads) - 2)}"]
     for suite in dict.fromkeys(line["suite"] for line in lines):
         suite_lines = [line for line in lines if line["suite"] == suite]
@@ -120,10 +120,9 @@ def accuracy_table(lines: Sequence[Line], methods: Sequence[str], samples: int) 
             agreements = {f"{r['agreement']:.2f}": None
                           for r in kind_lines if r.get("agreement") is not None}  # fmt: skip
             cells = [cell(kind_lines, method, references["merged"]) for method in methods]
-            merged, swudi = (f"{mean(references[m].values()):.1f}" if m in references else "-"
-                             for m in ("merged", "swudi"))  # fmt: skip
+            merged = f"{mean(references['merged'].values()):.1f}"
             facts = [suite, SAMPLE_KINDS[kind], ", ".join(agreements) or "-", merged]
-            rows.append(f"| {' | '.join([*facts, *cells, swudi])} |")
+            rows.append(f"| {' | '.join([*facts, *cells, aswudi.get(suite, '-')])} |")
     return "\n".join(rows)
 
 
