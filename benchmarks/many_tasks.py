@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,9 +33,9 @@ from fusion_bench_featcal.lab.rivals import SWUDI
 from fusion_bench_featcal.suites import image, text
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "suites"))
-import clip_builder  # noqa: E402
-from build_suite import save_half  # noqa: E402
-from text_builder import TextBuilder  # noqa: E402
+import clip_builder
+from build_suite import save_half
+from text_builder import TextBuilder
 
 COUNTS = (2, 4, 6, 8, 10, 12, 14, 16)
 SUITES: dict[str, tuple[Any, Sequence[str], str]] = {

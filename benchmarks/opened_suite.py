@@ -18,6 +18,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import torch
 import transformers
 from fusion_bench.utils import instantiate_utils
 from fusion_bench.utils.hydra_utils import get_default_config_path
@@ -49,6 +50,7 @@ SAMPLE_KINDS = {
     "parts": "a mix of all tasks, another part for each",
     "unrelated": "of no task: photographs, docstrings",
     "random": "random pixels, random words",
+    "written": "texts that each expert writes from its first token",
     "two": "two tasks exchanged",
     "half": "every second task's of no task",
     "one": "one task's of no task",
@@ -137,7 +139,7 @@ class OpenedSuite:
         settings |= {"samples_per_task": samples, "seed": seed}
         if kind in CORRUPTIONS:
             settings["calibration_corruption"] = {"kind": kind, "severity": 3}
-        is_foreign = kind in ("unrelated", "random", "half", "one")
+        is_foreign = kind in ("unrelated", "random", "written", "half", "one")
         if is_foreign and "prompt" in self._rows(self.tasks[0])[0]:
             settings["calibration_targets"] = "generated"  # answers of the experts
         method, pool = FeatCal(**settings), copy.copy(self.pool)
@@ -172,6 +174,8 @@ class OpenedSuite:
             return {task: mixed[k * samples :][:samples] for k, task in enumerate(tasks)}
         if kind == "two":
             return own | {second: own[last], last: own[second]}
+        if kind == "written":
+            return {task: self._written(task, seed, samples) for task in tasks}
         if kind == "one_other":
             return own | {second: own[one]}
         foreign = self._random if kind == "random" else self._unrelated
@@ -202,6 +206,21 @@ class OpenedSuite:
         words = sorted({word for text in texts for word in text.split()})
         lengths = [draw.randrange(5, 16) for _ in range(count)]
         return self._as_rows([" ".join(draw.choices(words, k=length)) for length in lengths])
+
+    def _written(self, task: str, seed: int, count: int) -> list[Row]:
+        expert: Any = load_pool_model(self.pool, task).eval()
+        tokenizer = self.pool.load_tokenizer()
+        first = (expert.config.bos_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        start = torch.full((count, 1), next(token for token in first if token is not None))
+        options = {"do_sample": True, "top_k": 0, "min_new_tokens": 4, "max_new_tokens": 24,
+                   "pad_token_id": tokenizer.pad_token_id or 0}  # fmt: skip
+        texts = list[str]()
+        torch.manual_seed(seed)
+        while len(texts) < count:
+            written = tokenizer.batch_decode(expert.generate(start, **options),
+                                             skip_special_tokens=True)  # fmt: skip
+            texts += [text.strip() for text in written if len(text.split()) > 1]
+        return self._as_rows(texts[:count])
 
     def _as_rows(self, texts: Sequence[str]) -> list[Row]:
         if "prompt" in self._rows(self.tasks[0])[0]:
