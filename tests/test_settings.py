@@ -55,6 +55,7 @@ CLASHES: list[tuple[dict[str, Any], str]] = [
     ({"rule": "plus", "mix_alpha": 0.5},
      r"mix_alpha=0\.5 has no part in the rule plus: leave .*, or choose rule=paper$"),
     ({"task_weights": {"a": 2}}, r"has no part in the rule paper: .* choose rule=plus$"),
+    ({"task_vectors_only": False}, r"has no part in the rule paper: .* choose rule=plus$"),
     ({"rule": "plus", "calibrate_norm": True},
      r"calibrate_norm=True has no part in the rule plus: leave"),
     ({"rule": Paper(calibrate_norm=False), "calibrate_norm": True},
@@ -171,6 +172,8 @@ def test_a_rule_takes_the_settings_that_are_its_fields():
     assert FeatCalSettings(mix_alpha=0.5).rule_object == Paper(mix_alpha=0.5)
     weighted = FeatCalSettings.plus(task_weights={"a": 2.0}, calibrate_bias=False)
     assert weighted.rule_object == Plus(task_weights={"a": 2.0}, calibrate_bias=False)
+    assert FeatCalSettings.plus().rule_object.task_vectors_only is None
+    assert FeatCalSettings.plus(task_vectors_only=False).rule_object.task_vectors_only is False
     target = FeatCalSettings(rule={"_target_": "plus", "gamma": 3.0}, calibrate_bias=False)
     assert target.rule_object == Plus(gamma=3.0, calibrate_bias=False)
     rule: Any = Plus(gamma=3.0)

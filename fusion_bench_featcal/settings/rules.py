@@ -82,6 +82,11 @@ class RuleSettings(Settings):
         le=4,
         convert=float,
     )
+    task_vectors_only: bool | None = setting(
+        None,
+        "Change weights only along the experts' task vectors. Null: if the samples fit no task. "
+        "False: never, for tasks that read the same inputs. FeatCal+ only.",
+    )
     calibrate_bias: bool = setting(True, "Calibrate biases (Eqs. 51-55).")
     calibrate_norm: bool | None = setting(
         None,
@@ -166,11 +171,13 @@ class RuleSettings(Settings):
 
 STRENGTHS = ("ridge_lambda", "mix_alpha", "anchor_rho")
 """The numbers of the paper's rule. FeatCal+ has none of them."""
+PLUS_SETTINGS = ("task_weights", "balance", "task_vectors_only")
+"""Settings that only FeatCal+ has."""
 RULE_SETTINGS = tuple(name for name in RuleSettings.names() if name != "rule")
 """Settings that a rule has as fields, or does not have."""
 
 
 def remedy_of(setting: str) -> str:
     """Return the advice where the rule does not have a setting of `RULE_SETTINGS`."""
-    rule = option("rule", "plus" if setting in ("task_weights", "balance") else "paper")
+    rule = option("rule", "plus" if setting in PLUS_SETTINGS else "paper")
     return f"leave it at its default, or choose {rule}"
