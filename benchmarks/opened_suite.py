@@ -92,8 +92,9 @@ class OpenedSuite:
         with initialize_config_dir(str(get_default_config_path()), version_base=None):
             words = ["method=featcal/plus", f"modelpool={name}", *overrides]
             config = compose("fabric_model_fusion", words)
-        for task in config.modelpool.tasks if experts else ():
-            config.modelpool.models[task] = str(experts / task)
+        for task in config.modelpool.models if experts else ():
+            if not task.startswith("_"):
+                config.modelpool.models[task] = str(experts / task)
         pool_config: Any = OmegaConf.to_container(config.modelpool, resolve=True)
         tests, self._merger = (
             instantiate(pool_config.pop("default_taskpool")),
