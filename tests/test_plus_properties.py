@@ -10,6 +10,7 @@ import pytest
 import torch
 from calibrations import PLUS, assert_identical, cast, run_fast
 from plus_slow import FAMILIAR, calibrated_plus, listen, trained
+from tiny_convs import unit_suite
 from tiny_models import Suite, clip_suite, decoder_suite, normal
 from torch import Tensor, nn
 from tricky_models import biased, plain, stack_suite
@@ -39,6 +40,19 @@ def test_equal_inputs_change_biases_or_weights_but_not_both(bias: bool):
         )
         # a bias alone reaches the outputs of a single input
         assert (outputs - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_steps_of_convolutions_from_few_images_are_scaled_down():
+    """In the first turn, before other modules' steps change the inputs."""
+    suite, name, steps = unit_suite(), "1.wide.weight", []
+    (count,) = {sum(map(size_of, batches)) for batches in suite.inputs.values()}
+    for scale in (1.0, 0.2, None):
+        scales = {} if scale is None else dict.fromkeys(suite.inputs, scale)
+        model = run_fast(suite, **PLUS | {"rule": Plus(convolution_scales=scales)}).model
+        steps.append(model.get_parameter(name) - suite.merged.get_parameter(name))
+    assert steps[0].norm() > 0 and count < 64
+    torch.testing.assert_close(steps[1], 0.2 * steps[0])
+    torch.testing.assert_close(steps[2], (count / 64) ** 0.5 * steps[0])
 
 
 @pytest.mark.parametrize("is_solved", [True, False])

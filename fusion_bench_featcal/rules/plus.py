@@ -47,6 +47,8 @@ class Plus(Rule):
             (`run/trust.py`).
         lacks: How few samples each task has: `max(64 / k_i, 1)` for `k_i` samples. Missing values
             are computed from the samples.
+        convolution_scales: Factor of a convolution's step by task, `min(k_i / 64, 1)^(1/2)` for `k_i`
+            samples without augmented ones. Missing values are computed from the samples.
         far: Exponent of the merged modules' relative output drift in a task's weight. With 0 the
             drift has no influence.
         ridges: Ridges to choose from, relative to the mean eigenvalue of the inputs' covariance.
@@ -63,6 +65,7 @@ class Plus(Rule):
     gamma: float = 4.0
     gammas: Mapping[str, float] = field(default_factory=dict)
     lacks: Mapping[str, float] = field(default_factory=dict)
+    convolution_scales: Mapping[str, float] = field(default_factory=dict)
     far: float = 0.25
     ridges: Sequence[float] = RIDGES
     task_weights: Mapping[str, float] = field(default_factory=dict)
@@ -129,16 +132,18 @@ class PlusSums:
     the tasks' `lacks`: it grows as far as no task-vector rows stand in for missing samples. The
     task-vector rows are divided between both parts in proportion to the samples. The step itself
     is then solved from all samples. Convolutions use samples alone, because a BatchNorm after them
-    may undo any scale.
+    may undo any scale. The patches of an image are no independent rows, so the step of a
+    convolution from few images is scaled down (`Plus.convolution_scales`).
     """
 
     def __init__(self, rule: Plus, group: Group, merged: Linear, base: Linear | None) -> None:
         """Start with no task."""
         self._rule, self._has_few_outputs = rule, group.has_few_outputs
+        self._scales = rule.convolution_scales if group.convolves else {}
         self._centred = group.biased and rule.calibrate_bias
         self._targets = Targets(group, merged, rule.mix_alpha)
         self._probes = probes_of(merged.weight)
-        self._lack = merged.weight.new_zeros(())
+        self._lack, self._cut = merged.weight.new_zeros(()), merged.weight.new_zeros(())
         inputs = merged.weight.shape[1]
         self._held_out = Moments.zeros(inputs, len(self._probes), merged.weight)
         base = base if rule.gamma > 0 and not group.convolves else None
@@ -147,7 +152,8 @@ class PlusSums:
     def tensors(self) -> list[Tensor]:
         """Return the sums over tasks."""
         row_tensors = [] if self._rows is None else self._rows.tensors()
-        return [*self._targets.tensors(), *self._held_out.tensors(), self._lack, *row_tensors]
+        sums = [*self._targets.tensors(), *self._held_out.tensors()]
+        return [*sums, self._lack, self._cut, *row_tensors]
 
     def add(
         self, task: str, expert: Linear, rows: Moments, held_out: Moments | None = None
@@ -170,6 +176,7 @@ class PlusSums:
             self._rows.add(expert.weight, step.weight, rule.gammas[task], power, weight * mismatch)
         self._targets.add(rows, expert, weight)
         self._lack.addcmul_(rows.count, weight * rule.lacks[task])
+        self._cut.addcmul_(rows.count, weight * (1 - self._scales.get(task, 1.0)))
         # `Targets` sums `u x'` without biases, as the paper's system has none (Eq. 17). Here they
         # are part of the target.
         self._targets.sums.cross.addr_(step.bias, rows.x * weight)
@@ -192,7 +199,7 @@ class PlusSums:
             return self._solve_task_vectors()
         # `finalize` returns the sums without a copy, so `_join_rows` adds the task-vector rows to
         # `sums`.
-        sums, lack = self._targets.finalize(), self._mean_lack()
+        sums, lack, cut = self._targets.finalize(), *self._lack_and_cut()
         facts = self._join_rows(lack)
         means, step, residual = sums.means(centred=self._centred), torch.zeros_like(sums.cross), 0.0
         scale, ridge = means.gram.diagonal().mean(), self._rule.ridges[0]
@@ -204,6 +211,7 @@ class PlusSums:
             gram, right = means.gram.div_(scale), means.cross.div_(scale)
             rounding = torch.finfo(gram.dtype).eps
             step, residual = solve_ridge(gram, right, ridge, rounding=rounding)
+            step.mul_(1 - cut)  # exactly 1 with enough samples
         return Solved(self._targets.moved(step), residual, {"ridge": ridge, **facts})
 
     def _solve_task_vectors(self) -> Solved:
@@ -215,17 +223,21 @@ class PlusSums:
         step, facts = torch.zeros_like(sums.cross), dict[str, float]()
         if rows is not None:
             samples = sums.means(centred=self._centred)
-            facts |= rows.weight_and_facts(samples, anchor, self._probes, self._mean_lack())
+            lack, _ = self._lack_and_cut()
+            facts |= rows.weight_and_facts(samples, anchor, self._probes, lack)
             del samples  # frees memory before the solve
             if facts["f"] > 0:
                 step = rows.step(rows.cross).mul_(facts["f"])
         moved = self._targets.moved(step)
         return Solved(moved._replace(bias=anchor.bias.to(moved.bias)), 0.0, facts)
 
-    def _mean_lack(self) -> float:
-        """Return the mean of the tasks' lacks of samples, weighted as their positions are."""
-        (lack,) = read_back([self._lack / self._targets.sums.count])
-        return lack
+    def _lack_and_cut(self) -> list[float]:
+        """Return means over tasks of `lacks`, and of the share that a convolution's step loses.
+
+        Tasks are weighted as their positions are.
+        """
+        count = self._targets.sums.count
+        return read_back([self._lack / count, self._cut / count])
 
     def _join_rows(self, lack: float) -> Mapping[str, float]:
         """Add the weighted task-vector rows to the samples, and return facts for the log."""

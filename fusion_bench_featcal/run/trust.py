@@ -56,24 +56,31 @@ def with_trust(state: CalibrationState, trust: Trust) -> CalibrationState:
         lack_i  = max(64 / k_i, 1)
         gamma_i = gamma lack_i / min(max(trust_i / 0.3, 1/4), 1)^2
 
+    Steps of convolutions have the scale `min(n_i / 64, 1)^(1/2)`, where `n_i` does not include
+    augmented samples.
+
     If the samples fit no task, the rule becomes one of task vectors only, and each task has the
     `gamma` of many samples without trust. Samples that say nothing give no task more weight.
 
     Args:
-        state: The calibration, whose rule is `Plus`. Values in the rule's `gammas` and `lacks` have
-            priority.
+        state: The calibration, whose rule is `Plus`. Values in the rule's mappings have priority.
         trust: The trust in its samples.
     """
     rule: Any = state.rule
     only = trust.is_refuted or rule.task_vectors_only
-    gammas, lacks = dict[str, float](), dict[str, float]()
+    gammas, lacks, scales = dict[str, float](), dict[str, float](), dict[str, float]()
     for task in state.streams.tasks:
         familiar = min(max(trust.by_task.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
         lacks[task] = max(ENOUGH_SAMPLES / state.streams.num_augmented_samples(task), 1)
         if only:
             familiar, lacks[task] = LEAST, 1
         gammas[task] = rule.gamma * lacks[task] / familiar**2
-    by_task = {"gammas": gammas | rule.gammas, "lacks": lacks | rule.lacks}
+        scales[task] = min(state.streams.num_samples(task) / ENOUGH_SAMPLES, 1) ** 0.5
+    by_task = {
+        "gammas": gammas | rule.gammas,
+        "lacks": lacks | rule.lacks,
+        "convolution_scales": scales | rule.convolution_scales,
+    }
     rule = replace(rule, **by_task, task_vectors_only=only)
     return replace(state, rule=rule)
 
