@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/many_tasks.py FOLDER clip-vit-mini --train
     OMP_NUM_THREADS=1 python benchmarks/many_tasks.py FOLDER clip-vit-mini [--seeds 0 1 2]
-    python benchmarks/many_tasks.py FOLDER --table --figure benchmarks/results/many_tasks.svg
+    python benchmarks/many_tasks.py benchmarks/results --table --figure docs/figures/many_tasks.svg
 
 `--train` makes an expert of each half from the bundled base, by the recipe of the bundled experts
 (5 to 10 minutes per suite on one core). A seed orders the tasks, and T tasks are the first T of
-this order. Results are in FOLDER/results.jsonl, and a run is not repeated. Tables and figure:
+this order. Results are in FOLDER/many_tasks.jsonl, and a run is not repeated. Tables and figure:
 `benchmarks/results/many_tasks.md`.
 """
 
@@ -37,6 +37,7 @@ import clip_builder
 from build_suite import save_half
 from text_builder import TextBuilder
 
+RESULTS = "many_tasks.jsonl"
 COUNTS = (2, 4, 6, 8, 10, 12, 14, 16)
 SUITES: dict[str, tuple[Any, Sequence[str], str]] = {
     "clip-vit-mini": (clip_builder.ClipBuilder, image.ALL8, "clip-vit-mini_all8"),
@@ -112,7 +113,7 @@ def train(folder: Path, suite: str) -> None:
 def run(folder: Path, suite: str, seeds: Sequence[int], counts: Sequence[int]) -> None:
     """Measure all methods on all numbers of tasks, and append lines to the results."""
     _, tasks, pool = SUITES[suite]
-    file, names = folder / "results.jsonl", halves(tasks)
+    file, names = folder / RESULTS, halves(tasks)
     for count in (count for count in counts if count <= len(names)):
         # All tasks together have one order.
         for seed in seeds if count < len(names) else seeds[:1]:
@@ -197,9 +198,10 @@ def draw(lines: Sequence[Line], file: Path) -> None:
         row[0].set_title("average of all tasks"), row[1].set_title("worst task")
         for axis in row:
             axis.set_xlabel("number of tasks"), axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=3)
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "featcal"}):
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else {})
 
 
 def main() -> None:
@@ -213,7 +215,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    lines = read(options.folder / "results.jsonl")
+    lines = read(options.folder / RESULTS)
     if options.table:
         for suite in SUITES:
             print(f"\n{suite}\n\n{table(lines, suite)}")
