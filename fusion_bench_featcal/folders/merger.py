@@ -43,7 +43,7 @@ def open_merged(
     if adapters := [model.label for model in inputs.experts.values() if model.is_adapter]:
         raise ValueError(
             f"{adapters[0]} is an adapter. --merge swudi needs experts that were tuned whole, and "
-            "ends far below task arithmetic with adapters: use --merge task_arithmetic:0.3"
+            "can end far below task arithmetic with adapters: use --merge task_arithmetic:0.3"
         )
     return SwudiOnRead(reference, base, models, family, torch.device(inputs.request.device))
 
