@@ -68,8 +68,9 @@ def calibrate(
             computed outside it.
         progress: Whether to show a progress bar.
         processes: The processes that share this calibration, each on a separate device. All call
-            this function with the same arguments. Each reads only experts and samples of its tasks.
-            By default there is one process.
+            this function with the same arguments. If they divide the number of tasks, each has all
+            samples of its tasks, and reads only their experts. Otherwise batches of every task are
+            divided among them, up to one batch per process. By default there is one process.
         merged_weights: Weights of the merged model. `merged` is then its structure, on the meta
             device except for non-persistent buffers. The weights are read block by block, and the
             calibrated model is written to `checkpoint_dir`. It is never whole in memory.
@@ -172,7 +173,10 @@ def finish_calibration(state: CalibrationState) -> CalibrationResult:
     else:
         state.checkpoint.write_rest(working.tensors, state.log)
     sizes = {name: sum(model.bytes_read.values()) for name, model in state.models.items()}
-    bytes_read = state.processes.gather_dict(sizes)
+    all_sizes = state.processes.gather(sizes)
+    # Several processes may read one model. The largest read of one process is reported.
+    names = dict.fromkeys(name for sizes in all_sizes for name in sizes)
+    bytes_read = {name: max(sizes.get(name, 0) for sizes in all_sizes) for name in names}
     base = bytes_read.pop(BASE_MODEL, 0)
     reads = {"plan": state.read_plan.as_dict(), "experts": bytes_read, "base": base}
     return CalibrationResult(model, state.log, reads, state.checkpoint.weights)

@@ -10,31 +10,33 @@ from fusion_bench_featcal.rules.rule import Linear, Solved
 
 
 class NormMoments:
-    """Sums over one task's normalised inputs `z` of one norm (Eq. 56)."""
+    """Sums over one task's normalised inputs `z` of one norm (Eq. 56).
+
+    Attributes:
+        count: Number of rows, a scalar.
+        rows: Always None: no rows are kept, unlike in `Moments`.
+    """
 
     def __init__(self, width: int, example: Tensor) -> None:
         """Start with no rows."""
-        self._sums, self._rows = [example.new_zeros(width), example.new_zeros(width)], 0
+        self._sums, self.rows = [example.new_zeros(width), example.new_zeros(width)], None
+        self.count = example.new_zeros((), dtype=solve_dtype(example.device))
 
     def tensors(self) -> list[Tensor]:
-        """Return `sum z^2` and `sum z`."""
-        return self._sums
+        """Return the sums and the count. Sums of other processes may be added to them in place."""
+        return [*self._sums, self.count]
 
     @property
     def sums(self) -> Tensor:
         """Return `sum z^2`, `sum z` and the number of rows, `[3, d]`."""
-        return torch.stack([*self._sums, torch.full_like(self._sums[0], self._rows)])
-
-    @property
-    def count(self) -> Tensor:
-        """Number of rows, a scalar."""
-        return self._sums[0].new_full((), self._rows)
+        square, total = self._sums
+        return torch.stack([square, total, self.count.to(total.dtype).expand_as(total)])
 
     def add(self, z: Tensor) -> None:
         """Add rows: normalised inputs without gain and shift, `[n, d]`."""
         z = z.to(self._sums[0].dtype)
         torch._foreach_add_(self._sums, [z.square().sum(0), z.sum(0)])
-        self._rows += len(z)
+        self.count += len(z)
 
 
 class StatisticsSums:

@@ -96,7 +96,7 @@ def groups_of(state: CalibrationState, block: str) -> list[Group]:
     if not sites:
         return []
     decide, names = state.processes.value_of_min, [site.name for site in sites]
-    if not state.streams.active_tasks:
+    if not state.streams.active_batches:
         return decide(NO_SAMPLE, [])
     recorded, rows, priority = state.streams.record_largest(block, names)
     return decide(priority, find_groups(state.model, block, sites, recorded, rows.positions_key))
@@ -108,7 +108,7 @@ def collect(
     turn: Sequence[Group],
     first_turn_groups: Sequence[Group] | None,
 ) -> dict[Group, GroupSums]:
-    """Sum the inputs of a turn's modules over the tasks of this process.
+    """Sum the inputs of a turn's modules over the tasks that this process completes.
 
     Args:
         state: The calibration.
@@ -123,9 +123,7 @@ def collect(
     sums = empty_sums_of(state, block, turn)
     checks = Checks(block)
     for task, task_sums in sums_by_task(state, block, turn, first_turn_groups):
-        for group in task_sums:
-            moments = add_task(sums[group], group, block, task, task_sums[group])
-            checks.add(task, group.name, moments, sums[group].tensors())
+        add_task(state, block, task, sums, task_sums, checks)
         # The generator still refers to this dict. Clearing it frees the task's Gram matrices and
         # the copies of its expert's parameters before the next task allocates its own.
         task_sums.clear()
@@ -140,7 +138,7 @@ def sums_by_task(
     turn: Sequence[Group],
     first_turn_groups: Sequence[Group] | None,
 ) -> Iterator[tuple[str, dict[Group, TaskSums]]]:
-    """Yield each task of this process with sums over its samples. Arguments as for `collect`."""
+    """Yield each task with sums over its samples in this process. Arguments as for `collect`."""
     model, rule, streams = state.model, state.rule, state.streams
     runs_expert = first_turn_groups is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
@@ -177,11 +175,14 @@ def log_block(
 ) -> None:
     """Log a finished block. The log is equal in every process."""
     log, modules, streams = state.log, state.modules[block], state.streams
-    gather_dict, drift = state.processes.gather_dict, streams.drift
+    processes, drift, drifts = state.processes, streams.drift, dict[str, dict[str, Any]]()
     for module in (site.name for site in modules.sites if site.name in metrics):
         log.add("module", {"block": block, "module": module, **metrics[module]})
-    drifts = {} if drift is None else drift.records(gather_dict)
-    samples = gather_dict({task: streams.num_samples(task) for task in streams.active_tasks})
+    if drift is not None:
+        device = state.working.device
+        completed = [t for t in streams.active_tasks if state.sum_task(t, drift.tensors(t, device))]
+        drifts = drift.records(completed, processes.gather_dict)
+    samples = processes.sum_counts({t: streams.num_samples(t) for t in streams.active_tasks})
     for task in (task for task in state.tasks if task in samples):
         task_sums = {"block": block, "task": task, "samples": samples[task]}
         log.add("task", task_sums | drifts.get(task, {}))

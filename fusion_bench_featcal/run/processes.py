@@ -1,20 +1,22 @@
 """Several processes that work on one calibration, joined by `torch.distributed`.
 
-Every exchange of tensors follows a `gather` over gloo, in which a process that has ended is noticed
-at once.
+Every exchange of tensors follows a `gather` or a barrier over gloo, in which a process that has
+ended is noticed at once.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusion_bench_featcal.errors import CalibrationError, LostProcessError
-from fusion_bench_featcal.errors.words import option, user_term
+from fusion_bench_featcal.errors import LostProcessError
+from fusion_bench_featcal.errors.words import option
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -22,6 +24,9 @@ Value = TypeVar("Value")
 PATIENCE = timedelta(days=7)
 """Time that a process waits for the others, one of which may be evaluating models. A closed
 connection is noticed at once."""
+
+SMALL_BYTES = 2**20
+"""Size up to which tensors are joined for an exchange, because each exchange has a latency."""
 
 
 class Processes:
@@ -40,18 +45,20 @@ class Processes:
     doing = "the start"
 
     def own_tasks(self, tasks: Iterable[str]) -> list[str]:
-        """Return the tasks of this process.
+        """Return the tasks whose sums over samples are completed in this process."""
+        return [*tasks][self.rank :: self.size]
 
-        Raises:
-            CalibrationError: If there are more processes than tasks.
+    def divides_batches(self, tasks: Collection[str]) -> bool:
+        """Return whether the batches of each task are divided among the processes.
+
+        If the number of tasks is a multiple of the number of processes, each process has all
+        batches of its own tasks instead, and sums of one task need no exchange.
         """
-        tasks = list(tasks)
-        if self.size > len(tasks):
-            raise CalibrationError(
-                f"{self.size} processes cannot share {len(tasks)} tasks, as each works on whole "
-                f"tasks. Start at most {len(tasks)}{user_term('processes')}"
-            )
-        return tasks[self.rank :: self.size]
+        return len(tasks) % self.size > 0
+
+    def sampled_tasks(self, tasks: Collection[str]) -> list[str]:
+        """Return the tasks of which this process may have samples."""
+        return [*tasks] if self.divides_batches(tasks) else self.own_tasks(tasks)
 
     def gather(self, value: Value) -> list[Value]:
         """Return every process's value, by rank. A barrier for all processes.
@@ -69,8 +76,21 @@ class Processes:
         """Return the value of the process with the least priority. A barrier for all processes."""
         return min(self.gather((priority, value)), key=lambda pair: pair[0])[1]
 
+    def sum_counts(self, counts: Mapping[Key, int]) -> dict[Key, int]:
+        """Return the sums of every process's counts, key by key. A barrier for all processes."""
+        total = Counter[Key]()
+        for process_counts in self.gather(counts):
+            total.update(process_counts)
+        return dict(total)
+
     def all_reduce_sum(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors, in place, by their sums over all processes, of equal bits in each."""
+
+    def reduce_sum(self, tensors: Iterable[Tensor], target: int) -> None:
+        """Replace tensors of process `target`, in place, by their sums over all processes.
+
+        In other processes their values are undefined afterwards.
+        """
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill a contiguous tensor with the content of the tensor in process `source`."""
@@ -89,7 +109,7 @@ class TorchProcesses(Processes):
             patience: Longest wait for another process that is alive.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._gloo: object = dist.new_group(backend="gloo", timeout=patience)
+        self._gloo: Any = dist.new_group(backend="gloo", timeout=patience)
 
     def gather(self, value: Value) -> list[Value]:
         """Exchange values over gloo."""
@@ -100,13 +120,24 @@ class TorchProcesses(Processes):
 
     def all_reduce_sum(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors over the processes."""
-        self.gather(None)  # a process that has ended is noticed here, before a collective call
-        for tensor in tensors:
-            buffer = tensor.contiguous()
+        self._sum(tensors, dist.all_reduce)
+
+    def reduce_sum(self, tensors: Iterable[Tensor], target: int) -> None:
+        """Sum tensors over the processes, in one of them."""
+        self._sum(tensors, partial(dist.reduce, dst=target))
+
+    def _sum(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], Any]) -> None:
+        with self._contact():  # a process that has ended is noticed here, before the collective
+            dist.barrier(group=self._gloo)
+        for joined in join_small(tensors):
+            is_single = len(joined) == 1
+            buffer = joined[0].contiguous() if is_single else torch.cat([t.ravel() for t in joined])
             with self._contact():
-                dist.all_reduce(buffer)
-            if buffer is not tensor:
-                tensor.copy_(buffer)
+                collective(buffer)
+            if buffer is not joined[0]:
+                sizes = [tensor.numel() for tensor in joined]
+                for tensor, total in zip(joined, buffer.ravel().split(sizes), strict=True):
+                    tensor.copy_(total.view(tensor.shape))
             self.exchanged_bytes += buffer.nbytes
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -129,3 +160,17 @@ class TorchProcesses(Processes):
                 f"all of them again: with {option('checkpoint_dir')} and "
                 f"{option('resume', 'true')} a run goes on after its last whole block"
             ) from error
+
+
+def join_small(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return lists of tensors that are exchanged together: small ones of one dtype, others alone.
+
+    The order depends on shapes and dtypes only, so it is the same in every process.
+    """
+    large, small = list[list[Tensor]](), defaultdict[torch.dtype, list[Tensor]](list)
+    for tensor in tensors:
+        if tensor.nbytes > SMALL_BYTES:
+            large.append([tensor])
+        else:
+            small[tensor.dtype].append(tensor)
+    return [*large, *small.values()]

@@ -28,20 +28,26 @@ from fusion_bench_featcal.streams.task_sums import LinearTaskSums
 def calibrate_mixture(state: CalibrationState, block: str, mixture: Mixture) -> None:
     """Calibrate the routed experts of a mixture, and log a summary of them."""
     streams, model, metrics = state.streams, state.model, defaultdict[str, SlotMetrics](dict)
+    device = state.working.device
     for name in mixture.parameters:  # the merged model's own tensors are not written to
         set_module_tensor(model, name, model.get_parameter(name).detach().clone())
     routed = {task: streams.routed(task, block, mixture.name) for task in streams.active_tasks}
-    rows = {task: task_rows.by_slot(mixture.slots) for task, task_rows in routed.items()}
-    counts = {task: [len(numbers) for numbers in task_rows] for task, task_rows in rows.items()}
-    all_counts = state.processes.gather_dict(counts).values()
-    totals = [sum(slot_values) for slot_values in zip(*all_counts, strict=True)]
+    rows = {
+        (task, number): numbers
+        for task, task_rows in routed.items()
+        for number, numbers in enumerate(task_rows.by_slot(mixture.slots) if task_rows else ())
+        if len(numbers)
+    }
+    counts = state.processes.sum_counts({key: len(numbers) for key, numbers in rows.items()})
+    totals = [sum(counts.get((t, n), 0) for t in state.tasks) for n in range(mixture.slots)]
     for number in (number for number, total in enumerate(totals) if total):
         state.progress.set_description(f"{block} · routed expert {number} of {mixture.slots}")
-        rows_here = {
-            task: routed[task].selected(task_rows[number], state.working.device)
-            for task, task_rows in rows.items()
-            if len(task_rows[number])
-        }
+        rows_here = dict[str, RoutedRows | None]()
+        for task in (task for task in streams.active_tasks if (task, number) in counts):
+            numbers, task_rows = rows.get((task, number)), routed[task]
+            rows_here[task] = None
+            if numbers is not None and task_rows is not None:
+                rows_here[task] = task_rows.selected(numbers, device)
         for name, slot_values in (
             RoutedExpert(state, block, mixture, number, rows_here).calibrate().items()
         ):
@@ -73,21 +79,21 @@ def slot_summary(metrics: SlotMetrics) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RoutedExpert:
-    """One routed expert with the rows of this process's tasks that reach it.
+    """One routed expert with the rows of this process that reach it.
 
     Attributes:
         state: The calibration.
         block: The block.
         mixture: The mixture.
         number: Number of the routed expert.
-        rows: The rows of each task that has some.
+        rows: The rows of each task that has some, None if only other processes have them.
     """
 
     state: CalibrationState
     block: str
     mixture: Mixture
     number: int
-    rows: Mapping[str, RoutedRows]
+    rows: Mapping[str, RoutedRows | None]
 
     def calibrate(self) -> dict[str, Mapping[str, float]]:
         """Replace its parameters in the model, and return metrics of each matrix."""
@@ -120,17 +126,18 @@ class RoutedExpert:
         sums = {group: empty_sums(state, group, self._current, base) for group in turn}
         for task, rows in self.rows.items():
             for group in turn:
-                task_rows = self._sums_of(task, rows, group)
-                moments = add_task(sums[group], group, self.block, task, task_rows)
-                checks.add(task, group.label, moments, sums[group].tensors())
+                task_sums = {group: self._sums_of(task, rows, group)}
+                add_task(state, self.block, task, sums, task_sums, checks)
         checks.run(state.processes.gather)
         return sums
 
-    def _sums_of(self, task: str, rows: RoutedRows, group: Group) -> LinearTaskSums:
+    def _sums_of(self, task: str, rows: RoutedRows | None, group: Group) -> LinearTaskSums:
         """Return sums over a task's rows in front of a matrix."""
         state, site, mixture = self.state, group.sites[0], self.mixture
         expert, module = self._of(state.experts[task]), state.model.get_submodule(mixture.name)
         sums = LinearTaskSums(group, group.stack_weights(expert, state.dtype), state.rule)
+        if rows is None:
+            return sums
         with group.place(self.block, task):
             with state.streams.autocast():
                 x, expert_x = mixture.input_of(site, module, self._current, rows.x), rows.expert_x

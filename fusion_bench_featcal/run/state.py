@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.core.float32_products import convolving_as_multiplying
 from fusion_bench_featcal.core.kernels import (
@@ -17,9 +17,10 @@ from fusion_bench_featcal.core.kernels import (
     using_kernel,
     with_kernel,
 )
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.errors.plurals import pluralize
-from fusion_bench_featcal.errors.words import user_term
+from fusion_bench_featcal.errors.words import option, user_term
 from fusion_bench_featcal.experts import LazyModel, meta_copy, source_of
 from fusion_bench_featcal.experts.budget import ReadPlan, limit_reads
 from fusion_bench_featcal.experts.model_config import check_same_function
@@ -72,12 +73,12 @@ class CalibrationState:
         tasks: All tasks, including those of other processes.
         working: The calibrated model, with one block at a time in memory.
         base: The base model, or None if it is not read.
-        experts: The expert of each task of this process.
+        experts: The expert of each task of which this process may have samples.
         read_plan: Tensors of the experts that may be read.
         modules: The modules of each block.
         rule: The rule that calibrates blocks.
         streams: The samples of this process.
-        processes: The processes, each of which works on some tasks.
+        processes: The processes, each of which works on some of the samples.
         checkpoint: Stores finished blocks.
         dtype: Sums over rows have at least this precision.
         kernel: Library that multiplies float32 matrices on the CPU.
@@ -110,6 +111,17 @@ class CalibrationState:
         """Return base and experts by name."""
         return ({} if self.base is None else {BASE_MODEL: self.base}) | dict(self.experts)
 
+    def sum_task(self, task: str, tensors: Sequence[Tensor]) -> bool:
+        """Add up a task's sums over its samples, and return whether this process completes them.
+
+        What is not linear in the samples, such as a task's weight, is computed there alone. Nothing
+        is exchanged if one process has all samples of the task.
+        """
+        processes, owner = self.processes, self.tasks.index(task) % self.processes.size
+        if processes.divides_batches(self.tasks):
+            processes.reduce_sum(tensors, owner)
+        return processes.rank == owner
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context of all work on blocks: its precision, kernel and progress bar."""
@@ -134,10 +146,7 @@ def prepare_calibration(
         checkpoint: Stores finished blocks.
     """
     inputs, processes, device = inputs.with_split_attention(), runtime.processes, runtime.device
-    samples = dict[str, list[Batch]]()
-    for task in processes.own_tasks(inputs.experts):
-        processes.doing, batches = f"inputs · {task}", inputs.batches[task]
-        samples[task] = take(task, batches, options, inputs.merged, holds_out=rule.holds_out)
+    samples = divided_samples(inputs, rule, options, processes)
     kernel = agreed_kernel(processes.gather(choose_kernel(device)))
     working = WorkingModel(inputs.merged, inputs.merged_weights, device=device)
     model = working.structure if working.is_in_memory else offloaded(working, device)
@@ -155,7 +164,7 @@ def prepare_calibration(
     order = expert_tensor_names(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
     if base is not None and budget is None:
-        named = {user_term("expert", task): expert for task, expert in experts.items()}
+        named = {user_term("expert", task): experts[task] for task in processes.own_tasks(tasks)}
         warn_about_unrelated_models({**named, "merged": working}, base)
     read_plan = limit_reads(experts, budget, order, working, tasks, processes.gather_dict)
     modules = without_fixed_batchnorms(modules, rule, working, experts, processes)
@@ -166,6 +175,7 @@ def prepare_calibration(
         stages,
         working,
         experts,
+        processes.sum_counts,
         features=rule.features,
         records_experts=rule.runs_experts,
         autocast=with_kernel(kernel, runtime.autocast),
@@ -200,6 +210,35 @@ def prepare_calibration(
             processes, device, [*modules], len(samples), show=runtime.progress, passes=passes
         ),
     )
+
+
+def divided_samples(
+    inputs: Inputs, rule: Rule, options: Options, processes: Processes
+) -> dict[str, list[Batch]]:
+    """Return the batches of each task that this process works on.
+
+    If whole tasks cannot be divided evenly among the processes, batches of all tasks are counted
+    through, and dealt out like cards. Samples are held out and augmented before that, so both do
+    not depend on the number of processes.
+
+    Raises:
+        CalibrationError: If there are more processes than batches.
+    """
+    samples, count = dict[str, list[Batch]](), 0
+    is_divided = processes.divides_batches(inputs.experts)
+    for task in processes.sampled_tasks(inputs.experts):
+        processes.doing, batches = f"inputs · {task}", inputs.batches[task]
+        taken = take(task, batches, options, inputs.merged, holds_out=rule.holds_out)
+        first = (processes.rank - count) % processes.size
+        samples[task] = taken[first :: processes.size] if is_divided else taken
+        count += len(taken)
+    if is_divided and count < processes.size:
+        raise CalibrationError(
+            f"only {count} of {processes.size} processes would get a batch of samples. Start at "
+            f"most {count}{user_term('processes')}, or divide the samples into smaller batches: "
+            f"{option('batch_size')}"
+        )
+    return samples
 
 
 def warn_about_dtype(rule: Rule, merged: nn.Module, block: str, runtime: Runtime) -> None:
@@ -242,7 +281,7 @@ def open_models(
     processes: Processes,
     stages: Sequence[Sequence[str]],
 ) -> tuple[LazyModel | None, dict[str, LazyModel]]:
-    """Open the base and the experts of this process's tasks.
+    """Open the base and the experts of the tasks of which this process may have samples.
 
     This reads names and shapes of base and experts. A merged model in memory is also checked for
     NaN and infinite values.
@@ -268,7 +307,7 @@ def open_models(
 
     has_base = inputs.base is not None and rule.reads_base
     base = opened(user_term("base"), inputs.base) if has_base else None
-    tasks = processes.own_tasks(inputs.experts)
+    tasks = processes.sampled_tasks(inputs.experts)
     experts = {task: opened(user_term("expert", task), inputs.experts[task]) for task in tasks}
     if working.is_in_memory:
         working.refuse_not_finite([base, *experts.values()] if base else experts.values())

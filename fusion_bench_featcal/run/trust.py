@@ -69,13 +69,16 @@ def with_trust(state: CalibrationState, trust: Trust) -> CalibrationState:
     rule: Any = state.rule
     only = trust.is_refuted or rule.task_vectors_only
     gammas, lacks, scales = dict[str, float](), dict[str, float](), dict[str, float]()
-    for task in state.streams.tasks:
+    streams, sum_counts = state.streams, state.processes.sum_counts
+    samples = sum_counts({task: streams.num_samples(task) for task in streams.tasks})
+    augmented = sum_counts({task: streams.num_augmented_samples(task) for task in streams.tasks})
+    for task, number in augmented.items():
         familiar = min(max(trust.by_task.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
-        lacks[task] = max(ENOUGH_SAMPLES / state.streams.num_augmented_samples(task), 1)
+        lacks[task] = max(ENOUGH_SAMPLES / number, 1)
         if only:
             familiar, lacks[task] = LEAST, 1
         gammas[task] = rule.gamma * lacks[task] / familiar**2
-        scales[task] = min(state.streams.num_samples(task) / ENOUGH_SAMPLES, 1) ** 0.5
+        scales[task] = min(samples[task] / ENOUGH_SAMPLES, 1) ** 0.5
     by_task = {
         "gammas": gammas | rule.gammas,
         "lacks": lacks | rule.lacks,
@@ -124,15 +127,16 @@ def measure_similarities(
     They are measured at the inputs of the first linear modules of the block in which every expert
     differs from the base. The result is None if the block has none.
 
-    The products `<P_i, G>` are needed for each `G_j`, and for `G = sum_j P_j / |P_j|`. This sum is
-    added up over the processes, so each process only reads the experts of its own tasks. It keeps
-    their `P_i` in memory, `[d, d]` each.
+    The products `<P_i, G>` are needed for each `G_j`, and for `G = sum_j P_j / |P_j|`. Both are
+    added up over the processes, so each process only reads the experts of its own tasks here. It
+    keeps their `P_i` in memory, `[d, d]` each.
     """
-    streams, processes, base_model = state.streams, state.processes, state.base
+    processes, base_model = state.processes, state.base
+    own_tasks = processes.own_tasks(state.tasks)
     assert base_model is not None  # without a base, trust is not measured
     for group in (group for group in groups if group.kind == "linear" and not group.convolves):
         base = group.stack_weights(base_model.tensor, torch.float32).weight
-        squares = {t: gram_of(task_vector_of(state, group, t, base)) for t in streams.tasks}
+        squares = {t: gram_of(task_vector_of(state, group, t, base)) for t in own_tasks}
         if all(processes.gather(all(square.any() for square in squares.values()))):
             break
     else:
@@ -141,9 +145,9 @@ def measure_similarities(
     for square in squares.values():
         total.add_(square.div_(square.norm()))
     processes.all_reduce_sum([total])
-    rows = {task: list[Tensor]() for task in streams.tasks}
-    for number in range(-1, len(state.tasks)):
-        moment = total if number < 0 else broadcast_moment(state, block, group, number, total)
+    rows = {task: list[Tensor]() for task in own_tasks}
+    for other in (None, *state.tasks):
+        moment = total if other is None else second_moment(state, block, group, other, total)
         for task, row in rows.items():
             row.append((squares[task] * moment).sum())
     all_moments = processes.gather_dict(
@@ -160,8 +164,8 @@ def task_vector_of(state: CalibrationState, group: Group, task: str, base: Tenso
     return tau.div_(tau.abs().amax().clamp_min(torch.finfo(tau.dtype).tiny))
 
 
-def broadcast_moment(
-    state: CalibrationState, block: str, group: Group, number: int, moment: Tensor
+def second_moment(
+    state: CalibrationState, block: str, group: Group, task: str, moment: Tensor
 ) -> Tensor:
     """Return the second moment of a task's inputs, scaled to norm 1, in each process.
 
@@ -169,23 +173,19 @@ def broadcast_moment(
         state: The calibration.
         block: The block.
         group: The modules that receive the inputs.
-        number: The task's index.
+        task: The task.
         moment: Overwritten with the result.
     """
-    streams, task = state.streams, state.tasks[number]
-    if task in streams.tasks:
-        shapes = (0, group.in_features), (group.in_features,), (0,), ()
-        sums = Moments(moment.zero_(), *map(moment.new_zeros, shapes))
-        for batch in streams.iter_batches(task):
-            x = streams.inputs_of(task, batch, block, [group])[group.name]
-            with group.place(block, task):
-                for _, rows, _ in paired_features(batch, group, x):
-                    sums.add(rows)
-        sums.mirrored()
-        moment.div_(moment.norm().clamp_min(torch.finfo(moment.dtype).tiny))
-    state.processes.gather(None)  # a process that has ended is noticed here
-    state.processes.broadcast(moment, number % state.processes.size)
-    return moment
+    streams, shapes = state.streams, ((0, group.in_features), (group.in_features,), (0,), ())
+    sums = Moments(moment.zero_(), *map(moment.new_zeros, shapes))
+    for batch in streams.iter_batches(task):
+        x = streams.inputs_of(task, batch, block, [group])[group.name]
+        with group.place(block, task):
+            for _, rows, _ in paired_features(batch, group, x):
+                sums.add(rows)
+    sums.mirrored()
+    state.processes.all_reduce_sum([moment])
+    return moment.div_(moment.norm().clamp_min(torch.finfo(moment.dtype).tiny))
 
 
 def trust_of(similarity: Tensor, overlaps: Tensor) -> Tensor:

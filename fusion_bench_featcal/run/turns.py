@@ -1,6 +1,6 @@
 """Turns of a rule over groups of modules, their sums over tasks, and their solves."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from fusion_bench_featcal.modules.models import relative_change, tensors_under
 from fusion_bench_featcal.rules.norms import NormMoments, StatisticsSums
 from fusion_bench_featcal.rules.rule import GroupSums, Rule
 from fusion_bench_featcal.run.state import CalibrationState
+from fusion_bench_featcal.streams.checks import Checks
 from fusion_bench_featcal.streams.task_sums import TaskSums
 
 TensorGetter = Callable[[str], Tensor]
@@ -102,16 +103,31 @@ def tensor_getter(state: CalibrationState, block: str) -> TensorGetter:
 
 @exact_products()
 def add_task(
-    sums: GroupSums, group: Group, block: str, task: str, task_sums: TaskSums
-) -> list[Moments] | list[NormMoments]:
-    """Finish the sums of one task, add them to the sums over tasks, and return the task's sums.
+    state: CalibrationState,
+    block: str,
+    task: str,
+    sums: Mapping[Group, GroupSums],
+    task_sums: Mapping[Group, TaskSums],
+    checks: Checks,
+) -> None:
+    """Complete the sums of one task, and add them to the sums over tasks and to the checks.
 
-    Errors of the last products name task, block and module.
+    One process alone does both, because the weight of a task depends on all of its samples. Errors
+    of the last products name task, block and module.
     """
-    with group.place(block, task):
-        moments = task_sums.finalize()
-    sums.add(task, task_sums.expert, *moments)
-    return moments
+    moments = dict[Group, list[Moments] | list[NormMoments]]()
+    for group, group_sums in task_sums.items():
+        with group.place(block, task):
+            moments[group] = group_sums.finalize()
+    tensors = [t for parts in moments.values() for part in parts for t in part.tensors()]
+    if not state.sum_task(task, tensors):
+        return
+    for group, parts in moments.items():
+        if state.processes.divides_batches(state.tasks):
+            for part in parts:
+                part.rows = None  # they are those of this process only
+        sums[group].add(task, task_sums[group].expert, *parts)
+        checks.add(task, group.label, parts, sums[group].tensors())
 
 
 @exact_products()

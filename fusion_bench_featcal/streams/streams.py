@@ -1,5 +1,6 @@
 """The features of all tasks' batches, advanced through the calibrated model and the experts."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ class Streams:
         stages: Names of the blocks in forward order, one list per stage.
         working: The calibrated model, with one block at a time in memory.
         experts: The expert of each task.
+        sum_counts: Adds up counts over all processes, which may have samples of the same tasks.
         features: Module inputs that the rule sums, as in `Rule.features`.
         records_experts: Whether the rule uses the experts' inputs.
         autocast: Returns the context for forward passes.
@@ -46,6 +48,7 @@ class Streams:
         head_reads_first: Whether the head uses only the first position of the last block's output.
         drift: Compares the features of model and experts, or None.
         storage: Storage of features: the device or the host.
+        active_tasks: Those of `tasks` with samples that run the stage, in this or another process.
     """
 
     tasks: Mapping[str, list[Batch]]
@@ -53,6 +56,7 @@ class Streams:
     stages: Sequence[Sequence[str]]
     working: WorkingModel
     experts: Mapping[str, LazyModel]
+    sum_counts: Callable[[Mapping[Any, int]], dict[Any, int]] = dict
     features: str = "calibrated"
     records_experts: bool = True
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -60,6 +64,7 @@ class Streams:
     head_reads_first: bool = False
     drift: DriftLog | None = None
     storage: DeviceStorage = field(default_factory=DeviceStorage)
+    active_tasks: list[str] = field(default_factory=list)
     _mixing: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
 
     @property
@@ -116,7 +121,7 @@ class Streams:
                             else batch.calibrated_call.hidden.shape[:-1].numel()
                         )
                         batch.later_positions = count - batch.samples
-                    self._weigh_targets(batches)
+        self._count_positions()
         for task in self.active_tasks if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, error_context(task=task):
                 for batch in self.iter_batches(task):
@@ -137,13 +142,23 @@ class Streams:
             return CountedPositions.from_masks(targets).valid
         return None
 
-    def _weigh_targets(self, batches: Sequence[Batch]) -> None:
-        """Give a task's targets the same total weight as its other positions, if they are fewer."""
-        read = [] if self.head_reads_first else [batch for batch in batches if batch.positions.read]
-        targets = sum(batch.positions.read.count for batch in read if batch.positions.read)
-        others = sum(batch.later_positions + batch.samples for batch in read) - targets
-        for batch in batches if others > targets else ():
-            batch.positions = replace(batch.positions, target_weight=others / targets)
+    def _count_positions(self) -> None:
+        """Set the active tasks, and the weights of targets, from the samples of all processes.
+
+        A task's targets get the same total weight as its other positions, if they are fewer.
+        """
+        counts, batches = Counter[tuple[str, str]](), self.active_batches
+        for task, batch in batches:
+            counts[task, "batches"] += 1
+            if batch.positions.read is not None and not self.head_reads_first:
+                counts[task, "targets"] += batch.positions.read.count
+                counts[task, "positions"] += batch.later_positions + batch.samples
+        totals = Counter(self.sum_counts(counts))
+        self.active_tasks[:] = [task for task in self.tasks if totals[task, "batches"]]
+        for task, batch in batches:
+            targets = totals[task, "targets"]
+            if (others := totals[task, "positions"] - targets) > targets:
+                batch.positions = replace(batch.positions, target_weight=others / targets)
 
     def _begun(self, model: nn.Module, inputs: Any, index: int, call: Any) -> Any:
         """Return the input of a stage's first block, from the call after the previous stage."""
@@ -188,14 +203,14 @@ class Streams:
 
     def iter_batches(self, task: str) -> Iterator[Batch]:
         """Yield a task's batches that run the stage, each with its features on the device."""
-        return self.storage.iter_batches(
-            batch for batch in self.tasks[task] if not batch.skips_stage
-        )
+        batches = self.tasks.get(task, ())
+        return self.storage.iter_batches(batch for batch in batches if not batch.skips_stage)
 
     @property
-    def active_tasks(self) -> list[str]:
-        """Return the tasks of this process with samples that run the stage."""
-        return [task for task in self.tasks if not all(b.skips_stage for b in self.tasks[task])]
+    def active_batches(self) -> list[tuple[str, Batch]]:
+        """Return the batches of this process that run the stage, with their tasks."""
+        pairs = ((task, batch) for task, batches in self.tasks.items() for batch in batches)
+        return [(task, batch) for task, batch in pairs if not batch.skips_stage]
 
     def num_samples(self, task: str) -> int:
         """Return the number of a task's samples, without copies, for the log."""
@@ -306,10 +321,11 @@ class Streams:
         recorded = record(expert, names, partial(self.step, expert, block, call))
         batch.expert_call, batch.expert_inputs = recorded.result, recorded.inputs
 
-    def routed(self, task: str, block: str, mixture: str) -> RoutedRows:
+    def routed(self, task: str, block: str, mixture: str) -> RoutedRows | None:
         """Return the rows of a task that enter a mixture of the calibrated block.
 
-        The rows are stored where features are. The expert's inputs are freed.
+        The rows are stored where features are. The expert's inputs are freed. The result is None if
+        this process has no samples of the task.
         """
         batch_rows = list[RoutedRows]()
         for batch in self.iter_batches(task):
@@ -324,7 +340,7 @@ class Streams:
             expert_x = batch.expert_inputs.pop(mixture) if self.records_experts else None
             rows = RoutedRows.from_batch(batch, mixture, x, slots, expert_x)
             batch_rows.append(tree_map(rows, Tensor, self.storage.kept))
-        return RoutedRows.joined(batch_rows)
+        return RoutedRows.joined(batch_rows) if batch_rows else None
 
     def inputs_of(
         self, task: str, batch: Batch, block: str, groups: Sequence[Group]

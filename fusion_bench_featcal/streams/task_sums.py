@@ -196,8 +196,7 @@ class DriftLog:
     """Sums of drifts at the current block, by task.
 
     Attributes:
-        sums: Task -> result of `sums_of`, `[3]`.
-        rows: Task -> number of rows.
+        sums: Task -> result of `sums_of` and the number of rows, `[4]`.
         experts: Task -> sums of the expert's features, after the last block.
     """
 
@@ -208,7 +207,6 @@ class DriftLog:
             channels_first: Whether features of four dimensions are images `[batch, d, h, w]`.
         """
         self.sums: dict[str, Tensor] = {}
-        self.rows: dict[str, int] = {}
         self.experts: dict[str, Moments] = {}
         self._channels_first = channels_first
 
@@ -226,9 +224,9 @@ class DriftLog:
         """
         with error_context("a block's output", task=task):
             rows = [self._rows(features, batch.positions.valid) for features in (hidden, expert)]
-        new, wide = sums_of(*rows), solve_dtype(hidden.device)
-        self.sums[task] = self.sums[task].add_(new) if task in self.sums else new.to(wide)
-        self.rows[task] = self.rows.get(task, 0) + rows[0].shape[:-1].numel()
+        new = sums_of(*rows).to(solve_dtype(hidden.device))
+        new = torch.cat([new, new.new_tensor([rows[0].shape[:-1].numel()])])
+        self.sums[task] = self.sums[task].add_(new) if task in self.sums else new
         if is_last:
             flat = rows[1].reshape(-1, rows[1].shape[-1])
             if task not in self.experts:
@@ -240,10 +238,24 @@ class DriftLog:
             return rows_of(hidden.movedim(1, -1), counted)
         return hidden if counted is None else counted.of(hidden)
 
-    def records(self, gather_dict: United) -> dict[str, dict[str, Any]]:
+    def tensors(self, task: str, device: torch.device) -> list[Tensor]:
+        """Return a task's sums, to which sums of other processes may be added in place.
+
+        They are 0 if this process has no samples of the task.
+        """
+        zeros = torch.zeros(4, dtype=solve_dtype(device), device=device)
+        tensors = [self.sums.setdefault(task, zeros)]
+        if self.experts:  # after the last block, which all samples run
+            width = len(next(iter(self.experts.values())).gram)
+            moments = self.experts.setdefault(task, Moments.zeros(width, 0, zeros))
+            tensors += moments.mirrored().tensors()
+        return tensors
+
+    def records(self, tasks: Sequence[str], gather_dict: United) -> dict[str, dict[str, Any]]:
         """Return each task's metrics after the block, and reset the sums.
 
         Args:
+            tasks: The tasks whose sums are complete in this process.
             gather_dict: Returns the items of all processes.
 
         Returns:
@@ -252,16 +264,17 @@ class DriftLog:
             that one direction of the expert's features has, `variance_per_direction`, or None if
             they are equal.
         """
-        spreads = {task: variance_per_direction(moments) for task, moments in self.experts.items()}
-        numbers = iter(read_back([*self.sums.values(), *spreads.values()]))
-        read = {task: [*islice(numbers, 3), self.rows[task]] for task in self.sums}
+        completed = [task for task in tasks if task in self.experts]
+        spreads = {task: variance_per_direction(self.experts[task]) for task in completed}
+        numbers = iter(read_back([*map(self.sums.__getitem__, tasks), *spreads.values()]))
+        read = {task: [*islice(numbers, 4)] for task in tasks}
         for task in spreads:
             read[task].append(next(numbers))
-        self.sums, self.rows, self.experts = {}, {}, {}
+        self.sums, self.experts = {}, {}
         records: dict[str, dict[str, Any]] = {}
         for task, (norms, squares, expert, rows, *spread) in gather_dict(read).items():
             relative = (squares / expert) ** 0.5 if expert > 0 else None
-            records[task] = {"drift": norms / rows, "relative_drift": relative, "rows": rows}
+            records[task] = {"drift": norms / rows, "relative_drift": relative, "rows": int(rows)}
             for variance in spread:
                 records[task]["distance"] = squares / rows / variance if variance > 0 else None
         return records
