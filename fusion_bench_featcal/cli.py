@@ -17,6 +17,7 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import SETTABLE, Request
+from fusion_bench_featcal.run.torchrun import is_first_process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,19 +57,22 @@ def calibrate_command(options: argparse.Namespace) -> int:
     from fusion_bench_featcal.folders import calibrate_request
     from fusion_bench_featcal.folders.options import command_line_options
     from fusion_bench_featcal.folders.read_request import read_request
+    from fusion_bench_featcal.run.torchrun import torchrun_processes
 
-    request = read_request(command_line_options(vars(options), Request))
-    try:
-        with interruptions():
-            out = calibrate_request(request)
-    except NotImproved as error:
-        print(f"featcal: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as error:
-        advice = f": --resume continues from {request.blocks_folder}" if request.has_blocks else ""
-        print(f"featcal: interrupted{advice}", file=sys.stderr)
-        return exit_code(error)
-    if not request.plan:
+    with torchrun_processes() as processes:
+        request = read_request(command_line_options(vars(options), Request))
+        try:
+            with interruptions():
+                out = calibrate_request(request, processes)
+        except NotImproved as error:
+            print(f"featcal: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt as error:
+            advice = f": --resume continues from {request.blocks_folder}" * request.has_blocks
+            if is_first_process():
+                print(f"featcal: interrupted{advice}", file=sys.stderr)
+            return exit_code(error)
+    if is_first_process() and not request.plan:
         from fusion_bench_featcal.results.remarks import typed_path
 
         print(f"saved: {out}\nnext: featcal report {typed_path(out)}")
@@ -150,7 +154,8 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, masked(f"{self.prog}: error: {message}; see {self.prog} --help\n"))
+        text = masked(f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, text if is_first_process() else None)
 
 
 def _parser() -> argparse.ArgumentParser:

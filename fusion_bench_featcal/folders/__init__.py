@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.folders.request import Request
+    from fusion_bench_featcal.run.processes import Processes
 
 __all__ = ["calibrate_folder"]
 
@@ -35,10 +36,11 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
     return calibrate_request(read_request({"merged": merged, **options}, "calibrate_folder"))
 
 
-def calibrate_request(request: "Request") -> Path:
+def calibrate_request(request: "Request", processes: "Processes | None" = None) -> Path:
     """Calibrate the models of a request (`Request`), and return the folder of the result.
 
-    Models are looked up on the hub before torch and transformers are imported, which takes seconds.
+    Several processes share the calibration, and the first one does everything else. Models are
+    looked up on the hub before torch and transformers are imported, which takes seconds.
 
     Raises:
         ValueError: As `calibrate_folder`.
@@ -49,4 +51,4 @@ def calibrate_request(request: "Request") -> Path:
     hub = hub_models(request.models) | hub_models(request.processors, weights=False)
     from fusion_bench_featcal.folders.job import run_job
 
-    return run_job(request, hub)
+    return run_job(request, hub, processes)

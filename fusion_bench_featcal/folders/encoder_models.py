@@ -29,7 +29,9 @@ from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.cards import CARD, card_tags
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.results.notes import Note
+from fusion_bench_featcal.run.inputs import Runtime
 from fusion_bench_featcal.run.log import AsMerged, CalibrationLog
+from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.sentence_transformers import calibrate_encoder, write_encoder
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -90,12 +92,15 @@ class EncoderModels(Models):
         """Return nothing. Only a run finds the modules after the blocks that are calibrated."""
         return AsMerged()
 
-    def calibrate(self, settings: FeatCalSettings, batches: Mapping[str, Any]) -> CalibrationResult:
+    def calibrate(
+        self, settings: FeatCalSettings, batches: Mapping[str, Any], processes: Processes
+    ) -> CalibrationResult:
         """Calibrate the merged model with each task's examples."""
         # `samples_per_task` counts texts, of which an example has several. The samples are chosen.
         options, rule = replace(settings.options, samples_per_task=None), settings.rule_object
         models, size = (self.merged, self.base, self.experts), settings.batch_size
-        return calibrate_encoder(*models, batches, rule, options, size)
+        runtime = Runtime(self.merged.device, processes=processes)
+        return calibrate_encoder(*models, batches, rule, options, size, runtime)
 
     def merge(self) -> CalibrationResult:
         """Return the merged model, which is in memory."""

@@ -3,6 +3,7 @@
 `run_job` opens models and data, calibrates, evaluates and saves. Without samples it only merges.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -10,19 +11,29 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from fusion_bench_featcal.errors import NotImproved
+from fusion_bench_featcal.errors.signals import end_at_once
 from fusion_bench_featcal.errors.words import using_vocabulary
 from fusion_bench_featcal.files import prepare_directory
 from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.folders.digests import changed_inputs, digests_of, repeats, write_inputs
 from fusion_bench_featcal.folders.evaluation import Evaluation
 from fusion_bench_featcal.folders.input_models import InputModels
+from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.opened_transformers import open_transformers
 from fusion_bench_featcal.folders.options import WORDS
 from fusion_bench_featcal.folders.read_request import check_folder
 from fusion_bench_featcal.folders.request import SWUDI, Request
 from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_complete, save_folder
-from fusion_bench_featcal.folders.screen import quiet, show_downloads, show_scores, show_start
+from fusion_bench_featcal.folders.screen import (
+    quiet,
+    show_downloads,
+    show_scores,
+    show_start,
+    silent,
+)
 from fusion_bench_featcal.models.hub import HubModel, fetch_all
 from fusion_bench_featcal.results import measure
 from fusion_bench_featcal.results.names import row_of_rule
@@ -31,6 +42,8 @@ from fusion_bench_featcal.results.remarks import calibration_facts
 from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.run.checkpoint import CHECKPOINT_FILES
 from fusion_bench_featcal.run.devices import check_device, isolated_torch_state
+from fusion_bench_featcal.run.processes import Processes
+from fusion_bench_featcal.run.result import CalibrationResult
 
 _MERGED_ONLY = (
     "the model was merged, and not calibrated. With unlabeled samples of each task, --data "
@@ -41,38 +54,71 @@ _SAMPLES_ADD = {SWUDI: " (64 per task added 0 to 9 points on the bundled benchma
 
 @using_vocabulary(WORDS)
 @isolated_torch_state()
-def run_job(request: Request, hub: Mapping[str, HubModel]) -> Path:
+def run_job(
+    request: Request, hub: Mapping[str, HubModel], processes: Processes | None = None
+) -> Path:
     """Calibrate models in folders, and return the folder of the calibrated model.
 
     Args:
         request: The request.
         hub: Models of the hub, by location.
+        processes: The processes that share the calibration. The first one does everything else. By
+            default there is one process.
 
     Raises:
         ValueError: If models or data do not fit, or an option cannot be used.
         CalibrationError: If the calibration cannot go on. Messages name the command's options.
     """
+    processes = processes or Processes()
+    if processes.size > 1:
+        end_at_once()
+        if request.device == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if processes.rank > 0:
+        with silent(), quiet():
+            _calibrate_with_others(request, processes)
+        return request.folder
+    with quiet(), nullcontext() if request.plan else locked_target(request.folder, "--out"):
+        if _ends_early(request, hub):
+            processes.gather(False)
+        else:
+            _open_and_run(request, processes)
+    return request.folder
+
+
+def _ends_early(request: Request, hub: Mapping[str, HubModel]) -> bool:
+    """Return whether the model is saved already, or --plan only lists downloads, and print it.
+
+    Raises:
+        ValueError: If --out or --device cannot be used.
+    """
     out, blocks = request.folder, request.blocks_folder
-    with quiet(), nullcontext() if request.plan else locked_target(out, "--out"):
-        if (request.resume or blocks.is_dir()) and is_complete(out, request.recipe):
-            _check_complete(request)
-            _remove_blocks(blocks)
-            print(f"{out} is complete: this command saved it before")
-            return out
-        check_device(request.device, f"--device {request.device}")
-        check_folder(request)
-        try:
-            if not (request.plan and show_downloads(hub)):
-                fetch_all(request.models)
-                evaluation = _open_inputs(InputModels(request))
-                show_start(request, evaluation.opened, evaluation.report.notes)
-                if not request.plan:
-                    run = _calibrate_and_save if request.calibrates else _merge_and_save
-                    run(evaluation)
-            return out
-        finally:
-            if not (request.plan or request.has_blocks):
-                _remove_blocks(blocks)
+    if (request.resume or blocks.is_dir()) and is_complete(out, request.recipe):
+        _check_complete(request)
+        _remove_blocks(blocks)
+        print(f"{out} is complete: this command saved it before")
+        return True
+    check_device(request.device, f"--device {request.device}")
+    check_folder(request)
+    return request.plan and show_downloads(hub)
+
+
+def _open_and_run(request: Request, processes: Processes) -> None:
+    """Open models and data, and unless there is only a plan, make and save the model."""
+    try:
+        fetch_all(request.models)
+        processes.gather(request.calibrates and not request.plan)
+        evaluation = _open_inputs(InputModels(request))
+        show_start(request, evaluation.opened, evaluation.report.notes, processes)
+        if request.plan:
+            return
+        if request.calibrates:
+            _calibrate_and_save(evaluation, processes)
+        else:
+            _merge_and_save(evaluation)
+    finally:
+        if not (request.plan or request.has_blocks):
+            _remove_blocks(request.blocks_folder)
 
 
 def _check_complete(request: Request) -> None:
@@ -99,6 +145,42 @@ def _remove_blocks(folder: Path) -> None:
         folder.rmdir()  # fails if it contains a lock, or a file of the user
 
 
+def _calibrate_with_others(request: Request, processes: Processes) -> None:
+    """Take part in the calibration, if the first process says that there is one.
+
+    It first downloads the models, and it alone refuses inputs and folders.
+    """
+    if processes.gather(False)[0]:
+        fetch_all(request.models)
+        _calibrate(_open_models_and_data(InputModels(request)), processes)
+
+
+def _calibrate(opened: Opened, processes: Processes) -> CalibrationResult:
+    """Calibrate the merged model. Afterwards the first process is alone."""
+    batches = {name: task.batches for name, task in opened.tasks.items()}
+    result = opened.models.calibrate(opened.settings, batches, processes)
+    processes.leave()
+    return result
+
+
+def _open_models_and_data(inputs: InputModels) -> Opened:
+    """Open models and data with the library that the models' files are written for.
+
+    Raises:
+        ValueError: If they do not fit each other.
+        CalibrationError: If they cannot be used.
+    """
+    name = inputs.encoder_class
+    if not name:
+        return open_transformers(inputs)
+    # Imported here, because the library's import takes seconds.
+    try:
+        from fusion_bench_featcal.folders.opened_encoders import open_encoders
+    except ImportError as error:
+        raise ValueError(f"a {name} {error}") from error
+    return open_encoders(inputs, name)
+
+
 def _open_inputs(inputs: InputModels) -> Evaluation:
     """Open models and data, and return a report of them without scores.
 
@@ -107,16 +189,7 @@ def _open_inputs(inputs: InputModels) -> Evaluation:
             were calibrated with others.
         CalibrationError: If models or data cannot be used.
     """
-    request = inputs.request
-    if name := inputs.encoder_class:
-        # Imported here, because the library's import takes seconds.
-        try:
-            from fusion_bench_featcal.folders.opened_encoders import open_encoders
-        except ImportError as error:
-            raise ValueError(f"a {name} {error}") from error
-        opened = open_encoders(inputs, name)
-    else:
-        opened = open_transformers(inputs)
+    request, opened = inputs.request, _open_models_and_data(inputs)
     tasks, digests = opened.tasks.values(), digests_of(inputs)
     texts = [text for task in tasks for text in task.notes]
     notes = [*notes_of([*texts, *request.notes]), *repeats(inputs, digests), *opened.notes]
@@ -140,7 +213,7 @@ def _open_inputs(inputs: InputModels) -> Evaluation:
     return Evaluation(request, opened, notes, digests)
 
 
-def _calibrate_and_save(evaluation: Evaluation) -> None:
+def _calibrate_and_save(evaluation: Evaluation, processes: Processes) -> None:
     """Calibrate the merged model, evaluate and save it, and print the scores.
 
     Raises:
@@ -152,7 +225,7 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
     write_inputs(request.blocks_folder, evaluation.digests)
     with measure() as cost:
         print(f"calibrating; finished blocks are kept in {request.blocks_folder}")
-        result = models.calibrate(settings, {n: t.batches for n, t in opened.tasks.items()})
+        result = _calibrate(opened, processes)
     row, merger = row_of_rule(settings.rule), request.merger
     result.reads["budget"] = settings.expert_read_budget
     result.reads["upstream"] = merger and {"merger": merger.name, "experts": models.expert_bytes}
@@ -160,7 +233,8 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
     samples = {task: {"samples": count, "split": "data"} for task, count in counts.items()}
     facts = calibration_facts(row, settings, result.log.records, samples)
     evaluation.add_references()
-    evaluation.add(row, partial(models.load_calibrated, result), facts, cost.as_dict())
+    costs = cost.as_dict() | processes.cost
+    evaluation.add(row, partial(models.load_calibrated, result), facts, costs)
     verdict = evaluation.conclude()
     if is_saved := verdict.is_good or not request.strict:
         # A pooler that experts do not share belongs to each task's head.

@@ -13,6 +13,7 @@ from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.run.log import AsMerged
+from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
 
@@ -51,8 +52,10 @@ class Models(Protocol):
         """Return the modules that a calibration with these tasks leaves unchanged, if known."""
         ...
 
-    def calibrate(self, settings: FeatCalSettings, batches: Mapping[str, Any]) -> CalibrationResult:
-        """Calibrate the merged model with each task's batches."""
+    def calibrate(
+        self, settings: FeatCalSettings, batches: Mapping[str, Any], processes: Processes
+    ) -> CalibrationResult:
+        """Calibrate the merged model with each task's batches, which processes share."""
         ...
 
     def merge(self) -> CalibrationResult:

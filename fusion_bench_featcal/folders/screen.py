@@ -1,8 +1,9 @@
 """Output of `featcal calibrate`: inputs, bytes to read and write, and the models' scores."""
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
 
@@ -20,10 +21,13 @@ from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.rows import with_average
 from fusion_bench_featcal.results.tables import Table
+from fusion_bench_featcal.run.processes import Processes
 
 
-def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
-    """Print the inputs of the run, its reads and its files.
+def show_start(
+    request: Request, opened: Opened, notes: Sequence[Note], processes: Processes
+) -> None:
+    """Print the inputs of the run, the number of processes, its reads and its files.
 
     Raises:
         CalibrationError: If the disk is too small.
@@ -32,6 +36,10 @@ def show_start(request: Request, opened: Opened, notes: Sequence[Note]) -> None:
     print(f"{models.title}, {pluralize(len(request.expert), 'task')}")
     for note in notes:
         print(f"  {masked(note.text)}")
+    if processes.size > 1 and request.calibrates:
+        is_divided = processes.divides_batches(request.tasks)
+        each = "batches of all tasks" if is_divided else "all samples of some tasks"
+        print(f"processes: {processes.size} on {request.device}, each with {each}")
     read, size = read_within(models.expert_bytes, settings.expert_read_budget), models.merged_bytes
     row = row_of_rule(settings.rule)
     rows, strengths = {row: 1}, {row: settings.strengths}
@@ -85,6 +93,17 @@ def show_scores(report: Run, notes: Sequence[Note], title: str) -> None:
     for note in notes:
         if not note.is_conclusion:
             print(f"note: {note.sentence}")
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Context in which Python prints nothing."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield
 
 
 @contextmanager

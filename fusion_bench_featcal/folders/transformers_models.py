@@ -40,6 +40,7 @@ from fusion_bench_featcal.run.as_merged import left_as_merged, left_by_names
 from fusion_bench_featcal.run.devices import free_bytes
 from fusion_bench_featcal.run.finished import FinishedBlocks
 from fusion_bench_featcal.run.log import AsMerged
+from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.run.storing import store_model
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -132,7 +133,9 @@ class TransformersModels(Models):
 
     # --- calibration ---
 
-    def calibrate(self, settings: FeatCalSettings, batches: Mapping[str, Any]) -> CalibrationResult:
+    def calibrate(
+        self, settings: FeatCalSettings, batches: Mapping[str, Any], processes: Processes
+    ) -> CalibrationResult:
         """Calibrate the merged model with each task's batches. Weights go to finished blocks."""
         paired = self.paired
         return calibrate(
@@ -143,6 +146,7 @@ class TransformersModels(Models):
             settings,
             paired.family,
             device=self.inputs.request.device,
+            processes=processes,
             merged_weights=paired.merged_weights,
         )
 

@@ -92,6 +92,16 @@ class Processes:
         In other processes their values are undefined afterwards.
         """
 
+    def leave(self) -> None:
+        """End the connection of the processes. A barrier for all processes."""
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """Numbers about several processes for a report. Empty for one process."""
+        if self.size == 1:
+            return {}
+        return {"processes": self.size, "exchanged_bytes": self.exchanged_bytes}
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill a contiguous tensor with the content of the tensor in process `source`."""
 
@@ -139,6 +149,11 @@ class TorchProcesses(Processes):
                 for tensor, total in zip(joined, buffer.ravel().split(sizes), strict=True):
                     tensor.copy_(total.view(tensor.shape))
             self.exchanged_bytes += buffer.nbytes
+
+    def leave(self) -> None:
+        """Wait for all processes, and end the process group."""
+        self.gather(None)
+        dist.destroy_process_group()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Spread a tensor over all processes."""
