@@ -171,9 +171,11 @@ def test_small_tensors_of_one_dtype_travel_together():
         processes.all_reduce_sum(tensors)
         reduced = torch.tensor([1.0, 2.0])
         processes.reduce_sum([reduced], 1)
-        return tensors, reduced
+        computed = processes.compute_all(3, lambda n: (n, processes.rank))
+        return tensors, reduced, computed
 
-    for rank, (tensors, reduced) in enumerate(in_processes(2, work)):
+    for rank, (tensors, reduced, computed) in enumerate(in_processes(2, work)):
+        assert computed == [(0, 0), (1, 1), (2, 0)]
         assert torch.equal(tensors[0], torch.full((3, 2), 3.0)) and tensors[1] == 1
         assert rank == 0 or torch.equal(reduced, torch.tensor([2.0, 4.0]))
     assert Processes().sum_counts({"a": 1, "b": 0}) == {"a": 1, "b": 0}

@@ -21,6 +21,14 @@ from fusion_bench_featcal.streams.inputs import check_token_ids
 _warn_once = cache(getLogger(__name__).warning)  # a run opens its datasets several times
 
 
+Answers = list[list[int]]
+"""Token ids of the answers to a batch of prompts."""
+
+
+def _compute_here(count: int, compute: Callable[[int], Answers]) -> list[Answers]:
+    return [*map(compute, range(count))]
+
+
 @dataclass(eq=False)
 class TextBatches:
     """One task's samples. Texts are read and tokenised once, when they are first needed."""
@@ -31,6 +39,8 @@ class TextBatches:
     encoder: TextEncoder
     load_expert: Callable[[], nn.Module]  # called if the expert writes the targets
     device: torch.device | str | None = None  # of the calibration and of experts that write targets
+    # Returns a function's values below a count. Several processes may each compute some of them.
+    compute_all: Callable[[int, Callable[[int], Answers]], list[Answers]] = _compute_here
 
     @property
     def samples(self) -> int:
@@ -150,16 +160,18 @@ class TextBatches:
             self._check_token_ids(batch, model, index * self.batch_size)
         return batches
 
-    def _generate_answers(self) -> list[list[int]]:
+    def _generate_answers(self) -> Answers:
         """Return the expert's greedy answers to all prompts."""
         expert = self.load_expert()
         expert = expert if self.device is None else expert.to(self.device)
-        answers: list[list[int]] = []
-        for start in range(0, self.samples, self.batch_size):
+
+        def answers_to(number: int) -> Answers:
+            start = number * self.batch_size
             prompts = [p.ids for p in self.prompts[start : start + self.batch_size]]
             self._check_token_ids(padded_left(prompts, self.encoder.pad_id), expert, start)
-            answers += greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
-        return answers
+            return greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
+
+        return [answer for answers in self.compute_all(len(self), answers_to) for answer in answers]
 
     def _check_token_ids(self, batch: Mapping[str, Tensor], model: nn.Module, start: int) -> None:
         check_token_ids(batch, model, lambda row: self.row_name(start + row))

@@ -83,6 +83,14 @@ class Processes:
             total.update(process_counts)
         return dict(total)
 
+    def compute_all(self, count: int, compute: Callable[[int], Value]) -> list[Value]:
+        """Return `compute(0), ..., compute(count - 1)`, each computed by one of the processes.
+
+        A barrier for all processes.
+        """
+        values = self.gather([compute(n) for n in range(self.rank, count, self.size)])
+        return [values[n % self.size][n // self.size] for n in range(count)]
+
     def all_reduce_sum(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors, in place, by their sums over all processes, of equal bits in each."""
 

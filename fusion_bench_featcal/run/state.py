@@ -227,7 +227,11 @@ def divided_samples(
     samples, count = dict[str, list[Batch]](), 0
     is_divided = processes.divides_batches(inputs.experts)
     for task in processes.sampled_tasks(inputs.experts):
-        processes.doing, batches = f"inputs · {task}", inputs.batches[task]
+        processes.doing = f"inputs · {task}"
+        batches: Any = inputs.batches[task]
+        if is_divided and hasattr(batches, "compute_all"):
+            # Without this, each process would let the expert write all answers.
+            batches.compute_all = processes.compute_all
         taken = take(task, batches, options, inputs.merged, holds_out=rule.holds_out)
         first = (processes.rank - count) % processes.size
         samples[task] = taken[first :: processes.size] if is_divided else taken

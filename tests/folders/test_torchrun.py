@@ -1,14 +1,15 @@
 """`featcal calibrate` in processes of torchrun: one calibration, and one voice."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from made_folders import language_folders, words
+from made_folders import FEW, language_folders, words, write_rows
 from safetensors.torch import load_file
 from test_merge_only import merging
-from tiny_texts import llama_model
+from tiny_texts import TASKS, llama_model
 
 from fusion_bench_featcal.results import read_run
 
@@ -52,6 +53,21 @@ def test_three_processes_calibrate_two_tasks(made: Path, tmp_path: Path) -> None
     assert cost["processes"] == 3 and cost["exchanged_bytes"] > 0
     again = started(3, *words(made, *SMALL, "--out", str(tmp_path / "three"), "--resume"))
     assert again.returncode == 0 and again.stdout.count("is complete") == 1, again.stderr
+
+
+def test_experts_write_answers_in_all_processes(made: Path, tmp_path: Path) -> None:
+    for task in TASKS:
+        rows = (made / f"{task}.jsonl").read_text().splitlines()
+        write_rows(tmp_path / f"{task}.jsonl", [{"prompt": json.loads(r)["prompt"]} for r in rows])
+    data = [word for t in TASKS for word in ("--data", f"{t}={tmp_path / t}.jsonl")]
+    experts = [word for t in TASKS for word in ("--expert", f"{t}={made / t}")]
+    models = ["calibrate", str(made / "merged"), "--base", str(made / "base"), *experts]
+    for processes in (1, 3):
+        more = [*FEW, *SMALL, "--no-eval", "--out", str(tmp_path / f"out{processes}")]
+        done = started(processes, *models, *data, *more)
+        assert done.returncode == 0, done.stderr
+        assert "so its expert writes them" in done.stdout
+    assert_close(tmp_path / "out3", tmp_path / "out1")
 
 
 def test_a_plan_names_the_processes(made: Path, tmp_path: Path) -> None:
