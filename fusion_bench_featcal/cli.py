@@ -17,7 +17,7 @@ from fusion_bench_featcal.errors.nearest_names import nearest_hint
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.folders.options import add_arguments
 from fusion_bench_featcal.folders.request import SETTABLE, Request
-from fusion_bench_featcal.run.torchrun import is_first_process
+from fusion_bench_featcal.run.torchrun import end_after_others, is_first_process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,8 +154,9 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        text = masked(f"{self.prog}: error: {message}; see {self.prog} --help\n")
-        self.exit(2, text if is_first_process() else None)
+        if not is_first_process():
+            end_after_others()
+        self.exit(2, masked(f"{self.prog}: error: {message}; see {self.prog} --help\n"))
 
 
 def _parser() -> argparse.ArgumentParser:

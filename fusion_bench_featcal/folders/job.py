@@ -49,7 +49,7 @@ _MERGED_ONLY = (
     "the model was merged, and not calibrated. With unlabeled samples of each task, --data "
     "NAME=FILE, FeatCal+ repairs it"
 )
-_SAMPLES_ADD = {SWUDI: " (64 per task added 0 to 9 points on the bundled benchmark suites)"}
+_SAMPLES_ADD = {SWUDI: " (64 per task added 0 to 8 points on the bundled benchmark suites)"}
 
 
 @using_vocabulary(WORDS)

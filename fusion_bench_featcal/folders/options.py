@@ -23,7 +23,7 @@ WORDS = Vocabulary("--set ", {
     "base": "--base", "expert": "--expert {}", "batches": "--data {}",
     "image_column": "--columns image=NAME", "label_column": "--columns label=NAME",
     "split": "PATH:SPLIT", "template": "--chat-template FILE",
-    "swudi": "--merge swudi", "processes": " (--nproc-per-node)",
+    "swudi": "--merge swudi", "processes": " (torchrun --nproc-per-node)",
     "float32": "save MERGED, --base and every --expert in it, by model.float().save_pretrained("
     "DIR)",
 })  # fmt: skip

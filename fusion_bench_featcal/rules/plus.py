@@ -47,8 +47,8 @@ class Plus(Rule):
             (`run/trust.py`).
         lacks: How few samples each task has: `max(64 / k_i, 1)` for `k_i` samples. Missing values
             are computed from the samples.
-        convolution_scales: Factor of a convolution's step by task, `min(k_i / 64, 1)^(1/2)` for `k_i`
-            samples without augmented ones. Missing values are computed from the samples.
+        convolution_scales: Factor of a convolution's step by task, `min(k_i / 64, 1)^(1/2)` for
+            `k_i` samples without augmented ones. Missing values are computed from the samples.
         far: Exponent of the merged modules' relative output drift in a task's weight. With 0 the
             drift has no influence.
         ridges: Ridges to choose from, relative to the mean eigenvalue of the inputs' covariance.

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.run.processes import Processes
@@ -16,6 +16,15 @@ _GRACE_SECONDS = 10.0
 def is_first_process() -> bool:
     """Return whether this is the first process of torchrun, or was not started by it."""
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0"
+
+
+def end_after_others() -> NoReturn:
+    """End this process without a message.
+
+    It first waits, because torchrun would end the process that prints the message.
+    """
+    time.sleep(_GRACE_SECONDS)
+    raise SystemExit(2)
 
 
 @contextmanager
@@ -36,9 +45,11 @@ def torchrun_processes() -> Iterator["Processes | None"]:
     store, rank, size = next(dist.rendezvous("env://"))
     try:
         dist.init_process_group(store=store, rank=rank, world_size=size)
-        yield TorchProcesses()
-    except BaseException as error:
+        processes = TorchProcesses()
+        yield processes
+        if dist.is_initialized():  # otherwise threads of gloo may abort a process at its end
+            processes.leave()
+    except BaseException:
         if store.add("failed processes", 1) > 1:
-            time.sleep(_GRACE_SECONDS)
-            raise SystemExit(2) from error
+            end_after_others()
         raise

@@ -84,7 +84,7 @@ def sentences(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def refused_hints(text: str) -> list[str]:
     """Hints of a message that the command does not take."""
-    shown = re.sub(r"fusion_bench method[^,;]*", "", text)
+    shown = re.sub(r"fusion_bench method[^,;]*|torchrun --nproc-per-node", "", text)
     shown = shown.replace("--set '", "--set ")  # quoted for the shell
     wrong = [flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown) if flag not in FLAGS]
     wrong += [n for n in re.findall(r"--set ([a-z_]+)", shown) if n not in SETTINGS]

@@ -82,8 +82,8 @@ def test_a_plan_names_the_processes(made: Path, tmp_path: Path) -> None:
     (("--set", "balance=-1"), "featcal: error: --set balance must be"),
     (("--eval", "one=nothing.jsonl"), "featcal: error: --eval one=nothing.jsonl"),
     (("--set", "samples_per_task=1"), "featcal: error: only 2 of 3 processes would get a batch "
-     "of samples. Start at most 2 (--nproc-per-node), or divide the samples into smaller batches: "
-     "--set batch_size"),
+     "of samples. Start at most 2 (torchrun --nproc-per-node), or divide the samples into smaller "
+     "batches: --set batch_size"),
 ])  # fmt: skip
 def test_a_mistake_gives_one_message(made: Path, tmp_path: Path, more, message: str) -> None:
     done = started(3, *words(made, "--out", str(tmp_path / "out"), *more))
