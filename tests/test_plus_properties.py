@@ -48,7 +48,8 @@ def test_steps_of_convolutions_from_few_images_are_scaled_down():
     (count,) = {sum(map(size_of, batches)) for batches in suite.inputs.values()}
     for scale in (1.0, 0.2, None):
         scales = {} if scale is None else dict.fromkeys(suite.inputs, scale)
-        model = run_fast(suite, **PLUS | {"rule": Plus(convolution_scales=scales)}).model
+        settings: dict[str, Any] = PLUS | {"rule": Plus(convolution_scales=scales)}
+        model = run_fast(suite, **settings).model
         steps.append(model.get_parameter(name) - suite.merged.get_parameter(name))
     assert steps[0].norm() > 0 and count < 64
     torch.testing.assert_close(steps[1], 0.2 * steps[0])

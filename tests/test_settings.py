@@ -172,8 +172,9 @@ def test_a_rule_takes_the_settings_that_are_its_fields():
     assert FeatCalSettings(mix_alpha=0.5).rule_object == Paper(mix_alpha=0.5)
     weighted = FeatCalSettings.plus(task_weights={"a": 2.0}, calibrate_bias=False)
     assert weighted.rule_object == Plus(task_weights={"a": 2.0}, calibrate_bias=False)
-    assert FeatCalSettings.plus().rule_object.task_vectors_only is None
-    assert FeatCalSettings.plus(task_vectors_only=False).rule_object.task_vectors_only is False
+    assert FeatCalSettings.plus().rule_object == Plus(task_vectors_only=None)
+    kept = FeatCalSettings.plus(task_vectors_only=False)
+    assert kept.rule_object == Plus(task_vectors_only=False)
     target = FeatCalSettings(rule={"_target_": "plus", "gamma": 3.0}, calibrate_bias=False)
     assert target.rule_object == Plus(gamma=3.0, calibrate_bias=False)
     rule: Any = Plus(gamma=3.0)
