@@ -188,7 +188,8 @@ class Calibration:
         """Return the cost on a number of GPUs."""
         names = [str(number) for number in range(self.tasks)]
         divided = Sized(size).divides_batches(names)
-        here = self.tasks if divided else len(Sized(size).own_tasks(names))
+        own = len(Sized(size).own_tasks(names))
+        here = self.tasks if divided else own
         per_task = math.ceil(self.samples / self.batch_size)
         batches = self.tasks * per_task
         # The sums of each task end with a barrier: processes without a batch of the task wait.
@@ -197,8 +198,8 @@ class Calibration:
         seconds = {
             "passes": self._passes(summed, most, batches) / PASSES,
             "sums": self._sums * summed / batches / PRODUCTS,
-            # While one process completes a task's sums, the others wait for those of the next one.
-            "targets": sum(map(self._completion, self.groups)) * here / PRODUCTS,
+            # After the sums of all tasks, each process completes those of its own tasks.
+            "targets": sum(map(self._completion, self.groups)) * own / PRODUCTS,
             "solves": sum(map(self._solve_seconds, self.groups)),
             "reads": self._read_seconds(here),
         }
@@ -351,8 +352,8 @@ def conclusion(every: Mapping[tuple[str, str], Mapping[int, Cost]], tasks: int) 
         f"**With 8 GPUs in place of one, FeatCal and FeatCal+ are faster by factors of\n"
         f"{', of '.join(factors)}.**\n{DOUBLED[-1]} GPUs are at most {most:.1f} times as fast as "
         f"8. {tasks} GPUs, one for each task, are\nfaster than 8 in {faster} of these "
-        f"{len(every)} cases, because each process then reads one expert and completes\nthe sums "
-        f"of its own task."
+        f"{len(every)} cases, because each process then reads one expert, and sums of\none "
+        f"task are not exchanged."
     )
 
 
@@ -401,14 +402,15 @@ each, in batches of {batch}, on {gpu} GPUs, {machine} in a machine. In minutes:
 
 ## Why it stops
 
-Only passes and sums are divided among GPUs. The other columns of the tables below are not:
+Only passes, sums and, up to one GPU per task, targets are divided. The other columns of the tables
+below are not:
 
 - **Reads.** Unless the number of GPUs divides the number of tasks, the batches of all tasks are
   dealt out, and every process reads all experts. Nothing is read ahead. FeatCal+ reads most
   weights of an expert twice, and both rules read those of routed experts twice or three times.
 - **Targets.** The sums of a task are added up in one process, which multiplies them by the
-  expert's weights (FeatCal+: and adds rows from these weights). The others wait for it before the
-  sums of the next task.
+  expert's weights (FeatCal+: and adds rows from these weights) after the sums of all tasks. More
+  processes than tasks have nothing to do then.
 - **Solves.** Every process solves all systems. FeatCal+ needs up to {factors} Cholesky factors of
   each, counted here in full. It usually stops earlier.
 - **Exchange.** Sums of each task go to one process if batches are dealt out, and sums over tasks

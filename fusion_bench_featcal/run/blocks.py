@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -121,12 +121,14 @@ def collect(
         CalibrationError: If sums are empty or not finite, naming task and module.
     """
     sums = empty_sums_of(state, block, turn)
-    checks = Checks(block)
+    checks, waiting = Checks(block), list[Callable[[], None]]()
     for task, task_sums in sums_by_task(state, block, turn, first_turn_groups):
-        add_task(state, block, task, sums, task_sums, checks)
+        add_task(state, block, task, sums, task_sums, checks, waiting)
         # The generator still refers to this dict. Clearing it frees the task's Gram matrices and
         # the copies of its expert's parameters before the next task allocates its own.
         task_sums.clear()
+    for add in waiting:
+        add()
     # Once per turn, as each check waits for the device.
     checks.run(state.processes.gather)
     return sums

@@ -6,7 +6,7 @@ without such tokens does not count, and a routed expert without any token is lef
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -122,12 +122,15 @@ class RoutedExpert:
     def _collect(self, turn: Sequence[Group]) -> dict[Group, GroupSums]:
         """Return sums over the tasks for matrices that are solved in one turn."""
         state, checks = self.state, Checks(self.block, compares_tasks=False)
+        waiting = list[Callable[[], None]]()
         base = None if state.base is None else self._of(state.base)
         sums = {group: empty_sums(state, group, self._current, base) for group in turn}
         for task, rows in self.rows.items():
             for group in turn:
                 task_sums = {group: self._sums_of(task, rows, group)}
-                add_task(state, self.block, task, sums, task_sums, checks)
+                add_task(state, self.block, task, sums, task_sums, checks, waiting)
+        for add in waiting:
+            add()
         checks.run(state.processes.gather)
         return sums
 

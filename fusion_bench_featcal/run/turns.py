@@ -1,10 +1,12 @@
 """Turns of a rule over groups of modules, their sums over tasks, and their solves."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import exact_products
+from fusion_bench_featcal.core.linear import Linear
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
@@ -109,11 +111,14 @@ def add_task(
     sums: Mapping[Group, GroupSums],
     task_sums: Mapping[Group, TaskSums],
     checks: Checks,
+    waiting: list[Callable[[], None]],
 ) -> None:
     """Complete the sums of one task, and add them to the sums over tasks and to the checks.
 
-    One process alone does both, because the weight of a task depends on all of its samples. Errors
-    of the last products name task, block and module.
+    One process alone does both, because the weight of a task depends on all of its samples. If
+    several processes have samples of each task, the second step is appended to `waiting`, as the
+    others would wait for it before they exchange sums of the next task. Errors of the last products
+    name task, block and module.
     """
     moments = dict[Group, list[Moments] | list[NormMoments]]()
     for group, group_sums in task_sums.items():
@@ -122,11 +127,27 @@ def add_task(
     tensors = [t for parts in moments.values() for part in parts for t in part.tensors()]
     if not state.sum_task(task, tensors):
         return
+    experts = {group: task_sums[group].expert for group in moments}
+    add = partial(_add_moments, task, sums, experts, moments, checks)
+    if not state.processes.divides_batches(state.tasks):
+        add()
+        return
+    for parts in moments.values():
+        for part in parts:
+            part.rows = None  # they are those of this process only
+    waiting.append(add)
+
+
+@exact_products()
+def _add_moments(
+    task: str,
+    sums: Mapping[Group, GroupSums],
+    experts: Mapping[Group, Linear | None],
+    moments: Mapping[Group, list[Moments] | list[NormMoments]],
+    checks: Checks,
+) -> None:
     for group, parts in moments.items():
-        if state.processes.divides_batches(state.tasks):
-            for part in parts:
-                part.rows = None  # they are those of this process only
-        sums[group].add(task, task_sums[group].expert, *parts)
+        sums[group].add(task, experts[group], *parts)
         checks.add(task, group.label, parts, sums[group].tensors())
 
 
