@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import exact_products
-from fusion_bench_featcal.core.linear import Linear
 from fusion_bench_featcal.core.moments import Moments
 from fusion_bench_featcal.core.solve import UnsolvedError
 from fusion_bench_featcal.errors import CalibrationError
@@ -142,7 +142,7 @@ def add_task(
 def _add_moments(
     task: str,
     sums: Mapping[Group, GroupSums],
-    experts: Mapping[Group, Linear | None],
+    experts: Mapping[Group, Any],
     moments: Mapping[Group, list[Moments] | list[NormMoments]],
     checks: Checks,
 ) -> None:
