@@ -188,22 +188,27 @@ def test_a_process_that_fails_names_the_cause_and_ends_the_other(tmp_path: Path)
     assert isinstance(other, LostProcessError) and not list(tmp_path.rglob("*.part"))
 
 
-def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(tmp_path: Path):
-    suite = t5_suite(depths=(1, 2))
-    expected = together(suite, 2)
+def dying_after_the_first_block(suite: Suite, rank: int, folder: Path) -> Any:
+    """A calibration in whose second block the process of a rank is killed."""
     write, blocks = CheckpointFolder.save_block, []
 
-    def die_after_the_first_block(processes: TorchProcesses) -> Any:
+    def work(processes: TorchProcesses) -> Any:
         def writing(self: CheckpointFolder, block: str, *rest: Any) -> Any:
-            if blocks and processes.rank == 1:
+            if blocks and processes.rank == rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             blocks.append(block)
             return write(self, block, *rest)
 
         setattr(CheckpointFolder, "save_block", writing)  # noqa: B010 - a method is not for assigning to
-        return run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path))
+        return run_fast(suite, processes=processes, checkpoint_dir=str(folder))
 
-    survivor, dead = in_processes(2, die_after_the_first_block)
+    return work
+
+
+def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(tmp_path: Path):
+    suite = t5_suite(depths=(1, 2))
+    expected = together(suite, 2)
+    survivor, dead = in_processes(2, dying_after_the_first_block(suite, 1, tmp_path))
     assert dead == -signal.SIGKILL
     assert isinstance(survivor, LostProcessError)
     assert re.search(r"process 0 of 2 has lost contact .* resume=true", str(survivor))

@@ -1,6 +1,5 @@
 """Processes that do not divide the number of tasks share the batches of each: the same result."""
 
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from calibrations import Overheard, assert_identical, assert_same, run_fast
 from mixture_types import mixture_suite
 from model_types import suite_named
 from process_group import in_processes
-from test_processes import assert_one_model, records, together
+from test_processes import assert_one_model, dying_after_the_first_block, records, together
 from tiny_convs import tower_suite
 from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import Suite, clip_suite, decoder_suite, partly_labelled_suite, t5_suite
@@ -21,7 +20,6 @@ from variations import alone, cut, size_of
 
 from fusion_bench_featcal import Paper, Plus, TorchProcesses
 from fusion_bench_featcal.errors import LostProcessError
-from fusion_bench_featcal.run.checkpoint import CheckpointFolder
 from fusion_bench_featcal.run.processes import SMALL_BYTES, Processes, join_small
 
 # The samples of these suites fit no task, for which FeatCal+ would use task vectors alone.
@@ -141,19 +139,7 @@ def test_more_processes_than_batches_are_refused():
 def test_a_run_of_shared_batches_resumes_after_a_kill(tmp_path: Path):
     suite = alone(t5_suite(depths=(1, 2)))
     expected = together(suite, 3)
-    write, blocks = CheckpointFolder.save_block, []
-
-    def die_after_the_first_block(processes: TorchProcesses) -> Any:
-        def writing(self: CheckpointFolder, block: str, *rest: Any) -> Any:
-            if blocks and processes.rank == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            blocks.append(block)
-            return write(self, block, *rest)
-
-        setattr(CheckpointFolder, "save_block", writing)  # noqa: B010 - a method is not for assigning to
-        return run_fast(suite, processes=processes, checkpoint_dir=str(tmp_path))
-
-    *survivors, dead = in_processes(3, die_after_the_first_block)
+    *survivors, dead = in_processes(3, dying_after_the_first_block(suite, 2, tmp_path))
     assert dead == -signal.SIGKILL
     assert all(isinstance(error, LostProcessError) for error in survivors)
     results = together(suite, 3, checkpoint_dir=str(tmp_path), resume=True)
