@@ -62,7 +62,7 @@ RATES = {
         f"{COPY / 1e9:.0f} GB/s per process", "check for NaN, and copy to the GPU"
     ),
 }  # fmt: skip
-"""What is rated -> the rate, and where it comes from. All are assumptions."""
+"""Kind of work -> its rate, and where the rate comes from. All are assumptions."""
 
 LLAMA: dict[str, Any] = {
     "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,

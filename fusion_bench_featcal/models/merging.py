@@ -186,8 +186,9 @@ class SwudiOnRead(MergedOnRead):
 
     def _read(self, model: LazyModel, site: Site, slot: int | None = None) -> Tensor:
         name = site.weight_name
-        weight = model.stored(name) if slot is None else model.rows(name, slot, slot + 1)[0]
-        if not all_finite(weight):
+        if slot is None:
+            weight = model.stored(name)
+        elif not all_finite(weight := model.rows(name, slot, slot + 1)[0]):
             model.stored(name)  # raises
         weight = weight.to(self._reference.dtype(name))
         return site.oriented(weight).to(self._device, solve_dtype(self._device))

@@ -69,16 +69,18 @@ def with_trust(state: CalibrationState, trust: Trust) -> CalibrationState:
     rule: Any = state.rule
     only = trust.is_refuted or rule.task_vectors_only
     gammas, lacks, scales = dict[str, float](), dict[str, float](), dict[str, float]()
-    streams, sum_counts = state.streams, state.processes.sum_counts
-    samples = sum_counts({task: streams.num_samples(task) for task in streams.tasks})
-    augmented = sum_counts({task: streams.num_augmented_samples(task) for task in streams.tasks})
-    for task, number in augmented.items():
+    streams, counts = state.streams, dict[tuple[str, str], int]()
+    for task in streams.tasks:
+        counts[task, "samples"] = streams.num_samples(task)
+        counts[task, "augmented"] = streams.num_augmented_samples(task)
+    counts = state.processes.sum_counts(counts)
+    for task in dict.fromkeys(task for task, _ in counts):
         familiar = min(max(trust.by_task.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)
-        lacks[task] = max(ENOUGH_SAMPLES / number, 1)
+        lacks[task] = max(ENOUGH_SAMPLES / counts[task, "augmented"], 1)
         if only:
             familiar, lacks[task] = LEAST, 1
         gammas[task] = rule.gamma * lacks[task] / familiar**2
-        scales[task] = min(samples[task] / ENOUGH_SAMPLES, 1) ** 0.5
+        scales[task] = min(counts[task, "samples"] / ENOUGH_SAMPLES, 1) ** 0.5
     by_task = {
         "gammas": gammas | rule.gammas,
         "lacks": lacks | rule.lacks,
