@@ -188,15 +188,17 @@ def test_a_process_that_fails_names_the_cause_and_ends_the_other(tmp_path: Path)
     assert isinstance(other, LostProcessError) and not list(tmp_path.rglob("*.part"))
 
 
-def dying_after_the_first_block(suite: Suite, rank: int, folder: Path) -> Any:
-    """A calibration in whose second block the process of a rank is killed."""
-    write, blocks = CheckpointFolder.save_block, []
+def failing_after(
+    suite: Suite, rank: int, folder: Path, fault: Callable[[], None], *, blocks: int = 1
+) -> Any:
+    """A calibration in which the process of a rank has a fault after some blocks."""
+    write, written = CheckpointFolder.save_block, []
 
     def work(processes: TorchProcesses) -> Any:
         def writing(self: CheckpointFolder, block: str, *rest: Any) -> Any:
-            if blocks and processes.rank == rank:
-                os.kill(os.getpid(), signal.SIGKILL)
-            blocks.append(block)
+            if len(written) == blocks and processes.rank == rank:
+                fault()
+            written.append(block)
             return write(self, block, *rest)
 
         setattr(CheckpointFolder, "save_block", writing)  # noqa: B010 - a method is not for assigning to
@@ -205,10 +207,14 @@ def dying_after_the_first_block(suite: Suite, rank: int, folder: Path) -> Any:
     return work
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_dead_process_ends_the_others_and_a_resumed_run_has_the_same_bits(tmp_path: Path):
     suite = t5_suite(depths=(1, 2))
     expected = together(suite, 2)
-    survivor, dead = in_processes(2, dying_after_the_first_block(suite, 1, tmp_path))
+    survivor, dead = in_processes(2, failing_after(suite, 1, tmp_path, die))
     assert dead == -signal.SIGKILL
     assert isinstance(survivor, LostProcessError)
     assert re.search(r"process 0 of 2 has lost contact .* resume=true", str(survivor))

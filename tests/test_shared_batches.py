@@ -1,5 +1,6 @@
 """Processes that do not divide the number of tasks share the batches of each: the same result."""
 
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from calibrations import Overheard, assert_identical, assert_same, run_fast
+from killing import finished_blocks, largest_file
 from mixture_types import mixture_suite
 from model_types import suite_named
 from process_group import in_processes
-from test_processes import assert_one_model, dying_after_the_first_block, records, together
+from test_processes import assert_one_model, die, failing_after, records, together
 from tiny_convs import tower_suite
 from tiny_languages import NEEDS_RELEASE_5
 from tiny_models import Suite, clip_suite, decoder_suite, partly_labelled_suite, t5_suite
@@ -51,6 +53,7 @@ CASES: dict[str, tuple[Callable[[], Suite], dict[str, Any]]] = {
     "labels in one task": (labels_in_one_task, {"decoder_rows": "auto"}),
     "encoder-decoder": (lambda: alone(t5_suite(depths=(1, 2))), {}),
     "images in one task": (lambda: alone(suite_named("llava", "images")), {}),
+    "batches of 1 to 40": (lambda: clip_suite(tasks=2, sizes=(40, 1, 7, 1, 16)), {}),
     "statistics": (lambda: alone(tower_suite("resnet")), {}),
     "balance": (lambda: alone(clip_suite(tasks=2)), {"rule": replace(PLUS, balance=1.0)}),
     "samples of no task": (lambda: alone(clip_suite(tasks=2)), {"rule": Plus()}),
@@ -136,15 +139,40 @@ def test_more_processes_than_batches_are_refused():
         assert "smaller batches: batch_size" in str(error)
 
 
-def test_a_run_of_shared_batches_resumes_after_a_kill(tmp_path: Path):
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_a_run_of_shared_batches_resumes_after_a_kill(blocks: int, tmp_path: Path) -> None:
+    """Whichever process is killed, and after whichever block, the resumed run has the same bits."""
     suite = alone(t5_suite(depths=(1, 2)))
     expected = together(suite, 3)
-    *survivors, dead = in_processes(3, dying_after_the_first_block(suite, 2, tmp_path))
-    assert dead == -signal.SIGKILL
-    assert all(isinstance(error, LostProcessError) for error in survivors)
+    for rank in range(3):
+        folder = tmp_path / str(rank)
+        results = in_processes(3, failing_after(suite, rank, folder, die, blocks=blocks))
+        assert results.pop(rank) == -signal.SIGKILL
+        assert all(isinstance(error, LostProcessError) for error in results)
+        assert finished_blocks(folder) == blocks + (rank > 0)  # the first process writes
+        resumed = together(suite, 3, checkpoint_dir=str(folder), resume=True)
+        assert_one_model(resumed)
+        assert_identical(resumed[0].model, expected[0].model)
+
+
+def test_a_full_disk_is_named_by_the_process_that_writes(tmp_path: Path):
+    suite = alone(t5_suite(depths=(1, 2)))
+    run = failing_after(suite, 0, tmp_path, lambda: largest_file(512))
+
+    def work(processes: TorchProcesses) -> Any:
+        try:
+            return run(processes)
+        finally:
+            largest_file(resource.RLIM_INFINITY)  # the test's own files
+
+    first, *others = in_processes(3, work)
+    assert "it cannot be written" in str(first) and "are free" in str(first)
+    assert all(isinstance(error, LostProcessError) for error in others)
+    assert finished_blocks(tmp_path) == 1
     results = together(suite, 3, checkpoint_dir=str(tmp_path), resume=True)
-    assert_one_model(results)
-    assert_identical(results[0].model, expected[0].model)
+    assert_identical(results[0].model, together(suite, 3)[0].model)
 
 
 def test_small_tensors_of_one_dtype_travel_together():

@@ -1,6 +1,7 @@
 """Models larger than memory: read block by block, merged on read, and errors if memory runs out."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -128,3 +129,42 @@ def test_where_memory_ran_out_is_named_and_finished_blocks_stay(tmp_path: Path):
     handle.remove()
     resumed = run_fast(suite, checkpoint_dir=tmp_path, resume=True)
     assert resumed.log.select("resumed")[0]["blocks"] == 1
+
+
+class Threads(InMemoryExpert):
+    """Remembers which tensors were read in another thread than the calibration's."""
+
+    reads_in_threads = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.ahead = list[str]()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            self.ahead.append(name)
+        return super().tensor(name)
+
+
+@pytest.mark.parametrize("rule", [Paper(), Plus()], ids=["paper", "plus"])
+def test_the_next_block_is_read_while_one_runs(rule: Any) -> None:
+    suite = clip_suite(tasks=2)
+    experts: Any = {task: Threads(expert) for task, expert in suite.experts.items()}
+    result = run_fast(replace(suite, experts=experts), rule=rule)
+    assert_identical(result.model, run_fast(suite, rule=rule).model)
+    in_blocks = {n for n in suite.merged.state_dict() if n.startswith(tuple(suite.blocks))}
+    # Nothing runs before the first expert's first block.
+    assert {n for n in in_blocks if not n.startswith(suite.blocks[0])} <= {*experts["task_0"].ahead}
+    assert in_blocks <= {*experts["task_1"].ahead}
+
+
+def test_a_tensor_that_cannot_be_read_ahead_is_named() -> None:
+    class Broken(Threads):
+        def tensor(self, name: str) -> torch.Tensor:
+            tensor = super().tensor(name)
+            return tensor * torch.nan if name in self.ahead else tensor
+
+    suite = clip_suite(tasks=2)
+    experts: Any = {task: Broken(expert) for task, expert in suite.experts.items()}
+    with pytest.raises(CalibrationError, match=r"experts\['task_1'\].*layers\.0.*NaN"):
+        run_fast(replace(suite, experts=experts), rule=Paper())

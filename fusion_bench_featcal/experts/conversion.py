@@ -24,6 +24,7 @@ class ConvertedSource(SourceView):
         """
         super().__init__(source)
         self.joined, self._shape = joined, cache(self._shape_of_joined)
+        self.reads_in_threads = source.reads_in_threads
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Container, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import cached_property, partial
 from typing import Any
 
@@ -69,6 +71,7 @@ class LazyModel:
             self.advice = "Check the model"
         self.bytes_read: dict[str, int] = {}
         self._read_slots = dict[str, set[int]]()  # rows that were read of tensors not read whole
+        self._ahead = dict[str, Future[Tensor]]()  # by name in the source
         self._label = label
         self.keys = pair_names(label, source, structure, optional, advice=self.advice, owner=owner)
         parameters = {id(parameter) for parameter in structure.parameters()}
@@ -129,7 +132,22 @@ class LazyModel:
         Raises:
             CalibrationError: If it has NaN or (as a parameter) infinity.
         """
-        return self._placed(name, self.stored(name))
+        ahead = self._ahead.pop(self.keys[name], None)
+        return self._placed(name, self.stored(name) if ahead is None else ahead.result())
+
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """Start to read tensors in another thread, if the source supports it.
+
+        They are on the CPU until `tensor` or `loaded` uses them. Tensors of an earlier call that
+        were not used are dropped.
+        """
+        if self.source.reads_in_threads:
+            names, context = {self.keys[name]: name for name in names}, copy_context()
+            reader = ThreadPoolExecutor(1)  # not shared: a forked process would have none
+            self._ahead = {
+                key: reader.submit(context.run, self.stored, name) for key, name in names.items()
+            }
+            reader.shutdown(wait=False)  # ends when everything is read
 
     def slot(self, name: str, number: int) -> Tensor:
         """Return the row of a mixture's tensor that belongs to one routed expert, as `tensor` does.

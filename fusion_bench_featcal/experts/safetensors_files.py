@@ -43,6 +43,8 @@ class SafetensorsExpert(ExpertSource):
     truncated a mapped file, and pages of a mapping stay resident.
     """
 
+    reads_in_threads = True
+
     def __init__(self, path: str | Path) -> None:
         """Open a checkpoint.
 

@@ -22,9 +22,11 @@ class ExpertSource:
         config: The model's transformers config or the content of its config.json, which is
             compared with the merged model, or None.
         joined: Name of a tensor that is several in files -> how these are joined.
+        reads_in_threads: Whether several threads may read tensors at the same time.
     """
 
     config: Any = None
+    reads_in_threads = False
     joined: Mapping[str, Joined] = MappingProxyType({})
 
     @cached_property

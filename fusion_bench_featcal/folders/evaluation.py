@@ -1,6 +1,7 @@
 """Scores of the models of one `featcal calibrate`: experts, merged and calibrated model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from fusion_bench_featcal.results.names import INPUTS, MERGED, row_of_rule
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note, notes_of
 from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.results.sentences import RARELY
+from fusion_bench_featcal.run.processes import Processes
 
 _Scores = Mapping[str, Score]
 _ADVICE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
@@ -48,9 +50,14 @@ class Evaluation:
     """
 
     def __init__(
-        self, request: Request, opened: Opened, notes: Sequence[Note], digests: Mapping[str, str]
+        self,
+        request: Request,
+        opened: Opened,
+        processes: Processes,
+        notes: Sequence[Note] = (),
+        digests: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Create a report with its first notes, and no scores."""
+        """Create a report with its first notes, and no scores. Processes share the tasks."""
         self.digests = digests
         self.report = Run(
             suite=request.folder.name,
@@ -60,8 +67,9 @@ class Evaluation:
         )
         self.report.note(*notes)
         self.heads: dict[str, nn.Module] = {}
-        self.request, self.opened = request, opened
+        self.request, self.opened, self.processes = request, opened, processes
         self._scorers = {name: task.scorer for name, task in opened.tasks.items() if task.scorer}
+        self._tasks_here = processes.own_tasks(self._scorers)
         self._scores: dict[str, _Scores] = {}
         self._warnings = [note for note in notes if note.kind == WARNING]
 
@@ -73,16 +81,21 @@ class Evaluation:
 
     def add_experts(self) -> _Scores:
         """Add each expert on its task, and return its scores."""
-        models, scores = self.opened.models, {}
-        for task in self.request.expert if models.heads else self._scorers:
+        models, scores_here = self.opened.models, dict[str, Score]()
+        for task in self.request.expert if models.heads else self._tasks_here:
             expert = models.load_expert(task)
-            if task in self._scorers:
-                scores[task] = self._scorers[task].score(expert)
+            if task in self._tasks_here:
+                scores_here[task] = self._scorers[task].score(expert)
             if models.heads:
                 self.heads[task] = models.heads.detach_body(expert)
-        if scores:
+        if scores := self._gather(scores_here):
             self._add_row(EXPERTS, scores, Facts())
         return scores
+
+    def _gather(self, scores_here: _Scores) -> _Scores:
+        """Return the scores of all processes, in the order of the tasks."""
+        scores = self.processes.gather_dict(scores_here)
+        return {task: scores[task] for task in self._scorers}
 
     def add_references(self) -> None:
         """Add each expert on its task, and the merged model."""
@@ -108,13 +121,13 @@ class Evaluation:
             facts: Facts on the calibration.
             cost: Cost of the calibration.
         """
-        heads, scores = self.opened.models.heads, dict[str, Score]()
-        if self._scorers or heads:  # heads are stored with their body
+        heads, scores_here = self.opened.models.heads, dict[str, Score]()
+        if self._tasks_here or heads:  # heads are stored with their body
             model = load()
-            for task, scorer in self._scorers.items():
+            for task in self._tasks_here:
                 whole = heads.attach_body(task, self.heads[task], model) if heads else model
-                scores[task] = scorer.score(whole.eval())
-        self._scores[name] = scores
+                scores_here[task] = self._scorers[task].score(whole.eval())
+        self._scores[name] = scores = self._gather(scores_here)
         if scores or facts is not None:
             self._add_row(name, scores, facts or Facts(), cost)
 

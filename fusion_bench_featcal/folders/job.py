@@ -108,12 +108,13 @@ def _open_and_run(request: Request, processes: Processes) -> None:
     try:
         fetch_all(request.models)
         processes.gather(request.calibrates and not request.plan)
-        evaluation = _open_inputs(InputModels(request))
+        sharing = processes if request.calibrates else Processes()  # a merge is not shared
+        evaluation = _open_inputs(InputModels(request), sharing)
         show_start(request, evaluation.opened, evaluation.report.notes, processes)
         if request.plan:
             return
         if request.calibrates:
-            _calibrate_and_save(evaluation, processes)
+            _calibrate_and_save(evaluation)
         else:
             _merge_and_save(evaluation)
     finally:
@@ -152,15 +153,28 @@ def _calibrate_with_others(request: Request, processes: Processes) -> None:
     """
     if processes.gather(False)[0]:
         fetch_all(request.models)
-        _calibrate(_open_models_and_data(InputModels(request)), processes)
+        opened = _open_models_and_data(InputModels(request))
+        _calibrate_and_evaluate(Evaluation(request, opened, processes))
 
 
-def _calibrate(opened: Opened, processes: Processes) -> CalibrationResult:
-    """Calibrate the merged model. Afterwards the first process is alone."""
+def _calibrate_and_evaluate(evaluation: Evaluation) -> tuple[CalibrationResult, Facts]:
+    """Calibrate the merged model and score all models. Afterwards the first process is alone."""
+    opened, processes = evaluation.opened, evaluation.processes
+    settings, models = opened.settings, opened.models
     batches = {name: task.batches for name, task in opened.tasks.items()}
-    result = opened.models.calibrate(opened.settings, batches, processes)
+    with measure() as cost:
+        result = models.calibrate(settings, batches, processes)
+    row, merger = row_of_rule(settings.rule), evaluation.request.merger
+    result.reads["budget"] = settings.expert_read_budget
+    result.reads["upstream"] = merger and {"merger": merger.name, "experts": models.expert_bytes}
+    counts = {record["task"]: record["samples"] for record in result.log.select("task")}
+    samples = {task: {"samples": count, "split": "data"} for task, count in counts.items()}
+    facts = calibration_facts(row, settings, result.log.records, samples)
+    evaluation.add_references()
+    costs = cost.as_dict() | processes.cost
+    evaluation.add(row, partial(models.load_calibrated, result), facts, costs)
     processes.leave()
-    return result
+    return result, facts
 
 
 def _open_models_and_data(inputs: InputModels) -> Opened:
@@ -181,7 +195,7 @@ def _open_models_and_data(inputs: InputModels) -> Opened:
     return open_encoders(inputs, name)
 
 
-def _open_inputs(inputs: InputModels) -> Evaluation:
+def _open_inputs(inputs: InputModels, processes: Processes) -> Evaluation:
     """Open models and data, and return a report of them without scores.
 
     Raises:
@@ -210,31 +224,21 @@ def _open_inputs(inputs: InputModels) -> Evaluation:
             f"{', '.join(changed)} changed since the blocks in {request.blocks_folder} were "
             "calibrated: restore what they were made of, or remove that folder to begin again"
         )
-    return Evaluation(request, opened, notes, digests)
+    return Evaluation(request, opened, processes, notes, digests)
 
 
-def _calibrate_and_save(evaluation: Evaluation, processes: Processes) -> None:
+def _calibrate_and_save(evaluation: Evaluation) -> None:
     """Calibrate the merged model, evaluate and save it, and print the scores.
 
     Raises:
         NotImproved: If --strict forbids to save.
     """
     request, opened, report = evaluation.request, evaluation.opened, evaluation.report
-    first_notes, settings, models = len(report.notes), opened.settings, opened.models
+    first_notes, models = len(report.notes), opened.models
     prepare_directory(request.blocks_folder, "--out")
     write_inputs(request.blocks_folder, evaluation.digests)
-    with measure() as cost:
-        print(f"calibrating; finished blocks are kept in {request.blocks_folder}")
-        result = _calibrate(opened, processes)
-    row, merger = row_of_rule(settings.rule), request.merger
-    result.reads["budget"] = settings.expert_read_budget
-    result.reads["upstream"] = merger and {"merger": merger.name, "experts": models.expert_bytes}
-    counts = {record["task"]: record["samples"] for record in result.log.select("task")}
-    samples = {task: {"samples": count, "split": "data"} for task, count in counts.items()}
-    facts = calibration_facts(row, settings, result.log.records, samples)
-    evaluation.add_references()
-    costs = cost.as_dict() | processes.cost
-    evaluation.add(row, partial(models.load_calibrated, result), facts, costs)
+    print(f"calibrating; finished blocks are kept in {request.blocks_folder}")
+    result, facts = _calibrate_and_evaluate(evaluation)
     verdict = evaluation.conclude()
     if is_saved := verdict.is_good or not request.strict:
         # A pooler that experts do not share belongs to each task's head.

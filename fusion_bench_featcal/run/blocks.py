@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 from fusion_bench_featcal.core.float32_products import exact_products
@@ -148,10 +148,15 @@ def sums_by_task(
     kinds = ("linear",) if rule.features == "calibrated" else ("linear", "norm")
     recorded_modules = [group.name for group in first_turn_groups or () if group.kind in kinds]
     recorded_modules += [mixture.name for mixture in state.modules[block].mixtures]
-    for task in streams.active_tasks:
+    tasks = streams.active_tasks
+    for task, next_task in zip_longest(tasks, tasks[1:]):
         state.progress.set_description(f"{block} · {task}")
         with ExitStack() as stack:
             expert = stack.enter_context(state.experts[task].loaded(names))
+            if next_task is not None:
+                state.experts[next_task].read_ahead(names)
+            elif runs_expert and (next_block := streams.next_block(block)):
+                state.experts[tasks[0]].read_ahead(streams.tensors_of(next_block))
             options = model, expert, rule, state.dtype
             sums = {group: empty_task_sums(group, *options) for group in turn}
             if not runs_expert:

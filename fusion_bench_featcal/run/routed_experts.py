@@ -40,17 +40,20 @@ def calibrate_mixture(state: CalibrationState, block: str, mixture: Mixture) -> 
     }
     counts = state.processes.sum_counts({key: len(numbers) for key, numbers in rows.items()})
     totals = [sum(counts.get((t, n), 0) for t in state.tasks) for n in range(mixture.slots)]
-    for number in (number for number, total in enumerate(totals) if total):
-        state.progress.set_description(f"{block} · routed expert {number} of {mixture.slots}")
-        rows_here = dict[str, RoutedRows | None]()
-        for task in (task for task in streams.active_tasks if (task, number) in counts):
-            numbers, task_rows = rows.get((task, number)), routed[task]
-            rows_here[task] = None
-            if numbers is not None and task_rows is not None:
-                rows_here[task] = task_rows.selected(numbers, device)
-        for name, slot_values in (
-            RoutedExpert(state, block, mixture, number, rows_here).calibrate().items()
-        ):
+    numbers = [number for number, total in enumerate(totals) if total]
+    for start in range(0, len(numbers), size := state.processes.size):
+        experts = list[RoutedExpert]()
+        for number in numbers[start : start + size]:
+            rows_here = dict[str, RoutedRows | None]()
+            for task in (task for task in streams.active_tasks if (task, number) in counts):
+                selected, task_rows = rows.get((task, number)), routed[task]
+                rows_here[task] = None
+                if selected is not None and task_rows is not None:
+                    rows_here[task] = task_rows.selected(selected, device)
+            experts.append(RoutedExpert(state, block, mixture, number, rows_here))
+        description = f"{block} · routed expert {numbers[start]} of {mixture.slots}"
+        state.progress.set_description(description)
+        for (number, name), slot_values in calibrate_together(experts, state).items():
             metrics[name][number] = slot_values
     for module, module_metrics in metrics.items():
         counted = {"slots": mixture.slots, "idle": totals.count(0), "rows": median(totals)}
@@ -95,36 +98,35 @@ class RoutedExpert:
     number: int
     rows: Mapping[str, RoutedRows | None]
 
-    def calibrate(self) -> dict[str, Mapping[str, float]]:
-        """Replace its parameters in the model, and return metrics of each matrix."""
-        state, metrics = self.state, dict[str, Mapping[str, float]]()
-        groups = [group_of_slot(site, self.number, self._current) for site in self.mixture.sites]
-        for turn in turns_of(state.rule, groups):
-            sums = self._collect(turn)
-            state.processes.all_reduce_sum(
-                t for group_sums in sums.values() for t in group_sums.tensors()
-            )
-            new, new_metrics = solve(state, self.block, sums, self._current)
-            refuse_overflow(self.block, new, state.rule.remedy)
-            for name, value in new.items():
-                self._current(name).copy_(value)
-            metrics |= new_metrics
-        return metrics
+    @property
+    def turns(self) -> list[Sequence[Group]]:
+        """The rule's turns over its matrices."""
+        sites = self.mixture.sites
+        groups = [group_of_slot(site, self.number, self.current) for site in sites]
+        return turns_of(self.state.rule, groups)
 
-    def _current(self, name: str) -> Tensor:
+    def current(self, name: str) -> Tensor:
         """Return its part of a parameter of the calibrated model."""
         return self.state.model.get_parameter(name)[self.number]
+
+    def solve(self, sums: dict[Group, GroupSums]) -> dict[str, dict[str, float]]:
+        """Replace the matrices of a turn in the model, and return metrics of each."""
+        new, metrics = solve(self.state, self.block, sums, self.current)
+        refuse_overflow(self.block, new, self.state.rule.remedy)
+        for name, value in new.items():
+            self.current(name).copy_(value)
+        return metrics
 
     def _of(self, model: LazyModel) -> TensorGetter:
         """Return what reads its part of a parameter of another model."""
         return lambda name: model.slot(name, self.number)
 
-    def _collect(self, turn: Sequence[Group]) -> dict[Group, GroupSums]:
+    def collect(self, turn: Sequence[Group]) -> dict[Group, GroupSums]:
         """Return sums over the tasks for matrices that are solved in one turn."""
         state, checks = self.state, Checks(self.block, compares_tasks=False)
         waiting = list[Callable[[], None]]()
         base = None if state.base is None else self._of(state.base)
-        sums = {group: empty_sums(state, group, self._current, base) for group in turn}
+        sums = {group: empty_sums(state, group, self.current, base) for group in turn}
         for task, rows in self.rows.items():
             for group in turn:
                 task_sums = {group: self._sums_of(task, rows, group)}
@@ -143,9 +145,38 @@ class RoutedExpert:
             return sums
         with group.place(self.block, task):
             with state.streams.autocast():
-                x, expert_x = mixture.input_of(site, module, self._current, rows.x), rows.expert_x
+                x, expert_x = mixture.input_of(site, module, self.current, rows.x), rows.expert_x
                 if expert_x is not None:
                     expert_x = mixture.input_of(site, module, expert, expert_x)
             with exact_products():
                 sums.add_rows(x, expert_x, rows.fitted_and_held_out, rows.weights)
         return sums
+
+
+def calibrate_together(
+    experts: Sequence[RoutedExpert], state: CalibrationState
+) -> dict[tuple[int, str], Mapping[str, float]]:
+    """Calibrate some routed experts, at most one per process, which solves it and sends the result.
+
+    Returns:
+        Number of the routed expert and name of the matrix -> metrics.
+    """
+    processes, metrics = state.processes, dict[tuple[int, str], Mapping[str, float]]()
+    for turns in zip(*(expert.turns for expert in experts), strict=True):
+        sums_to_solve = dict[Group, GroupSums]()
+        for owner, (expert, turn) in enumerate(zip(experts, turns, strict=True)):
+            sums = expert.collect(turn)
+            tensors = (t for group_sums in sums.values() for t in group_sums.tensors())
+            processes.reduce_sum(tensors, owner)
+            if owner == processes.rank:
+                sums_to_solve = sums
+        solved = dict[tuple[int, str], Mapping[str, float]]()
+        if sums_to_solve:
+            expert = experts[processes.rank]
+            for name, values in expert.solve(sums_to_solve).items():
+                solved[expert.number, name] = values
+        metrics |= processes.gather_dict(solved)
+        for owner, (expert, turn) in enumerate(zip(experts, turns, strict=True)):
+            for name in dict.fromkeys(name for group in turn for name in group.parameters):
+                processes.broadcast(expert.current(name), owner)
+    return metrics

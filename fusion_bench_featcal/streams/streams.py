@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -76,6 +77,10 @@ class Streams:
     def last_block(self) -> str:
         """Return the last block before the tail."""
         return self.stages[-1 - len(self.family.tail)][-1]
+
+    def next_block(self, block: str) -> str | None:
+        """Return the block after a block, or None after the last one."""
+        return dict(pairwise(chain.from_iterable(self.stages))).get(block)
 
     def restarted(self) -> "Streams":
         """Return the same samples before the first block. `inputs` must not have been freed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import finished_blocks
+from killing import finished_blocks, largest_file
 from made_folders import words
 from reports import featcal
 
@@ -19,11 +19,6 @@ from fusion_bench_featcal.errors.signals import end_at_once, interruptions
 from fusion_bench_featcal.run.checkpoint import CheckpointFolder
 
 LOG = "out/featcal/calibration_log.jsonl"
-
-
-def largest_file(size: int) -> None:
-    """Let the system refuse files above some size, as a disk that is full."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def ctrl_c(_: int) -> None:

@@ -49,7 +49,10 @@ def test_three_processes_calibrate_two_tasks(made: Path, tmp_path: Path) -> None
     assert "processes: 3 on cpu, each with batches of all tasks" in three.stdout
     assert "processes:" not in one.stdout
     assert_close(tmp_path / "three", tmp_path / "one")
-    cost = read_run(tmp_path / "three" / "featcal").row("featcal_plus").cost
+    runs = [read_run(tmp_path / name / "featcal") for name in ("one", "three")]
+    assert runs[0].tasks == runs[1].tasks == [*TASKS]  # scored by different processes
+    assert runs[0].accuracy == runs[1].accuracy and len(runs[0].accuracy) == 3
+    cost = runs[1].row("featcal_plus").cost
     assert cost["processes"] == 3 and cost["exchanged_bytes"] > 0
     again = started(3, *words(made, *SMALL, "--out", str(tmp_path / "three"), "--resume"))
     assert again.returncode == 0 and again.stdout.count("is complete") == 1, again.stderr

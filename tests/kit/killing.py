@@ -1,7 +1,8 @@
-"""Processes that kill themselves while they write a file."""
+"""Processes that kill themselves, or whose disk is full, while they write a file."""
 
 import itertools
 import os
+import resource
 import signal
 import stat
 from pathlib import Path
@@ -13,6 +14,11 @@ MOMENTS = ("while writing", "before renaming", "after renaming")
 def finished_blocks(folder: Path) -> int:
     """Number of finished blocks in a folder."""
     return len(list(folder.glob("block-*.safetensors")))
+
+
+def largest_file(size: int) -> None:
+    """Let the system refuse files above some size, as a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def die_at(moment: str, count: int) -> None:
