@@ -1,6 +1,7 @@
 """Time, memory and energy on a GPU: FeatCal, a direct implementation, Surgery and ProbSurgery.
 
     python benchmarks/gpu.py ROWS.jsonl [--minutes 8] [MODEL ...]
+    python benchmarks/gpu.py ROWS.jsonl --processes 8 [MODEL ...]    # on one GPU and on eight
     python benchmarks/gpu.py ROWS.jsonl --device cpu --tiny    # to try it without a GPU
 
 A row is appended to ROWS as soon as it is measured, and rows that are there are not measured again.
@@ -11,7 +12,8 @@ All sides of a model share one process and read random weights from files in mem
 bfloat16. A side that took less than 20 seconds runs twice, and its faster turn counts. The direct
 implementation (straightforward.py) holds all experts on the GPU. "Anew" computes features of the
 merged model and the expert in every step of training, as the authors of Surgery and ProbSurgery do.
-Without it they are computed once.
+Without it they are computed once. With --processes, FeatCal and FeatCal+ also run on several GPUs,
+one for each process. These processes start beforehand, and the costs are the first one's.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from typing import Any
 
 import random_models
 import torch
+import torch.distributed as dist
 from random_models import batches, load, write_models
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -35,7 +38,7 @@ from sides import machine
 from straightforward import calibrate_plainly
 from torch import Tensor
 
-from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, calibrate
+from fusion_bench_featcal import FeatCalSettings, SafetensorsExpert, TorchProcesses, calibrate
 from fusion_bench_featcal.lab.rivals.corrections import CorrectionData
 from fusion_bench_featcal.lab.rivals.features import final_features
 from fusion_bench_featcal.lab.rivals.surgery import ProbSurgery, Surgery
@@ -76,6 +79,7 @@ SURGERY: dict[str, tuple[type[Surgery], bool]] = {
     "ProbSurgery, anew": (ProbSurgery, True),
 }
 SIDES = (PAPER, PLUS, PLAIN)
+TOGETHER = " on {} devices"
 JOBS: list[tuple[str, tuple[str, ...]]] = [
     ("vit-b-32", (*SIDES, "Surgery", "ProbSurgery")),
     *((name, SIDES) for name in SIZES if name != "vit-b-32"),
@@ -130,7 +134,34 @@ class Job:
         base = SafetensorsExpert(self.folder / "base")
         merged = load(self.folder / "merged", self.name, self.size.blocks)
         options: dict[str, Any] = {"device": self.device, "progress": False}
+        options["processes"] = TorchProcesses() if dist.is_initialized() else None
         return calibrate(merged, base, experts, self.data, settings, **options).model
+
+    def run_together(self, side: str, processes: int) -> dict[str, float]:
+        """Run a side in several processes, and return the cost of the first one."""
+        state = side, processes, random_models.WIDTHS, torch.get_default_dtype()
+        torch.multiprocessing.spawn(self.join, state, processes)
+        return json.loads((self.folder / "cost.json").read_text())
+
+    def join(
+        self, rank: int, side: str, processes: int, widths: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        """Run a side as one of several processes, which starts without the script's state."""
+        job, is_cuda = self, self.device == "cuda"
+        random_models.WIDTHS.update(widths)
+        torch.set_default_dtype(dtype)
+        if is_cuda:
+            torch.cuda.set_device(rank)
+            job = replace(self, device=f"cuda:{rank}")
+        store = dist.FileStore(str(self.folder / f"store {side}"), processes)
+        backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=processes)
+        dist.barrier()
+        with measure() as cost:
+            job.run(side)
+        if rank == 0:
+            (self.folder / "cost.json").write_text(json.dumps(cost.as_dict()))
+        TorchProcesses().leave()
 
     def train(self, method: type[Surgery], anew: bool) -> None:
         """Train the corrections of Surgery or ProbSurgery."""
@@ -178,7 +209,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def measure_model(name: str, sides: list[str], rows: Path, device: str) -> None:
+def measure_model(name: str, sides: list[str], rows: Path, device: str, processes: int = 1) -> None:
     """Write random models, run all sides, and append a row for each to a file."""
     size = SIZES[name]
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -193,8 +224,12 @@ def measure_model(name: str, sides: list[str], rows: Path, device: str) -> None:
         for side in sides:
             row = {"model": name, "sizes": str(size), "side": side, "machine": machine()}
             try:
-                model, costs = measured(job, side)
-                row |= costs
+                if side.endswith(together := TOGETHER.format(processes)):
+                    row |= job.run_together(side.removesuffix(together), processes)
+                    model = None
+                else:
+                    model, costs = measured(job, side)
+                    row |= costs
                 if side in (PAPER, PLAIN):
                     store(model, job.folder / side)
                 if side == PLAIN and (job.folder / PAPER).exists():
@@ -317,6 +352,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models: to try this script")
+    parser.add_argument("--processes", type=int, default=1, help="GPUs of one calibration")
     parser.add_argument("--model", choices=SIZES, help=argparse.SUPPRESS)
     parser.add_argument("--sides", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -324,13 +360,18 @@ def main() -> None:
     if options.tiny:
         shrink()
     if options.model:
-        measure_model(options.model, options.sides, options.rows, options.device)
+        count = options.processes
+        measure_model(options.model, options.sides, options.rows, options.device, count)
         return
     if unknown := {*options.models} - {*SIZES}:
         parser.error(f"no models {', '.join(sorted(unknown))}: there are {', '.join(SIZES)}")
     words = [sys.executable, __file__, str(options.rows), "--device", options.device]
     words += ["--tiny"] if options.tiny else []
+    words += ["--processes", str(options.processes)]
     jobs = [job for job in JOBS if not options.models or job[0] in options.models]
+    if options.processes > 1:
+        several = tuple(side + TOGETHER.format(options.processes) for side in (PAPER, PLUS))
+        jobs = [(name, (PAPER, PLUS, *several)) for name in dict(jobs)]
     end = time.monotonic() + 60 * options.minutes
     run_jobs(jobs, options.rows, end, lambda *more: subprocess.Popen([*words, *more]))
     print(table(read_rows(options.rows)))

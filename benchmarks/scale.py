@@ -148,7 +148,7 @@ class Cost:
 
     @property
     def minutes(self) -> float:
-        """Return the time of all parts, because nothing is read or exchanged ahead."""
+        """Return the time of all parts."""
         return sum(self.seconds.values()) / 60
 
 
@@ -200,9 +200,14 @@ class Calibration:
             "sums": self._sums * summed / batches / PRODUCTS,
             # After the sums of all tasks, each process completes those of its own tasks.
             "targets": sum(map(self._completion, self.groups)) * own / PRODUCTS,
-            "solves": sum(map(self._solve_seconds, self.groups)),
-            "reads": self._read_seconds(here),
+            "solves": sum(
+                self._solve_seconds(group) * (math.ceil(group.experts / size) / group.experts)
+                for group in self.groups  # routed experts are solved by one process each
+            ),
         }
+        # One thread reads the files of the next expert meanwhile.
+        hidden = min(self.tasks * self.shapes.bytes / STORAGE, sum(seconds.values()))
+        seconds["reads"] = self._read_seconds(here) - hidden
         exchange = self._exchange(divided=divided) if size > 1 else Exchange()
         seconds["exchange"] = exchange.seconds(size) if size > 1 else 0.0
         estimate = self._estimate(plus=self.plus)
@@ -276,8 +281,12 @@ class Calibration:
                     parts = [[tensor for part in task_sums for tensor in part]]
                 for part in parts:
                     exchange.add(part, tasks * times, to_all=False)
-                exchange.add([tensor for part in sums for tensor in part], times, to_all=True)
+                over_tasks = [tensor for part in sums for tensor in part]
+                exchange.add(over_tasks, times, to_all=not routed)
                 exchange.barriers += times  # checks of the sums
+                if routed:  # the process that solves one sends its matrix
+                    exchange.reduced += times * turn[0].width * turn[0].outputs * 2  # bfloat16
+                    exchange.collectives += times
         return exchange
 
 
@@ -406,13 +415,15 @@ Only passes, sums and, up to one GPU per task, targets are divided. The other co
 below are not:
 
 - **Reads.** Unless the number of GPUs divides the number of tasks, the batches of all tasks are
-  dealt out, and every process reads all experts. Nothing is read ahead. FeatCal+ reads most
-  weights of an expert twice, and both rules read those of routed experts twice or three times.
+  dealt out, and every process reads all experts. While one expert runs, a thread reads the next
+  one's files, which is not counted here. FeatCal+ reads most weights of an expert twice, and both
+  rules read those of routed experts twice or three times.
 - **Targets.** The sums of a task are added up in one process, which multiplies them by the
   expert's weights (FeatCal+: and adds rows from these weights) after the sums of all tasks. More
   processes than tasks have nothing to do then.
-- **Solves.** Every process solves all systems. FeatCal+ needs up to {factors} Cholesky factors of
-  each, counted here in full. It usually stops earlier.
+- **Solves.** Every process solves all systems except those of routed experts, each of which one
+  process solves. FeatCal+ needs up to {factors} Cholesky factors of each, counted here in full. It
+  usually stops earlier.
 - **Exchange.** Sums of each task go to one process if batches are dealt out, and sums over tasks
   to all processes. Routed experts are exchanged one by one, with a barrier before each exchange.
 - **Batches.** A task has {per_task} batches here, and its sums end with a barrier. Of more than
@@ -421,15 +432,15 @@ below are not:
 
 ## What is counted
 
-- **Exchanged** is what a process reports as `exchanged_bytes`. For tiny models of both
-  architectures the same calculation gave the bytes of three CPU processes exactly, apart from the
-  drifts that the log has and, for FeatCal+, the trust in the samples, which are left out here.
+- **Exchanged** is what a process reports as `exchanged_bytes`. For tiny Llamas the same
+  calculation gave the bytes of three CPU processes exactly, apart from the drifts that the log has
+  and, for FeatCal+, the trust in the samples, which are left out here.
 - **Memory** is that of features in GPU memory, sums, and a block of model and expert. A running
   batch comes on top. \\* is more than the {memory} GiB of a GPU: `activations=host` moves the
   features.
 - **Left out:** starts of kernels, tokens, copies of features to the host, saving and evaluation.
-- **Upper bounds:** passes of FeatCal+ are counted to the end of a block, and no part overlaps with
-  another.
+- **Upper bounds:** passes of FeatCal+ are counted to the end of a block, and apart from reading
+  ahead no part overlaps with another.
 
 All rates are assumptions about an {gpu}:
 
