@@ -19,9 +19,10 @@ from torch import nn
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, files
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.fusionbench.saved_model import check_save_target, save_model
-from fusion_bench_featcal.models.cards import PAPER, card_tags, card_text
+from fusion_bench_featcal.models.cards import PAPER, CardHead, card_tags, card_text
 from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.results import Frame, accuracy_frame, write_run
+from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.run import Facts
 
 
@@ -64,16 +65,48 @@ def test_a_card_names_its_method_and_changed_settings(
     name, values, title, about, settings, tmp_path
 ):
     run = make_run(LEVELS | {name: 0.7})
-    facts = Facts(settings=values, numbers={"rows_share": 0.5, "rows_energy": 2.0})
-    card = card_text(name, facts, "org/base", {"one": "org/one"}, accuracy_frame(run))
+    run.note(Note("warning", "samples fit no task", name))
+    facts = Facts(settings=values)
+    card = card_text(name, facts, "org/base", {"one": "org/one@v1"}, accuracy_frame(run),
+                     advice=["Use it."], datasets=["org/data:train", "my rows.jsonl"])  # fmt: skip
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["base_model"] == ["org/base", "org/one"] and head["tags"] == ["merge", "featcal"]
-    assert f"\n# {title}\n\n" in card and about in card
-    assert f"## Settings\n\n{settings}\n\n" in card
+    assert head["base_model_relation"] == "merge" and head["datasets"] == ["org/data"]
+    assert f"\n# {title}\n\n" in card and about in card and "\n\nUse it.\n\n## Results" in card
+    assert f"### Settings\n\n{settings}\n\n" in card
+    assert f"## Limitations\n\n- {name}: samples fit no task\n- Only 1 task" in card
     table = featcal("report", write_run(tmp_path, run), "--markdown").out
     rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(rows) > 5 and "\n".join(rows) in card.split("## Accuracy\n\n")[1]
-    assert "## Calibration\n\n- rows_share: `0.5`\n- rows_energy: `2.0`" in card
+    assert len(rows) > 5 and "\n".join(rows) in card.split("## Results\n\n")[1]
+
+
+def test_a_card_has_the_licence_of_the_base_and_the_merge_config(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [old]\n---\n# Base\n")
+    (tmp_path / "mergekit_config.yml").write_text("models:\n- model: /home/me/one\n")
+    head = CardHead.from_merged(tmp_path, "LlamaForCausalLM")
+    card = card_text("featcal", Facts(), str(tmp_path), {}, Frame("accuracy"), head=head)
+    keys = yaml.safe_load(card.split("---\n")[1])
+    assert keys["license"] == "mit" and keys["pipeline_tag"] == "text-generation"
+    assert "```yaml\nmodels:\n- model: one\n```" in card
+    assert "import AutoTokenizer, LlamaForCausalLM\n\nmodel = Llama" in card
+
+
+@pytest.mark.parametrize(
+    ("model_class", "pipeline"),
+    [
+        ("T5ForConditionalGeneration", "text2text-generation"),
+        ("BertForSequenceClassification", "text-classification"),
+        ("Dinov2ForImageClassification", "image-classification"),
+        ("CLIPModel", "zero-shot-image-classification"),
+        ("WhisperForConditionalGeneration", "automatic-speech-recognition"),
+        ("LlavaForConditionalGeneration", "image-text-to-text"),
+        ("Tiny", None),
+    ],
+)
+def test_a_card_names_the_pipeline(model_class: str, pipeline: str | None) -> None:
+    head = CardHead(model_class=model_class)
+    card = card_text("featcal", Facts(), None, {}, Frame("accuracy"), head=head)
+    assert yaml.safe_load(card.split("---\n")[1]).get("pipeline_tag") == pipeline
 
 
 @pytest.mark.parametrize(("card", "tags"), [
@@ -87,11 +120,10 @@ def test_a_card_keeps_the_tags_of_the_merged_model(card: Any, tags: list[str], t
     if card is not None:
         (tmp_path / "README.md").write_text(card)
     assert card_tags(tmp_path) == tags
-    text = card_text(
-        "featcal", Facts(), "base folder", {"one": "../x"}, Frame("accuracy"), tags=tags
-    )
-    head = yaml.safe_load(text.split("---\n")[1])
-    assert head["tags"] == ["mergekit", "merge", "featcal"] and "base_model" not in head
+    head = CardHead.from_merged(tmp_path, "Tiny")
+    text = card_text("featcal", Facts(), "base folder", {"one": "../x"}, Frame("a"), head=head)
+    keys = yaml.safe_load(text.split("---\n")[1])
+    assert keys["tags"] == ["mergekit", "merge", "featcal"] and "base_model" not in keys
 
 
 @pytest.mark.parametrize("moment", range(3))

@@ -11,6 +11,7 @@ from transformers import BatchFeature
 from fusion_bench_featcal.data.generation import row_losses
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.modules.models import device_of
+from fusion_bench_featcal.results.names import ACCURACY, LOSS, WORD_ERRORS
 
 TensorBatch = Mapping[str, Tensor]
 
@@ -23,20 +24,35 @@ class Score(NamedTuple):
         losses: Mean cross-entropy of each sample's targets, float64 `[samples]`.
         correct: Whether each sample is correct, bool `[samples]`. None if accuracy counts tokens.
         unended: Number of samples in which only the end token is wrong.
-        word_scores: Terms of a word accuracy, float64 `[samples]`. The accuracy is their mean, but
-            at least 0. None for other accuracies.
+        metric: Name of the metric by which models are compared.
+        terms: Terms of this metric, float64 `[samples]`, of which higher ones are better. None if
+            it is the loss or, with `correct`, the accuracy.
     """
 
     accuracy: float
     losses: Tensor
     correct: Tensor | None
     unended: int = 0
-    word_scores: Tensor | None = None
+    metric: str = ACCURACY
+    terms: Tensor | None = None
 
     @property
     def loss(self) -> float:
         """Mean loss."""
         return self.losses.mean().item()
+
+    @property
+    def compared(self) -> Tensor:
+        """One value per sample, float64 `[samples]`, of which higher ones are better."""
+        if self.terms is not None:
+            return self.terms
+        return -self.losses if self.correct is None else self.correct.double()
+
+    @property
+    def value(self) -> float:
+        """The metric: the mean of `compared`, or the mean loss, or 1 - the mean for error rates."""
+        mean = self.compared.mean().item()
+        return {LOSS: -mean, WORD_ERRORS: 1 - mean}.get(self.metric, mean)
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,7 @@ class Tests:
         unended = int((but_end & ~correct).sum())
         if self.by_token:
             accuracy = right.sum().item() / max(count.sum().item(), 1)
-            return Score(accuracy, losses.double(), None, unended)
+            return Score(accuracy, losses.double(), None, unended, LOSS)
         return Score(correct.double().mean().item(), losses.double(), correct, unended)
 
 

@@ -13,6 +13,7 @@ from fusion_bench_featcal.data.speech import SpeechBatches
 from fusion_bench_featcal.data.text_limits import positions_of
 from fusion_bench_featcal.data.word_errors import speech_library, text_normalizer, word_errors
 from fusion_bench_featcal.modules.models import device_of
+from fusion_bench_featcal.results.names import WORD_ERRORS
 from fusion_bench_featcal.streams.inputs import check_token_ids
 
 
@@ -61,6 +62,7 @@ class TranscriptScorer:
         normalizer = text_normalizer(references, language, spelling)
         errors = [word_errors(*p, normalizer) for p in zip(references, hypotheses, strict=True)]
         words = sum(len(normalizer(text).split()) for text in references)
-        word_scores = 1 - torch.tensor(errors).double() * len(examples) / max(words, 1)
-        accuracy = max(0.0, word_scores.mean().item())
-        return Score(accuracy, torch.cat(losses).double().cpu(), None, word_scores=word_scores)
+        terms = 1 - torch.tensor(errors).double() * len(examples) / max(words, 1)
+        accuracy = max(0.0, terms.mean().item())
+        losses_by_sample = torch.cat(losses).double().cpu()
+        return Score(accuracy, losses_by_sample, None, metric=WORD_ERRORS, terms=terms)

@@ -11,7 +11,7 @@ from fusion_bench_featcal.data.labels import are_unnamed, class_indices
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.scorer import (
-    ACCURACY,
+    ACCURACY_TITLE,
     RANKS,
     EncoderScorer,
     jackknife_scorer,
@@ -19,6 +19,7 @@ from fusion_bench_featcal.encoders.scorer import (
     read_once,
 )
 from fusion_bench_featcal.encoders.targets import RowName, Targets
+from fusion_bench_featcal.results.names import MRR
 
 NEGATIVES = 9
 
@@ -65,7 +66,7 @@ def _pair_class_scorer(
     def evaluate(model: st.CrossEncoder) -> Score:
         return mean_score(torch.from_numpy(_outputs(model, texts).argmax(1) == np.array(numbers)))
 
-    return EncoderScorer("pairs whose class is right", ACCURACY, evaluate)
+    return EncoderScorer("pairs whose class is right", ACCURACY_TITLE, evaluate)
 
 
 def _reranking_scorer(texts: Sequence[tuple[str, ...]]) -> EncoderScorer | str:
@@ -82,7 +83,7 @@ def _reranking_scorer(texts: Sequence[tuple[str, ...]]) -> EncoderScorer | str:
         scores = [[next(outputs) for _ in sample] for sample in samples]
         # As in the library, a passage stands after those of the same score, and NaN is last.
         ranks = torch.tensor([sum(not s < one for s in (one, *others)) for one, *others in scores])
-        return mean_score((1 / ranks.double()) * (ranks <= RANKS))
+        return mean_score((1 / ranks.double()) * (ranks <= RANKS), MRR)
 
     others = f"up to {NEGATIVES} of other rows" if len(texts[0]) == 2 else "the row's negatives"
     measure = f"passages ranked before {others} (MRR@10)"

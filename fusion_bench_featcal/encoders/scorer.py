@@ -18,9 +18,10 @@ from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.evaluators import evaluation_copy
 from fusion_bench_featcal.encoders.library import Encoder, average_precision_score
 from fusion_bench_featcal.encoders.targets import Targets, too_few
+from fusion_bench_featcal.results.names import ACCURACY, CORRELATION, PRECISION
 
 RANKS = 10
-ACCURACY = "accuracy % (1 - accuracy)"
+ACCURACY_TITLE = "accuracy % (1 - accuracy)"
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ def read_once(method: Any, inputs: Iterable[Any], **options: object) -> dict[Any
     return dict(zip(different, results, strict=True))
 
 
-def mean_score(values: Tensor) -> Score:
+def mean_score(values: Tensor, metric: str = ACCURACY) -> Score:
     """Return the score of one value per example: 1 if it is right, else 0 or an inverse rank."""
-    correct = values == 1
-    return Score(correct.double().mean().item(), 1 - values.double(), correct)
+    correct, terms = values == 1, values.double()
+    return Score(correct.double().mean().item(), 1 - terms, correct, metric=metric, terms=terms)
 
 
 def jackknife_scorer(
@@ -70,9 +71,9 @@ def jackknife_scorer(
     """
     if reason := too_few(targets):
         return reason
-    name, title, metric = "average precision", "AP", average_precision_score
+    name, title, metric = PRECISION, "AP", average_precision_score
     if targets.kind != "binary":
-        name, title, metric = "Spearman's correlation", "Spearman", _correlation
+        name, title, metric = CORRELATION, "Spearman", _correlation
     values, rows = np.array(targets.values), np.arange(len(targets.values))
 
     def evaluate(model: Encoder) -> Score:
@@ -81,7 +82,7 @@ def jackknife_scorer(
         without = [metric(values[rows != row], predicted[rows != row]) for row in rows]
         shares = -(len(rows) - 1) * torch.tensor(without, dtype=torch.float64)
         shares += whole - shares.mean()  # without the jackknife's correction of the metric
-        return Score(max(whole, 0.0), 1 - shares, None)
+        return Score(max(whole, 0.0), 1 - shares, None, metric=name, terms=shares)
 
     return EncoderScorer(f"{measure} ({name})", f"{title} % (1 - {title})", evaluate)
 

@@ -19,7 +19,7 @@ from fusion_bench_featcal.encoders.evaluators import evaluation_copy
 from fusion_bench_featcal.encoders.library import Encoder, st
 from fusion_bench_featcal.encoders.reranker_scores import reranker_scorer
 from fusion_bench_featcal.encoders.scorer import (
-    ACCURACY,
+    ACCURACY_TITLE,
     RANKS,
     EncoderScorer,
     jackknife_scorer,
@@ -28,6 +28,7 @@ from fusion_bench_featcal.encoders.scorer import (
 )
 from fusion_bench_featcal.encoders.targets import RowName, Targets
 from fusion_bench_featcal.encoders.texts import calls_of, text_names
+from fusion_bench_featcal.results.names import MRR
 
 Calls = Sequence[tuple[str, Sequence[str]]]
 """Columns of texts, each with the name of the method that reads it."""
@@ -191,7 +192,7 @@ def _retrieval_scorer(
         similar = similar.masked_fill(itself, -torch.inf)[usable]
         nearest = similar.argsort(dim=1, descending=True, stable=True)[:, :RANKS]
         hits = belongs[usable].gather(1, nearest).double()
-        return mean_score((hits / torch.arange(1, hits.shape[1] + 1)).amax(1))
+        return mean_score((hits / torch.arange(1, hits.shape[1] + 1)).amax(1), MRR)
 
     return EncoderScorer(measure, "accuracy@1 % (1 - MRR@10)", evaluate)
 
@@ -203,7 +204,7 @@ def _triplet_scorer(calls: Calls) -> EncoderScorer:
         shares = torch.stack([positive > negative for negative in negatives]).double().mean(0)
         if len(negatives) == 1:
             return mean_score(shares)
-        return Score(shares.mean().item(), 1 - shares, None)
+        return Score(shares.mean().item(), 1 - shares, None, terms=shares)
 
     measure = "triplets whose positive is nearer than the negative"
-    return EncoderScorer(measure, ACCURACY, evaluate)
+    return EncoderScorer(measure, ACCURACY_TITLE, evaluate)

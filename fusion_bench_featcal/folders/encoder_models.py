@@ -22,11 +22,11 @@ from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.merger import open_merged, warnings_on_merger
 from fusion_bench_featcal.folders.model_folder import ModelFolder, refuse_adapter
-from fusion_bench_featcal.folders.opened import CardHead, Models
+from fusion_bench_featcal.folders.opened import Models
 from fusion_bench_featcal.folders.request import SWUDI
 from fusion_bench_featcal.folders.tasks import Task
 from fusion_bench_featcal.models.bases import read_local
-from fusion_bench_featcal.models.cards import CARD, card_tags
+from fusion_bench_featcal.models.cards import CARD, CardHead, card_tags
 from fusion_bench_featcal.models.structure import fill
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.run.inputs import Runtime
@@ -121,7 +121,8 @@ class EncoderModels(Models):
             merged.folder_files.copy_small_files(folder, skipped_folders=skipped)
             tags = card_tags(merged.folder)
         library = {key: written[key] for key in ("library_name", "pipeline_tag") if key in written}
-        return CardHead(library, [*tags, *written.get("tags", ())])
+        kind = type(result.model).__name__
+        return CardHead(library, kind, [*tags, *written.get("tags", ())])
 
     def _open_base(self, reference: Any) -> Any:
         if (base := self.inputs.base) is None:

@@ -1,6 +1,6 @@
 """Scores of the models of one `featcal calibrate`: experts, merged and calibrated model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -12,9 +12,17 @@ from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.folders.verdict import Verdict, compare, experts_below_merged
+from fusion_bench_featcal.folders.verdict import compare_scores, experts_below_merged
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
+from fusion_bench_featcal.results.advice import (
+    REJECT,
+    UNCLEAR,
+    Advice,
+    Comparison,
+    advise,
+    task_verdicts,
+)
 from fusion_bench_featcal.results.names import INPUTS, MERGED, row_of_rule
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note, notes_of
 from fusion_bench_featcal.results.run import Facts
@@ -24,11 +32,11 @@ from fusion_bench_featcal.run.processes import Processes
 _Scores = Mapping[str, Score]
 _ADVICE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
 _NOT_EXPERTS = (
-    "experts no better than the merged model on their own rows: {}. Check --tokenizer, "
+    "experts no better than the merged model on their own examples: {}. Check --tokenizer, "
     "--chat-template, the labels, and that --data and --expert are of the same task"
 )
 _LOW_SCORE_WARNING = (
-    "fewer than a tenth of their own rows are right for the experts of {}: check --tokenizer, "
+    "fewer than a tenth of their own examples are right for the experts of {}: check --tokenizer, "
     "labels or targets, and for language models --chat-template and how prompts end"
 )
 _UNENDED = (
@@ -47,6 +55,7 @@ class Evaluation:
         heads: Task -> its expert's classifier, with the body of the last added model. Empty if
             all tasks share the merged model's head.
         digests: Digests of models and data.
+        comparisons: The tasks' comparisons, once all models are scored.
     """
 
     def __init__(
@@ -71,7 +80,7 @@ class Evaluation:
         self._scorers = {name: task.scorer for name, task in opened.tasks.items() if task.scorer}
         self._tasks_here = processes.own_tasks(self._scorers)
         self._scores: dict[str, _Scores] = {}
-        self._warnings = [note for note in notes if note.kind == WARNING]
+        self.comparisons = list[Comparison]()
 
     @property
     def row(self) -> str:
@@ -88,7 +97,8 @@ class Evaluation:
                 scores_here[task] = self._scorers[task].score(expert)
             if models.heads:
                 self.heads[task] = models.heads.detach_body(expert)
-        if scores := self._gather(scores_here):
+        self._scores[EXPERTS] = scores = self._gather(scores_here)
+        if scores:
             self._add_row(EXPERTS, scores, Facts())
         return scores
 
@@ -104,7 +114,7 @@ class Evaluation:
             print(f"evaluating the experts, the merged and the calibrated model on {tasks}")
         scores = self.add_experts()
         self.add(self.report.merger, self.opened.models.load_merged)
-        self._warnings += _warnings_on_experts(scores, self._scores[self.report.merger])
+        self.report.note(*_warnings_on_experts(scores, self._scores[self.report.merger]))
 
     def add(
         self,
@@ -149,26 +159,58 @@ class Evaluation:
         titles = {task.title for task in self.opened.tasks.values() if task.scorer}
         return titles.pop() if len(titles) == 1 else "score % (loss)"
 
-    def conclude(self) -> Verdict:
-        """Compare the calibrated model with the merged one, and complete the report."""
-        report, settings, name = self.report, self.opened.settings, self.row
-        advice = _ADVICE.format("--preset plus" if settings.rule == "paper" else "other samples")
-        row_notes = [note for note in report.notes if note.kind == WARNING and note.row == name]
-        verdict = compare(
-            self._scores[report.merger],
-            self._scores[name],
-            advice,
-            held_out=self._scorers.keys() - self.request.eval.keys(),
-            repeating=[name for name, task in self.opened.tasks.items() if task.has_repeats],
-            unscored=[task for task in self.opened.tasks if task not in self._scorers],
-            warnings=[*self._warnings, *row_notes],
-        )
+    def conclude(self) -> bool:
+        """Compare the models, and complete the report with the advice.
+
+        Returns:
+            Whether tasks were compared, none is worse, and there are no warnings.
+        """
+        report, name = self.report, self.row
+        experts, merged, repaired = (self._scores[n] for n in (EXPERTS, report.merger, name))
+        self.comparisons = compare_scores(experts, merged, repaired)
+        rests = {c.task: c.rest for c in self.comparisons if c.rest}
+        # A task that ends far from its expert needs nothing if its score is as good.
+        report.notes = [n for n in report.notes if not (
+            n.kind == NOTE and n.row == name and n.task in rests and not rests[n.task].is_above()
+        )]  # fmt: skip
+        has_warnings = any(note.kind == WARNING for note in report.notes)
+        advice = self._advise()
+        first = "Check the warnings first. " if has_warnings else ""
+        verdicts = task_verdicts(self.comparisons)
         report.note(
-            Note(VERDICT, verdict.sentence),
-            *(Note(VERDICT, text, task=task) for task, text in verdict.gains.items()),
-        )
+            Note(VERDICT, first + advice.sentence),
+            *(Note(VERDICT, f"{c.change_text} on {pluralize(c.examples or 0, 'test example')}: "
+                            f"{verdicts[c.task]}", task=c.task) for c in self.comparisons),
+            *notes_of(self._notes_on_examples()),
+        )  # fmt: skip
         self.add_note_on_title()
-        return verdict
+        return bool(self.comparisons) and advice.kind != REJECT and not has_warnings
+
+    def _advise(self) -> Advice:
+        """Return what to do with the calibrated model."""
+        if not self.comparisons:
+            give = "Give test examples with --eval NAME=FILE"
+            return Advice(UNCLEAR, f"Cannot tell whether the model is better: no scores. {give}")
+        tasks = self.opened.tasks.values()
+        most = max(task.available for task in tasks if task.scorer)
+        more = "Give more test examples with --eval NAME=FILE"
+        if most > self.request.eval_rows:
+            more = f"Score all of them with --eval-rows {most}"
+        preset = "--preset plus" if self.opened.settings.rule == "paper" else "other samples"
+        return advise(self.comparisons, more_examples=more, if_worse=_ADVICE.format(preset))
+
+    def _notes_on_examples(self) -> Iterator[str]:
+        """Yield sentences on test examples that cannot show everything."""
+        tasks, scored = self.opened.tasks, self._scorers.keys()
+        if held_out := [task for task in tasks if task in scored - self.request.eval.keys()]:
+            yield (
+                f"test examples of {', '.join(held_out)} were held out from --data, so they cannot "
+                "show how the models do on other data (--eval NAME=FILE)"
+            )
+        if repeating := [name for name, task in tasks.items() if task.has_repeats]:
+            yield f"test examples repeat samples: {', '.join(repeating)}"
+        if unscored := [name for name in tasks if name not in scored]:
+            yield f"not scored: {', '.join(unscored)}"
 
     def add_note_on_title(self) -> None:
         """Add a note on the names of both scores, if they are not accuracy and loss."""

@@ -239,17 +239,16 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
     write_inputs(request.blocks_folder, evaluation.digests)
     print(f"calibrating; finished blocks are kept in {request.blocks_folder}")
     result, facts = _calibrate_and_evaluate(evaluation)
-    verdict = evaluation.conclude()
-    if is_saved := verdict.is_good or not request.strict:
+    if is_saved := evaluation.conclude() or not request.strict:
         # A pooler that experts do not share belongs to each task's head.
         tail = models.heads.tail(next(iter(opened.tasks))) if models.heads else ()
         save_folder(result, replace(facts, as_merged=facts.as_merged.without(tail)), evaluation)
     _remove_blocks(request.blocks_folder)
-    show_scores(report, report.notes[first_notes:], evaluation.title)
+    show_scores(report, first_notes, evaluation.comparisons, evaluation.title)
     if not is_saved:
         raise NotImproved(
-            "--strict: nothing was saved, as the verdict has a task that is worse or a doubt, and "
-            "the merged model is as it was. Without --strict the calibrated model goes to "
+            "--strict: nothing was saved, because a task is worse or there are warnings, and the "
+            "merged model is as it was. Without --strict the calibrated model goes to "
             f"{request.folder}"
         )
 
@@ -270,4 +269,4 @@ def _merge_and_save(evaluation: Evaluation) -> None:
     report.note(Note(NOTE, _MERGED_ONLY + _SAMPLES_ADD.get(evaluation.row, "")))
     save_folder(result, Facts(), evaluation)
     _remove_blocks(request.blocks_folder)
-    show_scores(report, report.notes[first_notes:], evaluation.title)
+    show_scores(report, first_notes, (), evaluation.title)

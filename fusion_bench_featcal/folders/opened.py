@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -11,18 +11,12 @@ from fusion_bench_featcal.folders.heads import ClassifierHeads
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
+from fusion_bench_featcal.models.cards import CardHead
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.run.log import AsMerged
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 from fusion_bench_featcal.settings import FeatCalSettings
-
-
-class CardHead(NamedTuple):
-    """Beginning of a model card: keys that name the library, and tags."""
-
-    library: Mapping[str, str]
-    tags: Sequence[str]
 
 
 class Models(Protocol):

@@ -94,7 +94,7 @@ class Request:
     no_eval: bool = setting(False, "calibrate and save only")
     out: str | None = setting(None, "a new folder for the model", metavar="DIR", is_recorded=False)
     strict: bool = setting(
-        False, "save nothing, and exit with 1, if a task is worse or the verdict is in doubt"
+        False, "save nothing, and exit with 1, if a task is worse or there are warnings"
     )
     preset: str = setting(
         "plus", "settings: FeatCal+ (default) or the paper's", choices=("plus", "paper")

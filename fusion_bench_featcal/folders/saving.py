@@ -55,14 +55,25 @@ def save_folder(result: CalibrationResult, facts: Facts, evaluation: Evaluation)
     frame, merger = accuracy_frame(report), {"merged model": request.merged or request.merge}
     with writing_model(folder, needed, option=option, advice=advice) as new:
         new.mkdir()
-        library, tags = models.write_calibrated(result, new, evaluation.heads)
-        card = card_text(name, facts, request.base, request.expert, frame, merger, library, tags)
+        head = models.write_calibrated(result, new, evaluation.heads)
+        card = card_text(
+            name,
+            facts,
+            request.base,
+            request.expert,
+            frame,
+            advice=[note.text for note in report.notes if note.is_conclusion],
+            comparisons=evaluation.comparisons,
+            merger=merger,
+            datasets=request.data.values(),
+            head=head,
+        )
         if models.heads is not None:
-            head = models.heads.saved_name
-            print(f"heads: {folder / HEADS}/NAME. {folder} loads with that of {head}")
+            own = models.heads.saved_name
+            print(f"heads: {folder / HEADS}/NAME. {folder} loads with that of {own}")
             inputs = "Image" if models.title.startswith("image") else "Sequence"
             kind = f"AutoModelFor{inputs}Classification"
-            card += _HEADS.format(heads=HEADS, own=head, kind=kind)
+            card += _HEADS.format(heads=HEADS, own=own, kind=kind)
         (new / CARD).write_text(card, encoding="utf-8")
         (new / RECIPE).write_text(request.recipe, encoding="utf-8")
         write_run(new / REPORT, report, "--out", frame)

@@ -17,10 +17,12 @@ from fusion_bench_featcal.models.hub import HubModel
 from fusion_bench_featcal.models.plan import Plan, check_room, read_within, show_plan
 from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.results import AVERAGE, Run
+from fusion_bench_featcal.results.advice import Comparison
 from fusion_bench_featcal.results.names import row_of_rule
-from fusion_bench_featcal.results.notes import Note
+from fusion_bench_featcal.results.notes import NOTE, WARNING, Note
 from fusion_bench_featcal.results.rows import with_average
-from fusion_bench_featcal.results.tables import Table
+from fusion_bench_featcal.results.show import comparison_tables
+from fusion_bench_featcal.results.tables import Table, print_lines
 from fusion_bench_featcal.run.processes import Processes
 
 
@@ -74,25 +76,27 @@ def show_downloads(hub: Mapping[str, HubModel]) -> bool:
     return bool(sizes)
 
 
-def show_scores(report: Run, notes: Sequence[Note], title: str) -> None:
-    """Print the verdict, accuracy and loss of every model by task, gains by task, and notes.
+def show_scores(
+    report: Run, first_note: int, comparisons: Sequence[Comparison], title: str
+) -> None:
+    """Print the advice, a table of all tasks, all warnings, and notes from the given one on.
 
-    The title names accuracy and loss.
+    If the model was only merged, the table has accuracies and losses, which the title names.
     """
-    for note in notes:
-        if note.is_conclusion:
-            print(note.sentence)
-    accuracy = report.accuracy
-    loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
-    lines = [
-        (task, [f"{100 * accuracy[name][task]:.1f} ({loss[name][task]:.3f})" for name in accuracy])
-        for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]
-    ]
-    if lines:
-        Table(title, [*accuracy], lines).show()
-    for note in notes:
-        if not note.is_conclusion:
-            print(f"note: {note.sentence}")
+    print_lines(note.sentence for note in report.notes if note.is_conclusion)
+    tables = comparison_tables(comparisons)
+    if not tables and (accuracy := report.accuracy):
+        loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
+        lines = [
+            (task, [f"{100 * accuracy[n][task]:.1f} ({loss[n][task]:.3f})" for n in accuracy])
+            for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]
+        ]
+        tables = [Table(title, [*accuracy], lines)]
+    for table in tables:
+        table.show()
+    warnings = [note for note in report.notes if note.kind == WARNING]
+    notes = [note for note in report.notes[first_note:] if note.kind == NOTE]
+    print_lines(f"{note.kind}: {note.sentence}" for note in warnings + notes)
 
 
 @contextmanager

@@ -13,11 +13,10 @@ from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.data.tables import parent_folder
 from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.results.advice import FEW_EXAMPLES
 
 HELD_OUT = 5
 """Without test data, one example in this number is held out for evaluation."""
-FEW_EXAMPLES = 5
-"""Number of test examples below which a task is not compared."""
 
 
 class Subset(NamedTuple):
@@ -60,6 +59,7 @@ class Task:
         notes: Sentences on the samples.
         title: Names of both scores: a percentage and a loss.
         has_repeats: Whether test examples repeat calibration samples.
+        available: Number of test examples, of which some may not be scored.
     """
 
     batches: Iterable[Any]
@@ -68,6 +68,7 @@ class Task:
     notes: Sequence[str] = ()
     title: str = "accuracy % (loss)"
     has_repeats: bool = False
+    available: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class TaskData:
         reason: Why nothing is scored, or None.
         notes: Sentences on test examples that repeat samples.
         has_repeats: Whether such examples are scored.
+        available: Number of test examples, of which `tests` may have some.
     """
 
     task: str
@@ -97,6 +99,7 @@ class TaskData:
     reason: str | None = None
     notes: Sequence[str] = ()
     has_repeats: bool = False
+    available: int = 0
 
     @classmethod
     def open(
@@ -128,7 +131,8 @@ class TaskData:
         most = request.eval_rows
         if not request.calibrates:
             tests = open_tests()
-            return cls(task, request, tests._replace(indices=[]), tests, [])
+            available = len(tests.dataset)
+            return cls(task, request, tests._replace(indices=[]), tests, [], available=available)
         data = opened("data", request.data[task], "train")
         order = sample_order(len(data.dataset), task, request.settings.seed)
         held_out = 0 if request.no_eval or task in request.eval else len(order) // HELD_OUT
@@ -136,14 +140,16 @@ class TaskData:
         most_samples = min(request.settings.samples_per_task, first_test)
         samples = data._replace(indices=order[:most_samples])
         tests = data._replace(indices=order[first_test:])
+        available = held_out
         if task in request.eval and not request.no_eval:
             tests = open_tests()
+            available = len(tests.dataset)
         if request.strict and not request.no_eval and len(tests.indices) < FEW_EXAMPLES:
             raise ValueError(
                 f"--strict compares at least {FEW_EXAMPLES} rows per task, and {tests.option} "
                 f"leaves {len(tests.indices)}: give more by --eval {task}=PATH"
             )
-        return cls(task, request, samples, tests, order)
+        return cls(task, request, samples, tests, order, available=available)
 
     def unscored(self, reason: str) -> "TaskData":
         """Return the data without test examples. Held-out examples become samples."""
@@ -198,7 +204,8 @@ class TaskData:
         unscored = [f"not scored, as {self.reason}"] if self.reason else []
         task_notes = [f"{self.task}: {note}" for note in (*notes, *unscored)]
         texts = [self._sentence(columns, measure), *self.notes, *task_notes]
-        return Task(batches, len(self.samples.indices), scorer, texts, title, self.has_repeats)
+        count = len(self.samples.indices)
+        return Task(batches, count, scorer, texts, title, self.has_repeats, self.available)
 
     def _sentence(self, columns: Iterable[str], measure: str) -> str:
         """Describe the samples, the columns, and the test examples."""

@@ -23,11 +23,11 @@ from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.heads import ClassifierHeads
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.model_folder import CLASSIFIERS, LANGUAGE_MODELS, SPEECH, body_of
-from fusion_bench_featcal.folders.opened import CardHead, Models, notes_on_inputs
+from fusion_bench_featcal.folders.opened import Models, notes_on_inputs
 from fusion_bench_featcal.folders.paired_models import pair_models
 from fusion_bench_featcal.folders.shared_processor import SharedProcessor
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.models.cards import TRANSFORMERS, card_tags
+from fusion_bench_featcal.models.cards import CardHead
 from fusion_bench_featcal.models.saving import (
     correct_configs,
     corrected_config,
@@ -196,10 +196,11 @@ class TransformersModels(Models):
             self.heads.write(heads, folder)
         self.processor.write(folder)
         correct_configs(whole, folder, skipped=CONFIG)
+        kind = type(whole).__name__
         if (merged := self.inputs.merged) is None:
-            return CardHead(TRANSFORMERS, [])
+            return CardHead(model_class=kind)
         merged.folder_files.copy_small_files(folder, for_processor=False)
-        return CardHead(TRANSFORMERS, card_tags(merged.folder))
+        return CardHead.from_merged(merged.folder, kind)
 
     def _write_blocks(self, blocks: FinishedBlocks, folder: Path) -> None:
         """Write a correct config, and weights in one file up to 5 GB, else one for each block."""

@@ -17,10 +17,13 @@ from fusion_bench_featcal.files.locks import locked_target
 from fusion_bench_featcal.files.tensors import stored_bytes
 from fusion_bench_featcal.fusionbench.pool_models import MERGED_MODEL, PoolModel, PoolModels
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
-from fusion_bench_featcal.models.cards import CARD, card_tags, card_text
+from fusion_bench_featcal.models.bases import read_local
+from fusion_bench_featcal.models.cards import CARD, CardHead, card_tags, card_text
 from fusion_bench_featcal.models.plan import check_room
 from fusion_bench_featcal.models.saving import correct_configs, writing_model
+from fusion_bench_featcal.results import Frame
 from fusion_bench_featcal.results.run import Facts
+from fusion_bench_featcal.results.sentences import advise_on
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +121,22 @@ def save_model(
     log.info("saved the model to %s", target)
 
 
-def write_card(folder: Path, pool: BaseModelPool, name: str, facts: Facts, **more: Any) -> None:
+def write_card(
+    folder: Path, pool: BaseModelPool, name: str, facts: Facts, frame: Frame, **more: Any
+) -> None:
     """Add a card to the folder of a saved model. `more` are further arguments of `card_text`."""
     models = PoolModels(pool)
     base = None if models.base is None else _location(models.base)
     experts = {name: _location(model) for name, model in models.experts.items()}
     folders = models[MERGED_MODEL].folders if MERGED_MODEL in models else ()
     tags = [tag for files in folders for tag in card_tags(files.folder)]
-    text = card_text(name, facts, base, experts, tags=tags, **more)
+    line = next((line for line in frame.lines if line.first.name == name and line.gain), None)
+    if line is not None:
+        advice, more["comparisons"] = advise_on(line, frame)
+        more["advice"] = [advice.sentence]
+    kinds = read_local(str(folder), "config.json").get("architectures") or [None]
+    head = CardHead(model_class=kinds[0], tags=tags)
+    text = card_text(name, facts, base, experts, frame, head=head, **more)
     write_atomic(folder / CARD, text, SAVE_PATH)
 
 

@@ -96,8 +96,8 @@ class SavedReport(Report):
         if self._inputs.taskpool is None:
             log.info("no task pool: the model is not evaluated")
         if saved is not None and saved.is_dir():
-            more = {"frame": frame, "merger": self._base_method}
-            write_card(saved, self._inputs.modelpool, self.row, self._facts, **more)
+            pool, merger = self._inputs.modelpool, self._base_method
+            write_card(saved, pool, self.row, self._facts, frame, merger=merger)
         if program is not None:
             program.taskpool = None  # FusionBench would evaluate the returned model again
             if frame.lines:

@@ -25,6 +25,11 @@ _LOWER = ("loss", "perplexity", "error", "drift")
 """Words in the names of metrics of which lower values are better."""
 
 
+def is_lower_better(metric: str) -> bool:
+    """Return whether lower values of a metric are better."""
+    return any(word in metric for word in _LOWER)
+
+
 class Worst(NamedTuple):
     """The task with the smallest share of its gap or, without shares, with the smallest gain."""
 
@@ -179,7 +184,7 @@ class Frame:
     @property
     def sign(self) -> int:
         """1 if higher values are better, -1 if lower values are (losses, errors)."""
-        return -1 if any(word in self.metric for word in _LOWER) else 1
+        return -1 if is_lower_better(self.metric) else 1
 
     def by_suite(self) -> dict[str, "Frame"]:
         """Return suite -> the frame of this suite, with the settings that differ in it."""

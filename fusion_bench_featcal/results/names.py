@@ -8,7 +8,10 @@ REFERENCES = (BASE, EXPERTS)
 FEATCAL, FEATCAL_PLUS = "featcal", "featcal_plus"
 MERGED = "merged"
 """A merged model with an unknown merger, and in figures with a panel for each merger."""
-ACCURACY = "accuracy"
+ACCURACY, LOSS, WORD_ERRORS = "accuracy", "loss", "word error rate"
+MRR, PRECISION, CORRELATION = "MRR@10", "average precision", "Spearman's correlation"
+PERCENTAGES = (ACCURACY, WORD_ERRORS, MRR, PRECISION, CORRELATION)
+"""Metrics that tables show in per cent."""
 DRIFT = "relative_drift"
 """Metric of calibrated models, measured on samples: see `Facts.drift`."""
 ROWS_SHARE, ROWS_ENERGY, ROWS_ERROR = "rows_share", "rows_energy", "rows_error"

@@ -1,16 +1,16 @@
 """Sentences on the frame of results: verdicts, the meaning of columns, and notes."""
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator
 
-from fusion_bench_featcal.errors.plurals import pluralize
-
-from .frame import LEAST_GAP, Frame, FrameLine
+from .advice import WEAK, Advice, Averages, Comparison, advise
+from .columns import AVERAGE
+from .frame import LEAST_GAP, Frame, FrameLine, find_partner, paired
 from .joining import grouped
 from .leaders import leaders
-from .names import ACCURACY, DRIFT, EXPERTS, INPUTS, REFERENCES, label_texts
+from .names import ACCURACY, BASE, DRIFT, EXPERTS, INPUTS, REFERENCES, label_texts
 from .notes import WARNING, Note, sentences_of
-from .tables import ABSENT, Unit, share_text
+from .statistics import Difference, difference
+from .tables import Unit
 
 _SHOWN = 0.0005
 """Smallest difference of accuracy that tables with tenths of a per cent show."""
@@ -19,47 +19,94 @@ RARELY = 0.1
 
 
 def verdicts(frame: Frame) -> list[str]:
-    """Return the verdicts of the runs, and the best model of each suite with several models.
+    """Return the advice of the runs, or of each suite, and each suite's best model.
 
-    If the runs have no verdicts, the single repair of a suite is compared with its merged model.
+    No model is called best if the experts are hardly better than the base.
     """
     run_notes = [note for note in frame.notes if note.is_conclusion]
-    best = leaders(frame)
-    if run_notes:
-        return [*sentences_of(run_notes), *chain(*best.values())]
-    texts = list[str]()
+    best, texts = leaders(frame), sentences_of(run_notes)
     for suite, suite_frame in frame.by_suite().items():
-        compared = [line for line in suite_frame.lines if line.gain]
-        repairs = grouped(compared, lambda line: (line.first.merger, line.first.name)).values()
-        start = f"verdict on {suite}" if len(frame.by_suite()) > 1 else "verdict"
-        texts += best.get(suite) or [f"{start}: {_verdict(lines, frame)}" for lines in repairs]
+        line = None if run_notes else _best_single_model(suite_frame)
+        advice = advise_on(line, suite_frame)[0] if line else None
+        start = f"{suite}: " if len(frame.by_suite()) > 1 else ""
+        texts += [f"{start}{advice.sentence}"] if advice else []
+        is_weak = advice is not None and advice.kind == WEAK
+        texts += [] if is_weak else best.get(suite, [])
+        if not (run_notes or advice):
+            texts += [f"{start}{text}" for text in _ranges(suite_frame)]
     return texts
 
 
-def _verdict(lines: Sequence[FrameLine], frame: Frame) -> str:
-    """Write how a repair compares with its merged model, at one point or over all points."""
-    unit, row = Unit.of(frame.metric), lines[0].first
-    points = "points" if frame.metric == ACCURACY else f"in {frame.metric}"
-    ordered = sorted((frame.sign * line.gain.value, n, line.gain, line)
-                     for n, line in enumerate(lines) if line.gain)  # fmt: skip
-    ends = [(unit.difference(gain), line) for *_, gain, line in (ordered[0], ordered[-1])]
-    if len(lines) > 1:
-        texts = [f"{text} ({', '.join(label_texts(line.first.labels))})" for text, line in ends]
-        return f"{row.name} differs from {row.merger} by {' to '.join(texts)} {points}"
-    value, _, gain, line = ordered[0]
-    if gain.half is None:
-        kind = f"differs, without an interval ({pluralize(gain.seeds, 'seed')}), from"
-    elif abs(value) <= gain.half:
-        kind = "is within the interval of"
-    else:
-        kind = f"is {'better' if value > 0 else 'worse'} than"
-    text = f"{row.name} {kind} {row.merger}: {unit.difference(gain)} {points}"
-    if line.share is not None:
-        text += f", {share_text(line.share)} of the gap to the experts"
-    if line.worst and len(frame.tasks) > 1:
-        texts = [line.worst.task, share_text(line.worst.share)]
-        text += f"; worst task {', '.join(text for text in texts if text != ABSENT)}"
-    return text
+def _best_single_model(frame: Frame) -> FrameLine | None:
+    """Return the best repaired model that needs no task id, if any, or None in a sweep."""
+    lines = [line for line in frame.lines if line.gain and line.values]
+    if not lines or len({line.first.title for line in lines}) < len(lines):
+        return None
+    one_model = [line for line in lines if not line.needs_task_id] or lines
+    return max(one_model, key=lambda line: frame.sign * line.values[AVERAGE])
+
+
+def advise_on(line: FrameLine, frame: Frame) -> tuple[Advice, list[Comparison]]:
+    """Return the advice on a repaired model, and its comparisons, task by task."""
+    merged, experts, base = (
+        find_partner(line, frame.lines, name) for name in (line.first.merger, EXPERTS, BASE)
+    )
+    pairs = (line, merged), (experts, merged), (experts, line)
+    comparisons = []
+    for task in (task for task in line.values if task != AVERAGE):
+        gain, gap, rest = (_compare(*pair, frame, task) for pair in pairs)
+        if merged is not None and gain is not None:
+            flags = (line.first.correct or {}).get(task)
+            comparison = Comparison(
+                task=task,
+                metric=frame.metric,
+                examples=None if flags is None else len(flags),
+                expert=experts.values.get(task) if experts else None,
+                merged=merged.values[task],
+                repaired=line.values[task],
+                gain=gain,
+                gap=gap,
+                rest=rest,
+            )
+            comparisons.append(comparison)
+    advice = advise(
+        comparisons,
+        name=line.first.name,
+        merged=line.first.merger,
+        averages=Averages(*(_compare(*pair, frame) for pair in pairs)),
+        lead=_compare(experts, base, frame),
+        more_examples="Evaluate on more test examples, or repeat the run with other seeds",
+    )
+    return advice, comparisons
+
+
+def _compare(
+    one: FrameLine | None, other: FrameLine | None, frame: Frame, task: str | None = None
+) -> Difference | None:
+    """Return the difference of two lines, positive if the first is better, on average or a task."""
+    if one is None or other is None or one.values.keys() != other.values.keys():
+        return None
+    sides = [
+        {seed: values if task is None else {task: values[task]} for seed, values in side.items()}
+        for side in paired(one, other)
+    ]
+    found = difference(*sides)
+    return found.negated if found and frame.sign < 0 else found
+
+
+def _ranges(frame: Frame) -> Iterator[str]:
+    """Yield how each repair of a sweep differs from its merged model, from least to most."""
+    lines = [line for line in frame.lines if line.gain]
+    unit, points = Unit.of(frame.metric), "points" if frame.metric == ACCURACY else frame.metric
+    for group in grouped(lines, lambda line: (line.first.merger, line.first.name)).values():
+        ordered = sorted(group, key=lambda line: frame.sign * line.gain.value if line.gain else 0.0)
+        texts = [
+            f"{unit.difference(line.gain)} ({', '.join(label_texts(line.first.labels))})"
+            for line in (ordered[0], ordered[-1])
+            if line.gain
+        ]
+        row = group[0].first
+        yield f"{row.name} differs from {row.merger} by {' to '.join(texts)} {points}"
 
 
 def legend(frame: Frame) -> list[str]:
@@ -103,9 +150,15 @@ def sentences(frame: Frame) -> list[str]:
     ends = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:]))
     means = [f"means over {ends} seeds"] if counts[-1:] > [1] else []
     chosen = [note for note in frame.notes if not note.is_conclusion]
-    frame_notes = [*weak_experts(frame), *tasks_below_merged(frame)]
-    texts = [f"note: {text}" for text in sentences_of([*chosen, *frame_notes])]
-    return [*means, *legend(frame), *texts]
+    chosen += [*weak_experts(frame), *tasks_below_merged(frame)]
+    warnings = [note for note in chosen if note.kind == WARNING]
+    others = [note for note in chosen if note.kind != WARNING]
+    return [
+        *means,
+        *legend(frame),
+        *(f"warning: {text}" for text in sentences_of(warnings)),
+        *(f"note: {text}" for text in sentences_of(others)),
+    ]
 
 
 def weak_experts(frame: Frame) -> list[Note]:

@@ -1,16 +1,18 @@
 """The frame of results as text: tables with their sentences, and the files of a report."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import prepare_directory, write_atomic
 
+from .advice import Comparison, average_of, task_verdicts
 from .against import against
 from .columns import AVERAGE
-from .frame import Frame, FrameLine
-from .joining import Results
+from .frame import Frame, FrameLine, is_lower_better
+from .joining import Results, grouped
 from .lines import LINES_FILE, RUN_FILE, lines_csv, table_csv
 from .names import short_label
 from .sentences import sentences, verdicts
@@ -102,6 +104,28 @@ def _yes_no(value: bool | None) -> str:
 def _cost_text(line: FrameLine, name: str, unit: float, form: str) -> str:
     value = line.cost.get(name)
     return ABSENT if value is None else format(value / unit, form)
+
+
+def comparison_tables(comparisons: Sequence[Comparison]) -> list[Table]:
+    """Return a table for each metric: a line per task and, of several, one for their average."""
+    verdicts, tables = task_verdicts(comparisons), list[Table]()
+    for metric, group in grouped(comparisons, lambda comparison: comparison.metric).items():
+        unit = Unit.of(metric)
+        lines = [
+            (c.task, [str(c.examples or ABSENT), *map(unit.value, (c.expert, c.merged, c.repaired)),
+                      unit.difference(c.gain), verdicts[c.task]])
+            for c in group
+        ]  # fmt: skip
+        if len(group) > 1 and (gain := average_of([c.gain for c in group])):
+            columns = zip(*((c.expert, c.merged, c.repaired) for c in group), strict=True)
+            means = [None if None in column else fmean(column) for column in columns]
+            cells = [ABSENT, *map(unit.value, means), unit.difference(gain), ""]
+            lines.append((AVERAGE, cells))
+        lower = " (lower is better)" if is_lower_better(metric) else ""
+        title = f"{metric}{', %' if unit.factor == 100 else ''}{lower}"
+        heads = ["test\nexamples", "expert", "merged", "repaired", "gain", "verdict"]
+        tables.append(Table(title, heads, lines))
+    return tables
 
 
 # ---- tables and sentences

@@ -16,7 +16,7 @@ the sum of squares of both. `benchmarks/interval_coverage.py` computes how often
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,11 @@ class Difference:
     half: float | None
     seeds: int
     p: float | None
+
+    @property
+    def negated(self) -> "Difference":
+        """The difference in the other direction."""
+        return replace(self, value=-self.value)
 
     def is_above(self, least: float = 0.0) -> bool:
         """Return whether value and interval are above 0, the value by the least, or it is NaN."""

@@ -1,12 +1,13 @@
 """Numbers as text, and tables of text: on the terminal (rich) and as Markdown."""
 
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from .names import ACCURACY
+from .names import PERCENTAGES
 from .statistics import Difference
 
 if TYPE_CHECKING:
@@ -86,18 +87,19 @@ class Table:
 
 
 def console() -> "Console":
-    """Return a console on stdout with the width of the terminal, or 80 columns without one."""
+    """Return a console on stdout, as wide as the terminal or COLUMNS, else 80 columns wide."""
     from rich.console import Console
 
     terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=_WIDTH)
+    is_sized = terminal.is_terminal or "COLUMNS" in os.environ
+    return terminal if is_sized else Console(width=_WIDTH)
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print sentences without markup or colours, wrapped at the width of the terminal."""
+    """Print sentences without markup or colours. Only a terminal wraps them."""
     terminal = console()
     for line in lines:
-        terminal.print(_text(line))
+        terminal.print(_text(line), soft_wrap=not terminal.is_terminal)
 
 
 def page(*paragraphs: str | Sequence[str]) -> str:
@@ -134,8 +136,8 @@ class Unit(NamedTuple):
 
     @classmethod
     def of(cls, metric: str) -> "Unit":
-        """Return the unit: per cent for accuracies, plain for others, which have no bounds."""
-        return cls(100, 1) if metric == ACCURACY else cls(1, 3)
+        """Return the unit: per cent for accuracies and the like, plain for losses and others."""
+        return cls(100, 1) if metric in PERCENTAGES else cls(1, 3)
 
     def value(self, number: float | None) -> str:
         """Write a value."""

@@ -45,10 +45,10 @@ def test_each_example_has_its_part_in_the_word_accuracy(tmp_path: Path, size: in
 
     with mock.patch.object(model, "generate", generate):
         score = TranscriptScorer(examples(tmp_path, EXTRACTOR, START), size).score(model)
-    assert score.correct is None and score.word_scores is not None
+    assert score.correct is None and score.terms is not None
     # Two of seven words are wrong in the second example, one in the third.
     assert score.accuracy == pytest.approx(4 / 7)
-    assert score.word_scores.tolist() == pytest.approx([1, 1 - 3 * 2 / 7, 1 - 3 / 7])
+    assert score.terms.tolist() == pytest.approx([1, 1 - 3 * 2 / 7, 1 - 3 / 7])
     assert score.losses.shape == (3,) and score.losses.dtype == torch.float64
 
 
@@ -72,4 +72,4 @@ def test_models_of_waves_are_scored(tmp_path: Path):
     model = hf.MoonshineForConditionalGeneration(config).eval()
     extractor = hf.Wav2Vec2FeatureExtractor(return_attention_mask=True, sampling_rate=RATE)
     score = TranscriptScorer(examples(tmp_path, extractor, START)).score(model)
-    assert score.losses.isfinite().all() and score.word_scores is not None
+    assert score.losses.isfinite().all() and score.terms is not None

@@ -98,9 +98,9 @@ def test_a_card_and_a_run_contain_no_secrets_and_no_full_paths(tmp_path, monkeyp
     run = make_run()
     run.row("featcal").settings |= {"data": {"one": f"{locations['two']}"}}
     run.row("featcal").conditions |= {"path": f"https://h/a?code={KEY}"}
-    run.note(Note("verdict", f"read {locations['two']}"))
+    run.note(Note("warning", f"read {locations['two']}"))
     facts, frame = Facts(settings=run.row("featcal").settings), accuracy_frame(run)
-    text = card_text("featcal", facts, "org/base", locations, frame, merger)
+    text = card_text("featcal", facts, "org/base", locations, frame, merger=merger)
     (tmp_path / "README.md").write_text(text)
     write_run(tmp_path, run)
     assert planted(tmp_path) == []

@@ -37,8 +37,8 @@ EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
 # Featcal's seeds have 70, 75 and 80 %: half of Student's interval is 12.4, that of examples 3.2,
 # and the added examples change the mean by 0.1.
 TABLE = """\
-verdict: featcal is better than task_arithmetic: +15.0 ± 12.9 points, 50 % of 
-the gap to the experts; worst task cars, 50 %
+Use featcal: it is better than task_arithmetic on average (+15.0 ± 12.9 points), \
+and 15.0 ± 12.9 points below the experts
 toy: accuracy, %
                  average          gain  share      worst task  seconds   MiB
 ────────────────────────────────────────────────────────────────────────────
@@ -93,7 +93,7 @@ def test_the_page_has_the_table_a_figure_and_links(written: Any) -> None:
     cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text)
     start = cells.index("task_arithmetic + featcal")
     assert cells[start + 1 : start + 5] == ["75.0", "+15.0 ± 12.9", "50 %", "cars 50 % 75.0"]
-    assert text.index("featcal is better than task_arithmetic") < text.index("<table")
+    assert text.index("Use featcal: it is better than task_arithmetic") < text.index("<table")
     assert text.count("<svg") == 1 and 'href="runs/seed1/run.json"' in text
 
 
@@ -183,8 +183,10 @@ def test_experts_below_the_merged_model_or_hardly_right_are_noted(tmp_path: Path
     rows = {"experts": (0.9, 0.795, 0.5, 0.02), "ties": (0.5, 0.8, 0.6, 0.01)}
     leave_rows(tmp_path, {name: dict(zip(tasks, v, strict=True)) for name, v in rows.items()})
     out = " ".join(featcal("report", tmp_path).out.split())
-    assert "note: the expert of worse has 50.0 % on its own task, merged models up to 60.0 %" in out
-    assert "note: the expert of rare has 2.0 %" in out and out.count("the expert of") == 2
+    assert (
+        "warning: the expert of worse has 50.0 % on its own task, merged models up to 60.0 %" in out
+    )
+    assert "warning: the expert of rare has 2.0 %" in out and out.count("the expert of") == 2
 
 
 def test_any_metric_has_a_table_and_lower_losses_recover_the_gap(tmp_path: Path) -> None:
@@ -275,11 +277,11 @@ def test_notes_keep_the_point_of_their_rows(tmp_path: Path) -> None:
         write_run(tmp_path / str(samples), run)
     out = featcal("report", tmp_path).out
     for samples in (8, 64):
-        for text in (f"featcal (n = {samples}): is large", f"n = {samples}: is slow",
-                     f"surgery (n = {samples}) failed: is broken"):  # fmt: skip
-            assert f"note: {text}\n" in out
+        for text in (f"warning: featcal (n = {samples}): is large", f"note: n = {samples}: is slow",
+                     f"note: surgery (n = {samples}) failed: is broken"):  # fmt: skip
+            assert f"{text}\n" in out
     alone = featcal("report", tmp_path / "8").out
-    assert "note: featcal: is large\n" in alone and "note: is slow\n" in alone
+    assert "warning: featcal: is large\n" in alone and "note: is slow\n" in alone
 
 
 COLUMNS = ("gain", "share", "worst task", "seconds", "MiB", "seeds", "half", "samples", "suite")

@@ -1,0 +1,232 @@
+"""What to do with a repaired model, decided from scores of several models on the same examples.
+
+A task is better or worse if the scores of its examples change by more than chance explains: a
+two-sided p-value below 5 % after Holm's correction for the number of tasks. `docs/decide.md` has
+the rule, and how often it is wrong.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
+
+from fusion_bench_featcal.errors.plurals import pluralize
+
+from .names import LOSS
+from .statistics import NORMAL, Difference, holm
+from .tables import Unit
+
+SURE = 0.05
+"""Largest p-value, after the correction, of a change that counts."""
+FEW_EXAMPLES = 5
+"""Number of test examples below which a task is not compared."""
+NEAR = 0.05
+"""Largest end of the interval of the gap from merged model to experts that is called level."""
+LEAST_LOSS = 0.01
+"""Smallest change of the loss that counts. It changes a right answer's probability by 1 %."""
+
+BETTER, WORSE, LEVEL, FEW = "better", "worse", "level", "too few"
+USE, KEEP, REJECT, UNCLEAR, WEAK = "use", "keep", "reject", "unclear", "weak experts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Scores of one task's expert, merged and repaired model on the same test examples.
+
+    Differences are positive where the first model is better, also for losses and error rates.
+
+    Attributes:
+        task: The task.
+        metric: Name of the metric.
+        examples: Number of test examples, or None if there are no results per example.
+        expert: The expert's score, or None.
+        merged: The merged model's score.
+        repaired: The repaired model's score.
+        gain: Repaired minus merged model.
+        gap: Expert minus merged model, or None without an expert.
+        rest: Expert minus repaired model, or None without an expert.
+        loss: Fall of the loss from the merged to the repaired model, or None if it is not known or
+            is the metric.
+    """
+
+    task: str
+    metric: str
+    examples: int | None
+    expert: float | None
+    merged: float
+    repaired: float
+    gain: Difference
+    gap: Difference | None = None
+    rest: Difference | None = None
+    loss: Difference | None = None
+
+    @property
+    def p(self) -> float:
+        """The p-value of a change of the metric or the loss, 0 if one of them is not finite."""
+        tests = [p_value(self.gain, self.metric)]
+        tests += [p_value(self.loss, LOSS)] if self.loss else []
+        return min(1.0, len(tests) * min(tests))
+
+    def verdict(self, p: float) -> str:
+        """Return what happened to the task, given its corrected p-value."""
+        if p > SURE:
+            return LEVEL
+        decides = self.loss is None or 2 * p_value(self.gain, self.metric) <= SURE
+        change = self.gain if decides or self.loss is None else self.loss
+        return (BETTER if change.value > 0 else WORSE) + " (loss)" * (not decides)
+
+    @property
+    def change_text(self) -> str:
+        """The changes of score and loss, with their intervals."""
+        text = Unit.of(self.metric).difference(self.gain)
+        text += f" in {LOSS}" if self.metric == LOSS else " points"
+        return f"{text}, loss {Unit.of(LOSS).difference(self.loss.negated)}" if self.loss else text
+
+
+def p_value(change: Difference, metric: str) -> float:
+    """Return a change's p-value: 0 if it is not finite, 1 if it is small or has no interval."""
+    if math.isnan(change.value):
+        return 0.0
+    is_small = metric == LOSS and abs(change.value) < LEAST_LOSS
+    return 1.0 if change.p is None or is_small else change.p
+
+
+def task_verdicts(comparisons: Sequence[Comparison]) -> dict[str, str]:
+    """Return task -> `better`, `worse` (with `(loss)` if the loss decides), `level`, `too few`."""
+    verdicts = {comparison.task: FEW for comparison in comparisons}
+    compared = [c for c in comparisons if c.examples is None or c.examples >= FEW_EXAMPLES]
+    for comparison, p in zip(compared, holm([c.p for c in compared]), strict=True):
+        verdicts[comparison.task] = comparison.verdict(p)
+    return verdicts
+
+
+class Averages(NamedTuple):
+    """Averages over tasks of the differences in `Comparison`. None if they cannot be averaged."""
+
+    gain: Difference | None
+    gap: Difference | None
+    rest: Difference | None
+
+    @classmethod
+    def of(cls, comparisons: Sequence[Comparison]) -> "Averages":
+        """Return the averages of independent tasks, none if their metrics differ."""
+        if len({comparison.metric for comparison in comparisons}) > 1:
+            return cls(None, None, None)
+        return cls(*(average_of([getattr(c, key) for c in comparisons]) for key in cls._fields))
+
+
+class Advice(NamedTuple):
+    """What to do with a repaired model.
+
+    Attributes:
+        kind: `use`, `keep` (the merged model), `reject`, `unclear` or `weak experts`.
+        sentence: The advice.
+    """
+
+    kind: str
+    sentence: str
+
+
+def advise(
+    comparisons: Sequence[Comparison],
+    *,
+    name: str = "the repaired model",
+    merged: str = "the merged model",
+    averages: Averages | None = None,
+    lead: Difference | None = None,
+    more_examples: str = "",
+    if_worse: str = "",
+) -> Advice:
+    """Return the advice on a repaired model.
+
+    Args:
+        comparisons: The tasks, at least one.
+        name: Name of the repaired model.
+        merged: Name of the merged model.
+        averages: Averages over the tasks, by default from their differences.
+        lead: Average of the experts minus that of the base, if the base was evaluated.
+        more_examples: Sentence on how to get more test examples.
+        if_worse: Sentence on what to try if a task is worse.
+    """
+    verdicts, tasks = task_verdicts(comparisons), pluralize(len(comparisons), "task")
+    worse = [c for c in comparisons if verdicts[c.task].startswith(WORSE)]
+    better = [c for c in comparisons if verdicts[c.task].startswith(BETTER)]
+    unit = _points(comparisons)
+    gain, gap, rest = averages or Averages.of(comparisons)
+    if unit and lead and lead.half is not None and not lead.is_above():
+        sentence = (
+            "No model can be recommended: the experts are not clearly better than the base "
+            f"({unit(lead)} on average), so no method can be told from another here"
+        )
+        return Advice(WEAK, sentence)
+    is_clear = gain is not None and p_value(gain, comparisons[0].metric) <= SURE
+    if worse or (is_clear and gain and gain.value < 0):
+        changes = ", ".join(f"{c.task} ({c.change_text})" for c in worse)
+        text = f"{len(worse)} of {tasks}, {changes}" if worse else "average"
+        if unit and gain and not worse:
+            text += f" ({unit(gain)})"
+        text = f"Do not use {name}: it is worse than {merged} on {text}"
+        return Advice(REJECT, ". ".join(filter(None, (text, if_worse))))
+    if better or is_clear:
+        text = f"{len(better)} of {tasks}" if better else "average"
+        text = f"Use {name}: it is better than {merged} on {text}"
+        if unit and gain:
+            text += f" ({unit(gain)}{' on average' if better and len(comparisons) > 1 else ''})"
+        return Advice(USE, text + (f", and {_position(rest, unit)}" if unit and rest else ""))
+    if unit and gap and gap.half is not None and gap.value + gap.half <= NEAR:
+        position = _position(gap, unit)
+        text = f"Keep {merged}: it is {position}, so there is nothing to repair"
+        return Advice(KEEP, text)
+    text = _unclear(comparisons, gain, unit, name, merged)
+    return Advice(UNCLEAR, ". ".join(filter(None, (text, more_examples))))
+
+
+def average_of(differences: Sequence[Difference | None]) -> Difference | None:
+    """Return the mean of differences of independent tasks, or None if a difference is missing."""
+    complete = [d for d in differences if d is not None]
+    if len(complete) < len(differences) or len(complete) <= 1:
+        return complete[0] if len(complete) == len(differences) == 1 else None
+    count, value = len(complete), fmean(d.value for d in complete)
+    halves = [d.half for d in complete if d.half is not None]
+    if len(halves) < count:
+        return Difference(value, None, complete[0].seeds, None)
+    half = math.hypot(*halves) / count
+    p = math.erfc(abs(value) / (half / NORMAL) / math.sqrt(2)) if half else float(value == 0)
+    return Difference(value, half, complete[0].seeds, p)
+
+
+def _points(comparisons: Sequence[Comparison]) -> Callable[[Difference], str] | None:
+    """Return a function that writes an average over tasks, or None if their metrics differ."""
+    metrics = {comparison.metric for comparison in comparisons}
+    if len(metrics) > 1:
+        return None
+    (metric,) = metrics
+    name = f" in {LOSS}" if metric == LOSS else " points"
+    return lambda difference: Unit.of(metric).difference(difference) + name
+
+
+def _position(rest: Difference, unit: Callable[[Difference], str]) -> str:
+    """Write where a model stands, given the experts' average minus its own."""
+    if rest.half is not None and abs(rest.value) <= rest.half:
+        return f"level with the experts (difference {unit(rest.negated)})"
+    return f"{unit(rest).lstrip('+-')} {'below' if rest.value > 0 else 'above'} the experts"
+
+
+def _unclear(
+    comparisons: Sequence[Comparison],
+    gain: Difference | None,
+    unit: Callable[[Difference], str] | None,
+    name: str,
+    merged: str,
+) -> str:
+    """Write why nothing can be told, with the smallest change that could be seen."""
+    text = f"Cannot tell whether {name} is better than {merged}"
+    if unit is None or gain is None:
+        return f"{text}: no task differs by more than chance explains"
+    if gain.half is None or math.isnan(gain.half):
+        return f"{text}: there is no interval. Repeat the run with at least three seeds"
+    metric, count = comparisons[0].metric, sum(c.examples or 0 for c in comparisons)
+    least = f"{Unit.of(metric).value(gain.half)} {'in loss' if metric == LOSS else 'points'}"
+    examples = f" with {pluralize(count, 'test example')}" if count else ""
+    return f"{text}: differences below {least} cannot be seen{examples}"
