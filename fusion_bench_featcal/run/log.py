@@ -46,12 +46,8 @@ class AsMerged:
     def without(self, tensors: Iterable[str]) -> Self:
         """Return the record without the embeddings and heads that contain some tensors."""
         names = [*tensors]
-        ends = {
-            module: count
-            for module, count in self.ends.items()
-            if not any(name.startswith(f"{module}.") for name in names)
-        }
-        return replace(self, ends=ends)
+        unused = (m for m in self.ends if not any(n.startswith(f"{m}.") for n in names))
+        return replace(self, ends={module: self.ends[module] for module in unused})
 
     @property
     def title(self) -> str:
@@ -159,11 +155,8 @@ def final_drift(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def distances(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return each task's distance from its expert after the last block, if it is known."""
-    return {
-        record["task"]: record["distance"]
-        for record in records
-        if record["kind"] == "task" and record.get("distance") is not None
-    }
+    known = (r for r in records if r["kind"] == "task" and r.get("distance") is not None)
+    return {record["task"]: record["distance"] for record in known}
 
 
 def fit_no_task(records: Sequence[Mapping[str, Any]]) -> bool:
@@ -177,9 +170,5 @@ def exchanged_samples(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     Args:
         records: Records of a log. Only records of kind `trust` are used.
     """
-    return {
-        record["task"]: f"its expert fits the samples of task {record['fits']}. Were the samples "
-        "exchanged?"
-        for record in records
-        if record.get("fits")
-    }
+    text = "its expert fits the samples of task {}. Were the samples exchanged?"
+    return {r["task"]: text.format(r["fits"]) for r in records if r.get("fits")}

@@ -125,11 +125,7 @@ class CalibrationState:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context of all work on blocks: its precision, kernel and progress bar."""
-        with (
-            convolving_as_multiplying(),
-            using_kernel(self.kernel),
-            self.progress.bar,
-        ):
+        with convolving_as_multiplying(), using_kernel(self.kernel), self.progress.bar:
             yield
 
 
@@ -295,16 +291,13 @@ def open_models(
             merged model has NaN or infinite values.
     """
     merged, config = working.module, getattr(inputs.merged, "config", None)
-    optional, shared = (
-        set(tensors_outside_blocks(merged, stages)),
-        meta_copy(merged, working.device),
-    )
+    optional = set(tensors_outside_blocks(merged, stages))
+    shared, device = meta_copy(merged, working.device), working.device
 
     def opened(label: str, model: Any) -> LazyModel:
         with error_context(label):
             source = source_of(model)
-        options = {"device": working.device, "optional": optional, "module": shared}
-        lazy = LazyModel(label, source, merged, **options)
+        lazy = LazyModel(label, source, merged, device=device, optional=optional, module=shared)
         check_same_function(label, source.config, config)
         refuse_more_blocks(label, source, lazy.keys, stages)
         return lazy

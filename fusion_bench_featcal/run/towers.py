@@ -89,7 +89,7 @@ def stages_in_order(
         if is_linear(module) and not name.startswith(inside) and module is not head
     ]
     received, calls = partial(_received_by, lists[-1], model, inputs), list[str]()
-    whole = received({name: partial(_note, calls, name) for name in (*first, *linear)})
+    whole = received({n: lambda *_, n=n: calls.append(n) for n in (*first, *linear)})
     stages = list[list[str]]()
     for name in calls:
         if name in first:
@@ -98,10 +98,6 @@ def stages_in_order(
             changed = received({name: lambda *call: -call[-1]})
             stages += [[name]] if not all(map(torch.equal, whole, changed)) else []
     return stages
-
-
-def _note(calls: list[str], name: str, *_: Any) -> None:
-    calls.append(name)
 
 
 def _received_by(

@@ -89,13 +89,9 @@ def empty_sums_of(
 
     Modules of the tail get no base, because its head may differ.
     """
-    current, base, tail = tensor_getter(state, block), state.base, state.streams.family.tail
-    return {
-        group: empty_sums(
-            state, group, current, None if base is None or group.name in tail else base.tensor
-        )
-        for group in groups
-    }
+    current, tail = tensor_getter(state, block), state.streams.family.tail
+    base = None if state.base is None else state.base.tensor
+    return {g: empty_sums(state, g, current, None if g.name in tail else base) for g in groups}
 
 
 def tensor_getter(state: CalibrationState, block: str) -> TensorGetter:

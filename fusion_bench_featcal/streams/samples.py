@@ -152,12 +152,9 @@ def take_samples(
 
 def warn_of_few_samples(task: str, available: int, limit: int) -> None:
     """Warn that a task has fewer samples than the settings require."""
-    log.warning(
-        "task %s has %s, fewer than %s: all of them are used",
-        task,
-        pluralize(available, "sample"),
-        option("samples_per_task", limit),
-    )
+    warning = "task %s has %s, fewer than %s: all of them are used"
+    count, wanted = pluralize(available, "sample"), option("samples_per_task", limit)
+    log.warning(warning, task, count, wanted)
 
 
 def _location_of_row(label: str, batches: Any, taken: int, row: int) -> str:

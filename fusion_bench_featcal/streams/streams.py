@@ -116,16 +116,11 @@ class Streams:
                         batch.skips_stage = call is None
                         if batch.skips_stage:
                             continue
-                        batch.calibrated_call = call
-                        read = self._read(inputs, index, batch.calibrated_call.hidden)
+                        batch.calibrated_call, hidden = call, call.hidden
+                        read = self._read(inputs, index, hidden)
                         batch.positions = replace(positions, read=read)
-                        valid = positions.valid
-                        count = (
-                            valid.count
-                            if valid
-                            else batch.calibrated_call.hidden.shape[:-1].numel()
-                        )
-                        batch.later_positions = count - batch.samples
+                        valid = positions.valid or Positions(hidden.shape[:-1])
+                        batch.later_positions = valid.count - batch.samples
         self._count_positions()
         for task in self.active_tasks if self.runs_experts else ():
             with self.experts[task].loaded(names) as expert, error_context(task=task):
@@ -263,17 +258,12 @@ class Streams:
             return []
         ends = tuple(site.name.removeprefix(block) for site in sites)
         if ends not in self._mixing:
-            read = (
-                [b for b in task_batches if b.positions.read]
-                for task_batches in self.tasks.values()
-            )
-            largest = [
-                max(task_batches, key=lambda batch: batch.later_positions)
-                for task_batches in read
-                if task_batches
-            ]
-            names = [site.name for site in sites]
-            found = [name for batch in largest for name in self._mixing_in(batch, block, names)]
+            names, found = [site.name for site in sites], list[str]()
+            for task_batches in self.tasks.values():
+                read = [batch for batch in task_batches if batch.positions.read]
+                if read:
+                    largest = max(read, key=lambda batch: batch.later_positions)
+                    found += self._mixing_in(largest, block, names)
             self._mixing[ends] = [name.removeprefix(block) for name in found]
         return [f"{block}{end}" for end in self._mixing[ends]]
 
