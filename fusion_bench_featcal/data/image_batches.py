@@ -50,13 +50,9 @@ class ImageBatches:
             for start in range(0, len(self.indices), self.batch_size):
                 indices = self.indices[start : start + self.batch_size]
                 stored = [self.items.read(index)[0] for index in indices]
-                yield {
-                    "pixel_values": stack_pixels(
-                        list(apply(self._pixels, stored, indices)), self.items.name
-                    )
-                }
+                pixels = list(apply(self._pixels, stored, indices))
+                yield {"pixel_values": stack_pixels(pixels, self.items.name)}
 
     def _pixels(self, stored: object, index: int) -> Tensor:
-        return to_pixels(
-            self.items.picture(stored, index), self.processor, self.items.row_name(index)
-        )
+        picture = self.items.picture(stored, index)
+        return to_pixels(picture, self.processor, self.items.row_name(index))

@@ -93,10 +93,8 @@ def with_weights(reference: Encoder, files: ModelFiles) -> Encoder:
     """
     transformer = transformer_of(files.label, reference).model
     load_tokenizers(reference.tokenizer, "merged", {files.label: files.folder})  # raises
-    state, tail = (
-        transformer.state_dict(),
-        tensors_outside_blocks(transformer, [[last_block_of(transformer)]]),
-    )
+    state = transformer.state_dict()
+    tail = tensors_outside_blocks(transformer, [[last_block_of(transformer)]])
     spare = {name: state[name] for name in tail}
     return _replaced(reference, files.load(type(transformer), spare))
 

@@ -142,11 +142,9 @@ class EncoderModels(Models):
         return experts
 
     def _open(self, model: ModelFolder, reference: Any) -> Any:
-        return (
-            reference
-            if model is self.module_donor
-            else open_like(reference, model.label, model.folder)
-        )
+        if model is self.module_donor:
+            return reference
+        return open_like(reference, model.label, model.folder)
 
     def _complete(self, module_donor: Any, merged: ModelFolder) -> Any:
         """Return the merged model, with the modules of another one if it is a transformer alone."""

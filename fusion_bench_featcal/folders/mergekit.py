@@ -42,23 +42,19 @@ def with_merge_config(
         return base, experts, "--expert"
     option, named = f"{merged}/{FILE}", experts
     if not experts:
-        named = _choose_experts(merge, option, notes)
+        named = _choose_experts(merge, option)
         notes.append(f"experts by {FILE} ({merge.method})")
     if base is None and merge.base is not None:
         notes.append(f"base by {FILE}")
     by_config = [] if base or not merge.base else [merge.base]
     by_config += named.values() if not experts else ()
-    missing = [
-        location
-        for location in by_config
-        if not (can_be_hub_id(location) or Path(location).expanduser().exists())
-    ]
-    if missing:
+    not_ids = [location for location in by_config if not can_be_hub_id(location)]
+    if missing := [path for path in not_ids if not Path(path).expanduser().exists()]:
         raise ValueError(f"{option}: these folders are not here: {', '.join(missing)}. {ADVICE}")
     return base or merge.base, named, "--expert" if experts else option
 
 
-def _choose_experts(merge: Merge, option: str, notes: list[str]) -> dict[str, str]:
+def _choose_experts(merge: Merge, option: str) -> dict[str, str]:
     """Return name -> location of the models that a merge moves towards.
 
     A name is the last part of a location. A calibration moves towards every expert. If a merge

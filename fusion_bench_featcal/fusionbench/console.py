@@ -109,10 +109,8 @@ class FeatCalJob(Callback):
             raise SystemExit(f"error: {error}") from error
         make_importable(os.getcwd())
         explain_interruptions()
-        config.hydra.overrides.task = [
-            *(f"{name}=false" for name in _SWITCHES),
-            *config.hydra.overrides.task,
-        ]
+        switched_off = [f"{name}=false" for name in _SWITCHES]
+        config.hydra.overrides.task = [*switched_off, *config.hydra.overrides.task]
 
     def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
         """Hide private texts, and adapt FusionBench before it builds the pools."""
