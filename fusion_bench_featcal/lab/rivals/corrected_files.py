@@ -32,11 +32,8 @@ def save_corrected_model(model: Any, folder: str | Path, **kwargs: object) -> No
     """Save a `CorrectedModel`. `kwargs` are those of the merged model's `save_pretrained`."""
     model.model.save_pretrained(folder, variant=VARIANT, **kwargs)
     correct_configs(model.model, Path(folder))
-    tensors = {
-        name: tensor.contiguous()
-        for name, tensor in model.state_dict().items()
-        if not name.startswith("model.")
-    }
+    state = model.state_dict()
+    tensors = {n: state[n].contiguous() for n in state if not n.startswith("model.")}
     record = {"tasks": json.dumps(model.tasks), "final_norm": model.final_norm or ""}
     record["pooling"] = model.site.mode if isinstance(model.site, Pooling) else ""
     save_file(tensors, Path(folder) / CORRECTIONS, record)

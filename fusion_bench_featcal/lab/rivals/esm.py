@@ -152,11 +152,9 @@ def merged_step(
     u, v = torch.cat(us, 1), torch.cat(vs, 0)
     v = v * relative(v.norm(dim=0)) ** polarization
     most = sum(len(energies) for energies, _, _ in steps)
-    means = [
-        torch.linalg.svdvals(x).sum() / min(size, most)
-        for x, size in ((u, len(u)), (v, v.shape[1]))
-    ]
-    return nearest_orthogonal(u) @ nearest_orthogonal(v) * means[0] * means[1]
+    u_mean = torch.linalg.svdvals(u).sum() / min(len(u), most)
+    v_mean = torch.linalg.svdvals(v).sum() / min(v.shape[1], most)
+    return nearest_orthogonal(u) @ nearest_orthogonal(v) * u_mean * v_mean
 
 
 def relative(values: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.words import option
@@ -107,9 +107,8 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
 @torch.no_grad()
 def mean_distance(model: nn.Module, tasks: Sequence[Sequence[DistillationBatch]]) -> float:
     """Return the mean over tasks of a model's relative squared distance from the experts."""
-    distances = [
-        torch.stack([batch.loss(model) * len(batch.target) for batch in batches]).sum()
-        / sum(len(batch.target) for batch in batches)
-        for batches in tasks
-    ]
+    distances = list[Tensor]()
+    for batches in tasks:
+        total = torch.stack([batch.loss(model) * len(batch.target) for batch in batches]).sum()
+        distances.append(total / sum(len(batch.target) for batch in batches))
     return float(torch.stack(distances).mean())

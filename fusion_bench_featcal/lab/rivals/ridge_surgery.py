@@ -50,9 +50,8 @@ class RidgeSurgery(FeatureCorrection, option="ridge_surgery", source="ours"):
 
     def fit_all(self, training_data: Mapping[str, CorrectionData]) -> FittedCorrections:
         """Fit each task's affine correction. Raises as `fit`."""
-        return {
-            t: [self.fit(data.inputs, data.targets[0], t)] for t, data in training_data.items()
-        }, {}
+        data = training_data.items()
+        return {task: [self.fit(one.inputs, one.targets[0], task)] for task, one in data}, {}
 
     def fit(self, merged: Tensor, expert: Tensor, task: str = "") -> AffineModule:
         """Fit an affine correction: ridge regression of the drift on merged features, in float64.

@@ -176,8 +176,6 @@ def initial_surgery(width: int, rank: int, generator: torch.Generator) -> Surger
     D is uniform within 1/sqrt(width) of zero: Kaiming's initialisation with a = sqrt(5), which both
     papers' codes use.
     """
-    bound = 1 / math.sqrt(width)
-    down = torch.empty(rank, width, dtype=torch.float32).uniform_(
-        -bound, bound, generator=generator
-    )
+    bound, down = 1 / math.sqrt(width), torch.empty(rank, width, dtype=torch.float32)
+    down.uniform_(-bound, bound, generator=generator)
     return SurgeryModule(down, down.new_zeros(width, rank))
