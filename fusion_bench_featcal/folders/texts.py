@@ -52,11 +52,12 @@ def open_language_task(task: str, models: TransformersModels, encoder: TextEncod
         return _open_image_texts(data, texts, encoder, processor)
     calibration, test = map(_with_targets, batches)
     data, places = data.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
-    test, scorer, measure = test.select(places), None, ""
-    if test.indices:
-        by_token = _counts_tokens(test)
-        scorer = Tests(test.checked, logits_and_targets, by_token, ends=[*encoder.ends])
-        measure = _TOKENS if by_token else _WHOLE_ANSWERS
+    test = test.select(places)
+    lengths = [LONG + 1] * test.samples  # answers that the expert writes count as long
+    if not test.are_generated:
+        rows = [sample.labels for sample in test.encoded]
+        lengths = [sum(token != NO_TARGET for token in row) if row else LONG + 1 for row in rows]
+    scorer, measure = _score_answers(test, lengths)
     notes = notes_on_examples(data, calibration.unread, calibration, test)
     are_plain = all(text.form == "prompt" for text in calibration.texts)
     if are_plain and getattr(encoder.tokenizer, "chat_template", None):
@@ -95,13 +96,20 @@ def _with_targets(batches: TextBatches) -> TextBatches:
     return replace(batches, settings=batches.settings.replace(calibration_targets="generated"))
 
 
-def _counts_tokens(batches: TextBatches) -> bool:
-    """Return whether targets are too long for an exact answer, or are free text."""
-    if batches.are_generated:
-        return True
-    labels = [sample.labels for sample in batches.encoded]
-    lengths = [sum(token != NO_TARGET for token in row) if row else LONG + 1 for row in labels]
-    return median(lengths) > LONG
+def _score_answers(
+    test: TextBatches | ImageTextBatches, lengths: Sequence[int]
+) -> tuple[Tests | None, str]:
+    """Return a scorer of test examples and what it measures, or None if there are no examples.
+
+    Args:
+        test: The test examples.
+        lengths: Number of tokens of each target. If they are long, accuracy counts tokens.
+    """
+    if not lengths:
+        return None, ""
+    by_token = median(lengths) > LONG
+    scorer = Tests(test.checked, logits_and_targets, by_token, ends=[*test.encoder.ends])
+    return scorer, _TOKENS if by_token else _WHOLE_ANSWERS
 
 
 def _open_image_texts(
@@ -133,12 +141,8 @@ def _open_image_texts(
     if any(text.form == "prompt" for text in samples):
         notes.append("the chat template writes all prompts as turns of a user")
     data, test = without_repeated_media(data, calibration, tested)
-    scorer, measure = None, ""
-    if test.rows:
-        lengths = [int((test.encode_target(row) != NO_TARGET).sum()) for row in test.rows]
-        by_token = median(lengths) > LONG
-        scorer = Tests(test.checked, test.logits_and_targets, by_token, ends=[*encoder.ends])
-        measure = _TOKENS if by_token else _WHOLE_ANSWERS
+    lengths = [int((test.encode_target(row) != NO_TARGET).sum()) for row in test.rows]
+    scorer, measure = _score_answers(test, lengths)
     return data.opened(calibration, scorer, columns, notes, measure=measure)
 
 
