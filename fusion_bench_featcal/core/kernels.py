@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ def agreed_kernel(chosen: Sequence[str]) -> str:
 @cache
 def onednn_works() -> bool:
     """Return whether torch's oneDNN operator exists and gives correct products."""
-    x, weight, bias = _random((3, 5, 7), (4, 7), (4,))
+    generator = torch.Generator().manual_seed(0)  # does not change the caller's random state
+    random = partial(torch.randn, generator=generator, dtype=torch.float32)
+    x, weight, bias = random((3, 5, 7)), random((4, 7)), random((4,))
     try:
         product = _onednn_linear(x, weight, bias)
         return bool(torch.allclose(product, functional.linear(x, weight, bias), atol=1e-5))
@@ -58,11 +60,6 @@ def processor() -> str:
     vendors = [line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")]
     vendor = vendors[0] if vendors else platform.processor().rpartition(" ")[2] or "unknown"
     return f"{vendor} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)  # does not change the caller's random state
-    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
 
 
 @contextmanager

@@ -60,13 +60,10 @@ class T5Family(EncoderDecoder):
         bias = output[1]
         if len(bias) == 1:
             return replace(after, bias=bias)
-        return replace(after, bias=t5_bias(model.get_submodule(block), bias), adds_mask=True)
+        module: Any = model.get_submodule(block)
+        attention = module.layer[0].SelfAttention
+        bias = attention.compute_bias(*bias.shape[-2:], device=bias.device)  # without the mask
+        return replace(after, bias=bias, adds_mask=True)
 
 
 T5 = T5Family(name="t5", compared=False)
-
-
-def t5_bias(block: Any, bias: Tensor) -> Tensor:
-    """Return the position bias of a T5 block without the mask, in the shape of `bias`."""
-    attention = block.layer[0].SelfAttention
-    return attention.compute_bias(*bias.shape[-2:], device=bias.device)

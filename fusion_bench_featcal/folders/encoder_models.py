@@ -72,13 +72,11 @@ class EncoderModels(Models):
             self.merged = self._complete(module_donor, inputs.merged)
             self.base = self._open_base(module_donor)
             self.experts = self._open_experts(module_donor)
-        self.title = (
-            f"{type(self.merged).__name__}: {type(self.merged.transformers_model).__name__}"
-        )
+        whole_class, transformer_class = type(self.merged), type(self.merged.transformers_model)
+        self.title = f"{whole_class.__name__}: {transformer_class.__name__}"
         self.merged_bytes = stored_bytes(self.merged.state_dict().values())
-        self.expert_bytes = sum(
-            stored_bytes(e.state_dict().values()) for e in self.experts.values()
-        )
+        tensors = (expert.state_dict().values() for expert in self.experts.values())
+        self.expert_bytes = sum(map(stored_bytes, tensors))
 
     def load_merged(self) -> nn.Module:
         """Return the merged model."""

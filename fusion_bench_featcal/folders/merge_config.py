@@ -54,9 +54,7 @@ def read_merge(merged: Path) -> Merge | None:
     Raises:
         ValueError: If the config cannot be read, or the model is a mixture or stack of experts.
     """
-    file = merged / FILE
-    if (merged / MOE_FILE).exists():
-        file = merged / MOE_FILE
+    file = merged / (MOE_FILE if (merged / MOE_FILE).exists() else FILE)
     try:
         content = read_yaml(file)
     except FileNotFoundError:

@@ -76,7 +76,9 @@ def _choose_experts(merge: Merge, option: str) -> dict[str, str]:
             f"{option}: {', '.join(merges)} was merged itself, as mergekit-multi does on the way, "
             f"so it is no expert. Name the models that were fine-tuned by --expert NAME=DIR"
         )
-    experts = {_last_part(location): location for location in totals}
+    paths = [Path(location) for location in totals]
+    names = [path.name if path.exists() else path.name.partition("@")[0] for path in paths]
+    experts = dict(zip(names, totals, strict=True))
     if not experts or len(experts) < len(totals):
         problem = f"{', '.join(totals)} end in one name" if experts else "no models"
         raise ValueError(f"{option}: {problem}. {ADVICE}")
@@ -131,9 +133,3 @@ def _resolved(location: str) -> str:
     """Return the real path of a folder, or a hub id unchanged."""
     path = Path(location).expanduser()
     return os.path.realpath(path) if path.exists() else location
-
-
-def _last_part(location: str) -> str:
-    """Return the last part of a path or hub id, without a revision."""
-    path = Path(location)
-    return path.name if path.exists() else path.name.partition("@")[0]

@@ -225,12 +225,8 @@ class Request:
     def columns_of(self, task: str) -> dict[str, str]:
         """Return a task's columns by their standard names. NAME:PART has priority over PART."""
         common = {part: column for part, column in self.columns.items() if ":" not in part}
-        prefix = f"{task}:"
-        return common | {
-            key.removeprefix(prefix): column
-            for key, column in self.columns.items()
-            if key.startswith(prefix)
-        }
+        own = [key for key in self.columns if key.startswith(f"{task}:")]
+        return common | {key.removeprefix(f"{task}:"): self.columns[key] for key in own}
 
     def prompt_of(self, task: str, default: str = PROMPT) -> str:
         """Return a task's prompt for a class, with {} in place of the class name."""

@@ -18,10 +18,6 @@ Templates = Sequence[Callable[[str], str]]
 DEFAULT_TEMPLATE = "a photo of a {}."
 
 
-def _is_data(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, Mapping) and "_target_" in value)
-
-
 def _are_names(value: Any) -> bool:
     kinds = (str, int, float)  # and no bool
     are_names = isinstance(value, list | tuple) and all(type(name) in kinds for name in value)
@@ -41,7 +37,7 @@ class TaskDefinition:
         None,
         "Folder, table, hub id, or mapping that builds a dataset. null: that of test_datasets.",
         accepts="a path, a hub id or a mapping with _target_",
-        check=_is_data,
+        check=lambda v: isinstance(v, str) or (isinstance(v, Mapping) and "_target_" in v),
     )
     split: str | None = setting(None, "Split of a folder or a hub dataset.")
     image_column: str = setting("image", "Column of the images or their paths.")

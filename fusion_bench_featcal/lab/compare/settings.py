@@ -17,10 +17,6 @@ from fusion_bench_featcal.settings.fields import (
 _CONFIGS = "a mapping of names to configs"
 
 
-def _are_tasks(value: object) -> bool:
-    return value is None or is_integer(value, 1) or is_text_list(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings(PoolDraw):
     """Settings of `method=compare`. `grid.cells_of` checks the names."""
@@ -47,7 +43,7 @@ class ComparisonSettings(PoolDraw):
         None,
         "Tasks to merge and evaluate: names, or a number of the pool's first tasks. Null: all.",
         accepts="null, an integer >= 1 or a list of names",
-        check=_are_tasks,
+        check=lambda value: value is None or is_integer(value, 1) or is_text_list(value),
     )
     steps: int = setting(1000, "Updates of each task's modules in trained methods.", ge=1)
     results_dir: str | None = setting(
