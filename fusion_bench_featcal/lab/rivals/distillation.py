@@ -115,26 +115,24 @@ class Distillation(
         """Run a task's expert once over its samples, and return its features as targets."""
         expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
         expert = expert.to(next(student.parameters()).dtype)
-        family, positions, targets = resolve_family(self.family, student), [], []
-        model_inputs = [to_device(batch.inputs, inputs.fabric.device) for batch in batches]
-        for batch_inputs in model_inputs:
+        family = resolve_family(self.family, student)
+        recorded = list[tuple[Any, Positions | None, Tensor]]()
+        for batch in batches:
+            batch_inputs = to_device(batch.inputs, inputs.fabric.device)
             features = final_features(expert, batch_inputs, inputs.pooling)
             counted = final_rows(student, family, batch_inputs)
             if counted is not None and features.shape[:-1] != counted.shape:
                 counted = None  # the features are pooled
-            positions.append(counted)
-            targets.append(rows_of(features, counted))
-        norm = torch.cat(targets).square().mean()
+            recorded.append((batch_inputs, counted, rows_of(features, counted)))
+        norm = torch.cat([target for *_, target in recorded]).square().mean()
         if not bool(torch.isfinite(norm)) or not bool(norm > 0):
             raise CalibrationError(
                 f"the expert's final features have a mean square of {float(norm):g}. Look for "
                 "zeros, NaN or infinite values in its weights"
             )
-        is_held_out = [batch.held_out is not None for batch in batches]
-        columns = zip(model_inputs, positions, targets, is_held_out, strict=True)
         return [
-            DistillationBatch(batch_inputs, counted, target, norm, inputs.pooling, is_held)
-            for batch_inputs, counted, target, is_held in columns
+            DistillationBatch(*parts, norm, inputs.pooling, batch.held_out is not None)
+            for parts, batch in zip(recorded, batches, strict=True)
         ]
 
     def train(

@@ -80,9 +80,8 @@ class ESM(
             sizes = torch.stack([layer_norms.norm() for layer_norms in norms])
             factors = (relative(sizes) ** self.polarization).tolist()
             for names, factor in zip(layers, factors, strict=True):
-                state.working.set_finished_block(
-                    {name: merged[name].add(steps[name], alpha=factor - 1) for name in names}
-                )
+                scaled = {n: merged[n].add(steps[n], alpha=factor - 1) for n in names}
+                state.working.set_finished_block(scaled)
 
 
 class EssentialSteps:

@@ -108,9 +108,7 @@ def load_expert_means(
     variances, become plain means. Returns the experts as sources of the model's tensors.
     """
     tensors = model.state_dict(keep_vars=True)
-    weights = [
-        LazyModel(f"expert {task!r}", source_of(expert), model) for task, expert in experts.items()
-    ]
+    weights = [LazyModel(f"expert {t!r}", source_of(e), model) for t, e in experts.items()]
     for tensor, name in {id(t): (t.data, name) for name, t in tensors.items()}.values():
         if tensor.is_floating_point():
             wide = torch.promote_types(tensor.dtype, torch.float32)
