@@ -211,9 +211,7 @@ class PoolModels(dict[str, PoolModel]):
         Raises:
             CalibrationError: If files are missing or damaged, naming the model.
         """
-        locations = [
-            (n, location) for n, model in self.items() for location in model.locations.values()
-        ]
+        locations = [(n, text) for n, model in self.items() for text in model.locations.values()]
         fetch_all({f"modelpool.models.{name}={location}": location for name, location in locations})
         return {name: model.files for name, model in self.items()}
 

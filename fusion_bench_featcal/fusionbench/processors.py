@@ -1,7 +1,6 @@
 """The tokenizer or processor of a pool's inputs."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fusion_bench import instantiate
@@ -69,11 +68,8 @@ def load_input_processor(models: PoolModels) -> Any:
             differs.
     """
     modelpool = models.pool
-    folders: dict[str, Path] = {
-        f"expert {name!r} (modelpool.models.{name})": expert.folders[-1].folder
-        for name, expert in models.experts.items()
-        if expert.folders
-    }
+    stored = {name: expert.folders for name, expert in models.experts.items() if expert.folders}
+    folders = {f"expert {n!r} (modelpool.models.{n})": f[-1].folder for n, f in stored.items()}
     if is_of_speech(modelpool):
         processor = _load_entry(models, "processor", AutoProcessor)
         check_processors(processor, "modelpool.processor", folders)

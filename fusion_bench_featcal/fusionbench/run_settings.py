@@ -113,12 +113,10 @@ def read_settings(values: Mapping[str, object], kinds: Sequence[type[Settings]])
     plain_values = {
         key: v if key == "base_method" else plain_config(v) for key, v in values.items()
     }
-    values_by_class = [
-        {k: plain_values[k] for k in kind.names() if k in plain_values} for kind in kinds
-    ]
-    for kind, class_values in zip(kinds, values_by_class, strict=True):
+    by_class = {c: {k: plain_values[k] for k in c.names() if k in plain_values} for c in kinds}
+    for kind, class_values in by_class.items():
         check_values(kind, class_values, "method.")
-    return [kind(**class_values) for kind, class_values in zip(kinds, values_by_class, strict=True)]
+    return [kind(**class_values) for kind, class_values in by_class.items()]
 
 
 def pool_defaults(program: object) -> dict[str, object]:

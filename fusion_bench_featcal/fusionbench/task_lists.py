@@ -74,12 +74,8 @@ def expand_task_lists(config: DictConfig) -> bool:
     Raises:
         ConfigCompositionException: If `tasks` is not a list of different names.
     """
-    pools = {key: config.get(key) for key in _POOLS}
-    contents: dict[str, Any] = {
-        key: OmegaConf.to_container(pool, resolve=False)
-        for key, pool in pools.items()
-        if OmegaConf.is_dict(pool)
-    }
+    pools = {key: config.get(key) for key in _POOLS if OmegaConf.is_dict(config.get(key))}
+    contents: dict[str, Any] = {k: OmegaConf.to_container(pools[k], resolve=False) for k in pools}
     with_lists = {key for key, content in contents.items() if _has_star_entries(content)}
     if not with_lists:
         return False
