@@ -140,9 +140,7 @@ def calibrate_encoder(
     evaluators = evaluators if evaluator else {}
     if not {*evaluators} <= {*experts, None}:
         raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
-    tuned = {
-        task: open_like(merged, user_term("expert", task), one) for task, one in experts.items()
-    }
+    tuned = {t: open_like(merged, user_term("expert", t), one) for t, one in experts.items()}
     origin = None if base is None else open_like(merged, user_term("base"), base)
     if origin is None:
         sources = (one if isinstance(one, str | Path) else one.transformers_model.name_or_path

@@ -156,12 +156,10 @@ def plasma(side: int, decay: float, random: np.random.Generator) -> np.ndarray:
         centres = _disturbed(corners + right + below + np.roll(right, -1, axis=0), spread, random)
         rows_before, columns_before = np.roll(centres, 1, axis=0), np.roll(centres, 1, axis=1)
         heights[half::step, half::step] = centres
-        heights[::step, half::step] = _disturbed(
-            corners + right + centres + rows_before, spread, random
-        )
-        heights[half::step, ::step] = _disturbed(
-            corners + below + centres + columns_before, spread, random
-        )
+        sums = corners + right + centres + rows_before
+        heights[::step, half::step] = _disturbed(sums, spread, random)
+        sums = corners + below + centres + columns_before
+        heights[half::step, ::step] = _disturbed(sums, spread, random)
         step, spread = half, spread / decay**2
     heights -= heights.min()
     return heights / heights.max()

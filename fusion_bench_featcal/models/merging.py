@@ -178,9 +178,8 @@ class SwudiOnRead(MergedOnRead):
     def _merged(self, site: Site, slot: int | None = None) -> Tensor:
         """Merge one matrix, or that of one routed expert."""
         base = self._read(self._base, site, slot)
-        merged = base + merge_task_vectors(
-            self._read(expert, site, slot) - base for expert in self._experts
-        )
+        task_vectors = (self._read(expert, site, slot) - base for expert in self._experts)
+        merged = base + merge_task_vectors(task_vectors)
         dtype = self._reference.dtype(site.weight_name)
         return site.stored(merged).to("cpu", dtype).contiguous()
 

@@ -150,13 +150,11 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
     if mixtures:  # the default one needs bfloat16 here, and its products are not counted
         model.set_experts_implementation("batched_mm")
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
-    block_parameters = (model.get_submodule(block).parameters() for block in modules)
+    blocks = map(model.get_submodule, modules)
     sizes = {  # before the tensors are replaced, which unties them
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": sum(t.nbytes for t in tensors),
-        "block_bytes": max(
-            sum(p.nbytes for p in block_modules) for block_modules in block_parameters
-        ),
+        "block_bytes": max(sum(p.nbytes for p in block.parameters()) for block in blocks),
     }
     counter = FlopCounterMode(display=False)
     try:

@@ -66,9 +66,7 @@ def calibrate_block(state: CalibrationState, block: str) -> None:
     groups = [] if finished else groups_of(state, block)
     for number, turn in enumerate(turns_of(state.rule, groups)):
         sums = collect(state, block, turn, None if number else groups)
-        state.processes.all_reduce_sum(
-            t for group_sums in sums.values() for t in group_sums.tensors()
-        )
+        state.processes.all_reduce_sum(t for part in sums.values() for t in part.tensors())
         # Every process solves the same systems: while one solved, the others would only wait.
         state.progress.set_description(f"{block} · solve")
         new, new_metrics = solve(state, block, sums, tensor_getter(state, block))

@@ -68,13 +68,9 @@ SlotMetrics = dict[int, Mapping[str, float]]
 def slot_summary(metrics: SlotMetrics) -> dict[str, float]:
     """Return the medians of all metrics, and the largest update with its routed expert's index."""
     names = dict.fromkeys(name for slot_values in metrics.values() for name in slot_values)
-    medians = {
-        n: median(slot_values[n] for slot_values in metrics.values() if n in slot_values)
-        for n in names
-    }
-    updates = {
-        number: slot_values.get("relative_update", 0.0) for number, slot_values in metrics.items()
-    }
+    values = {name: [m[name] for m in metrics.values() if name in m] for name in names}
+    medians = {name: median(numbers) for name, numbers in values.items()}
+    updates = {number: m.get("relative_update", 0.0) for number, m in metrics.items()}
     worst = max(updates, key=updates.__getitem__)
     typical = {"median_update": medians.pop("relative_update", 0.0)}
     return medians | typical | {"relative_update": updates[worst], "largest": worst}

@@ -266,11 +266,10 @@ def validate_family(
     priority = _, task, number, sample = longest_sample(samples, family, model)
     batch = samples[task][number]
     few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
+    needs_first = rule.counts_read_positions_only
     with error_context(task=task), runtime.autocast():
         few = to_device(few, device_of(model))
-        first = compare_with_model(
-            family, model, stages, few, needs_first=rule.counts_read_positions_only
-        )
+        first = compare_with_model(family, model, stages, few, needs_first=needs_first)
     return runtime.processes.value_of_min(priority, first)
 
 

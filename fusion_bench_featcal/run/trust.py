@@ -152,10 +152,9 @@ def measure_similarities(
         moment = total if other is None else second_moment(state, block, group, other, total)
         for task, row in rows.items():
             row.append((squares[task] * moment).sum())
-    all_moments = processes.gather_dict(
-        {task: torch.stack(row).tolist() for task, row in rows.items()}
-    )
-    table = torch.tensor([all_moments[task] for task in state.tasks], dtype=torch.float64)
+    own_rows = {task: torch.stack(row).tolist() for task, row in rows.items()}
+    all_rows = processes.gather_dict(own_rows)
+    table = torch.tensor([all_rows[task] for task in state.tasks], dtype=torch.float64)
     return table[:, 1:], table[:, 0] / len(table)
 
 
@@ -205,10 +204,8 @@ def trust_of(similarity: Tensor, overlaps: Tensor) -> Tensor:
         similarity: `c`, `[tasks, tasks]`.
         overlaps: The means over j of `cos_F(P_i, P_j)`, `[tasks]`.
     """
-    own_similarity = similarity.diagonal()
-    return (own_similarity - similarity.mean(-1)) / (own_similarity * (1 - overlaps)).clamp_min(
-        1e-12
-    )
+    own = similarity.diagonal()
+    return (own - similarity.mean(-1)) / (own * (1 - overlaps)).clamp_min(1e-12)
 
 
 def agreement_of(similarity: Tensor, overlaps: Tensor) -> float:

@@ -212,9 +212,8 @@ class Batch:
         key = samples, counted, len(rows)
         if key not in self._split:
             if counted is None or counted.index is None:
-                held_out = self.held_out[samples.start : samples.stop].repeat_interleave(
-                    len(rows) // len(samples)
-                )
+                held_out = self.held_out[samples.start : samples.stop]
+                held_out = held_out.repeat_interleave(len(rows) // len(samples))
             else:
                 held_out = self.held_out[counted.index.cpu() // counted.shape[1:].numel()]
             pair = (~held_out).nonzero().flatten(), held_out.nonzero().flatten()

@@ -268,9 +268,8 @@ def jittered(inputs: Any, generators: Sequence[torch.Generator]) -> Any:
     maps = draws.new_tensor([_affine(step, height / width) for step in steps])
     grid = affine_grid(maps, list(images.shape), align_corners=False)
     grid = grid.to(images.device, torch.promote_types(images.dtype, torch.float32))
-    changed = grid_sample(
-        images.to(grid.dtype), grid, padding_mode="border", align_corners=False
-    ).to(images.dtype)
+    changed = grid_sample(images.to(grid.dtype), grid, padding_mode="border", align_corners=False)
+    changed = changed.to(images.dtype)
     if isinstance(inputs, Mapping):
         return {**inputs, "pixel_values": changed}
     return (changed, *inputs[1:]) if isinstance(inputs, tuple) else changed

@@ -84,10 +84,7 @@ class Streams:
 
     def restarted(self) -> "Streams":
         """Return the same samples before the first block. `inputs` must not have been freed."""
-        tasks = {
-            task: [batch.restarted() for batch in task_batches]
-            for task, task_batches in self.tasks.items()
-        }
+        tasks = {t: [batch.restarted() for batch in batches] for t, batches in self.tasks.items()}
         return replace(self, tasks=tasks)
 
     def loaded(self, block: str) -> AbstractContextManager[nn.Module]:
@@ -272,9 +269,8 @@ class Streams:
         with self.storage.loaded(batch), in_float32(self.model.get_submodule(block)) as widened:
             call = tree_map(batch.calibrated_call, Tensor, widened)
             counted = batch.positions.valid or Positions(call.hidden.shape[:-1])
-            read = (
-                Positions.first_of(call.hidden) if self.head_reads_first else counted.last_of_each()
-            )
+            reads_first = self.head_reads_first
+            read = Positions.first_of(call.hidden) if reads_first else counted.last_of_each()
             result = read.of(self.step(self.model, block, call).hidden)
             # Changed positions may be routed to other experts. The number of rows of a routed
             # expert's product then changes, and with it the rounding of every row.

@@ -60,10 +60,9 @@ def plain_words(text: str) -> str:
 
     Two texts with the same words count as equal when the splits are kept disjoint.
     """
-    ascii_only = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC)).encode(
-        "ascii", "ignore"
-    )
-    return " ".join(re.findall(r"\w+|[^\w\s]", ascii_only.decode("ascii").lower()))
+    decomposed = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC))
+    ascii_only = decomposed.encode("ascii", "ignore").decode("ascii")
+    return " ".join(re.findall(r"\w+|[^\w\s]", ascii_only.lower()))
 
 
 def find_task(name: str) -> TextTask:
@@ -114,12 +113,8 @@ def load_text_split(name: str, split: str, style: str = "capitals", most: int | 
         features = Features(text=Value("string"), label=ClassLabel(names=names))
         return Dataset.from_dict({"text": texts, "label": labels}, features)
     prompt, target = (task.prompt, task.target) if style == "capitals" else (task.line, str.lower)
-    return Dataset.from_dict(
-        {
-            "prompt": [prompt(text) for text, _ in rows],
-            "target": [target(label) for _, label in rows],
-        }
-    )
+    prompts, targets = [prompt(text) for text, _ in rows], [target(label) for _, label in rows]
+    return Dataset.from_dict({"prompt": prompts, "target": targets})
 
 
 def path(suite: str, name: str = "pretrained") -> str:
