@@ -12,11 +12,7 @@ from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.experts import ExpertSource
 from fusion_bench_featcal.experts.source import refuse_unusable
 from fusion_bench_featcal.families.open_clip import fused
-from fusion_bench_featcal.modules.models import (
-    Modes,
-    device_of,
-    without_ties,
-)
+from fusion_bench_featcal.modules.models import Modes, device_of, without_ties
 from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.run.balance import with_balanced_tasks

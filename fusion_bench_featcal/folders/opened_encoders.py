@@ -14,11 +14,7 @@ from fusion_bench_featcal.encoders.texts import calls_of
 from fusion_bench_featcal.experts.similarity import notes_on_experts
 from fusion_bench_featcal.folders.encoder_models import EncoderModels, as_lazy
 from fusion_bench_featcal.folders.input_models import InputModels
-from fusion_bench_featcal.folders.opened import (
-    Opened,
-    notes_on_inputs,
-    require_base,
-)
+from fusion_bench_featcal.folders.opened import Opened, notes_on_inputs, require_base
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.sentence_rows import open_sentences
 from fusion_bench_featcal.folders.tasks import Task, TaskData

@@ -7,11 +7,7 @@ from fusion_bench_featcal.data.labels import LABEL
 from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_rows import TextRows
-from fusion_bench_featcal.encoders.texts import (
-    TARGET_COLUMNS,
-    TEXT_NAMES,
-    text_names,
-)
+from fusion_bench_featcal.encoders.texts import TARGET_COLUMNS, TEXT_NAMES, text_names
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.folders.request import Request

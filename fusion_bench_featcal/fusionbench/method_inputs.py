@@ -17,10 +17,7 @@ from fusion_bench_featcal.encoders.naming import class_of
 from fusion_bench_featcal.encoders.optional import pooled_encoder
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import ExpertSource
-from fusion_bench_featcal.fusionbench.data import (
-    calibration_batches,
-    with_calibration_data,
-)
+from fusion_bench_featcal.fusionbench.data import calibration_batches, with_calibration_data
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.fusionbench.processors import (
     generates_text,

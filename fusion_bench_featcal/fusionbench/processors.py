@@ -21,11 +21,7 @@ from fusion_bench_featcal.errors.block import first_line
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModels
 from fusion_bench_featcal.models.hub import fetch, note_data_set
-from fusion_bench_featcal.models.processors import (
-    check_processors,
-    load_tokenizers,
-    read_processor,
-)
+from fusion_bench_featcal.models.processors import check_processors, load_tokenizers, read_processor
 
 _SPEECH = "SpeechPool"
 # By name, because importing FusionBench's pools of language models takes seconds.

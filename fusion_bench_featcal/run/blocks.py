@@ -9,10 +9,7 @@ from typing import Any
 
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.modules.groups import Group, find_groups
-from fusion_bench_featcal.modules.models import (
-    load_updates,
-    tensors_under,
-)
+from fusion_bench_featcal.modules.models import load_updates, tensors_under
 from fusion_bench_featcal.rules.rule import GroupSums
 from fusion_bench_featcal.run.routed_experts import calibrate_mixture
 from fusion_bench_featcal.run.state import CalibrationState

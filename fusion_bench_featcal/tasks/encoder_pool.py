@@ -17,12 +17,7 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 # isort: split
 from fusion_bench import BaseTaskPool
 
-from fusion_bench_featcal.data.embeddings import (
-    MODES,
-    TEMPERATURE,
-    Pooling,
-    class_logits,
-)
+from fusion_bench_featcal.data.embeddings import MODES, TEMPERATURE, Pooling, class_logits
 from fusion_bench_featcal.data.image_batches import ImageBatches
 from fusion_bench_featcal.data.images import ImageItems, load_images
 from fusion_bench_featcal.data.labels import LABEL, encode_labels
