@@ -99,7 +99,8 @@ def test_the_run_leaves_its_files_and_a_card(run: Run) -> None:
     assert card.startswith("---\nlibrary_name: transformers")
     for text in (
         "- mini_korean: `8`", "TaskArithmetic", "- ridge_lambda: `0.0001`", "arxiv.org",
-        "fusion_bench method=featcal", "- torch: `", "| mini_korean | ", "CLIPVisionModel.from_pretrained(",
+        "fusion_bench method=featcal", "- torch: `", "| mini_korean | ",
+        "CLIPVisionModel.from_pretrained(",
         "- Modules that stay as merged although experts differ in them: `",
     ):  # fmt: skip
         assert text in card, text

@@ -151,9 +151,9 @@ def _keys(
 
 def _hub_ids(locations: Iterable[str | None]) -> list[str]:
     """Return the hub ids among locations, without revisions and splits."""
-    remote = [location for location in locations if location and not Path(location).exists()]
-    ids = (re.split("[@:]", location)[0] for location in remote if can_be_hub_id(location))
-    return list(dict.fromkeys(ids))
+    ids = (re.split("[@:]", location)[0] for location in locations
+           if location and "://" not in location and not Path(location).exists())  # fmt: skip
+    return [name for name in dict.fromkeys(ids) if can_be_hub_id(name)]
 
 
 def _pipeline(model_class: str | None) -> str | None:
