@@ -57,10 +57,11 @@ _BARS: dict[str, Any] = {"elinewidth": 1.1, "capsize": 2, "barsabove": True}
 
 
 class ErrorBar(NamedTuple):
-    """A number with half of its interval, or 0 without one."""
+    """A number with the lengths of its interval below and above, 0 without one."""
 
     mean: float
-    half: float = 0.0
+    below: float = 0.0
+    above: float = 0.0
 
 
 Panels = Mapping[str, Mapping[str, Mapping[Any, ErrorBar]]]
@@ -106,9 +107,13 @@ def _values_by_task(frame: Frame) -> Panels:
 
 
 def estimate_of(line: FrameLine, task: str = AVERAGE) -> ErrorBar:
-    """Return a model's value with its interval, in the unit of its metric."""
-    unit = Unit.of(line.metric).factor
-    return ErrorBar(unit * line.values[task], unit * line.halves.get(task, 0.0))
+    """Return a model's value with its interval, in the unit of its metric.
+
+    Intervals of percentages end at 0 and 100.
+    """
+    unit, value, half = Unit.of(line.metric).factor, line.values[task], line.halves.get(task, 0.0)
+    below, above = (min(half, value), min(half, 1 - value)) if unit == 100 else (half, half)
+    return ErrorBar(unit * value, unit * below, unit * above)
 
 
 def name_of(line: FrameLine) -> str:
@@ -173,8 +178,9 @@ def dots(panels: Panels, label: str) -> "Figure":
         for number, (row, values) in enumerate(rows.items()):
             shift = 0.7 * ((number + 0.5) / len(rows) - 0.5)
             heights = [categories.index(name) + shift for name in values]
-            means, halves = ([bar[i] for bar in values.values()] for i in (0, 1))
-            axes.errorbar(means, heights, xerr=halves if any(halves) else None, linestyle="none",
+            means, *lengths = zip(*values.values(), strict=True)
+            bars = lengths if any(map(any, lengths)) else None
+            axes.errorbar(means, heights, xerr=bars, linestyle="none",
                           **_BARS, **styles[row])  # fmt: skip
         axes.grid(visible=False, axis="y")
     _share_axis(grid, label)
@@ -200,8 +206,9 @@ def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> 
     line = "-" if joined else "none"
     for axes, rows in zip(grid, panels.values(), strict=True):
         for row, values in rows.items():
-            means, halves = ([bar[i] for bar in values.values()] for i in (0, 1))
-            axes.errorbar(list(values), means, yerr=halves if any(halves) else None, linewidth=1.5,
+            means, *lengths = zip(*values.values(), strict=True)
+            bars = lengths if any(map(any, lengths)) else None
+            axes.errorbar(list(values), means, yerr=bars, linewidth=1.5,
                           linestyle=line, **_BARS, **styles[row])  # fmt: skip
         _set_ticks(axes, _unique(rows.values()))
     _add_legend(figure, styles, line)

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reports import make_run
 
+from fusion_bench_featcal.results import accuracy_frame
 from fusion_bench_featcal.results.advice import (
     BETTER,
     FEW,
@@ -22,6 +24,7 @@ from fusion_bench_featcal.results.advice import (
     average_of,
     task_verdicts,
 )
+from fusion_bench_featcal.results.figures import estimate_of
 from fusion_bench_featcal.results.names import ACCURACY, LOSS
 from fusion_bench_featcal.results.show import comparison_tables
 from fusion_bench_featcal.results.statistics import Difference, mean_difference
@@ -149,3 +152,11 @@ def test_a_table_for_each_metric_fits_80_columns(capsys) -> None:
     ]  # fmt: skip
     assert accuracy.title == "accuracy, %" and loss.title == "loss (lower is better)"
     assert loss.lines[0][1][0] == ABSENT and len(loss.lines) == 1
+
+
+def test_intervals_in_figures_end_at_0_and_100_per_cent() -> None:
+    run = make_run({"base": 0.0, "experts": 1.0, "featcal": 0.5})
+    bars = {line.first.name: estimate_of(line, "cars") for line in accuracy_frame(run).lines}
+    assert bars["base"].below == bars["experts"].above == 0.0
+    assert bars["base"].above == pytest.approx(bars["experts"].below) != 0
+    assert bars["featcal"].below == bars["featcal"].above > 0
