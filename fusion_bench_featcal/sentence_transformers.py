@@ -22,6 +22,11 @@ from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.naming import module_folders
 from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, encoder_family
+from fusion_bench_featcal.encoders.repair_scores import (
+    RepairScores,
+    open_scorers,
+    repair_card,
+)
 from fusion_bench_featcal.encoders.texts import TextRow, read_texts, record_batches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
@@ -80,9 +85,12 @@ def repair(
             the first text together with each of the others.
         base: The model that the experts were fine-tuned from. None: FeatCal+ uses texts alone.
         rule: How a block is solved, as for `calibrate`.
-        evaluator: An evaluator of the library, or task -> evaluator. It runs before and after the
-            repair. At the end the primary metric of the merged model, the repaired model and the
-            task's expert is printed, with a warning if the repaired model is worse than the merged.
+        evaluator: Task -> test examples, as in `--eval` of `featcal calibrate`. The repair ends
+            with the same advice and table, which the returned model has as `repair_scores`
+            (`RepairScores`), and it is saved with a card. Tasks without an expert stand apart.
+            Or an evaluator of the library, or task -> evaluator: the primary metric of the merged
+            model, the repaired model and the task's expert is printed, with a warning if the
+            repaired model is worse than the merged one.
         batch_size: Texts that run together. `auto` is 16 on a CPU. On a GPU it is 16 to 64,
             depending on the model's maximum length.
         family: As for `calibrate`.
@@ -105,8 +113,32 @@ def repair(
     rule, chosen = rule_and_options(rule, Options(family=family, **options))
     runtime = Runtime.of(merged.device, device, autocast, processes, progress)
     models = merged, base, experts
+    examples = _test_examples(evaluator)
+    scorers = open_scorers(merged, examples)
+    if examples and not {*examples} & {*experts}:
+        raise ValueError(f"test examples are of {list(examples)}, experts of {list(experts)}")
+    evaluator = evaluator if not examples else {
+        task: one for task, one in evaluator.items() if task not in examples
+    }  # fmt: skip
     result = calibrate_encoder(*models, texts, rule, chosen, batch_size, runtime, evaluator)
-    return cast(Encoder, result.model)
+    repaired: Any = result.model
+    if scorers:
+        tuned = {t: open_like(merged, user_term("expert", t), experts[t])
+                 for t in scorers if t in experts}  # fmt: skip
+        scores = RepairScores.from_scores(
+            {task: scorers[task].score(expert) for task, expert in tuned.items()},
+            *({task: one.score(model) for task, one in scorers.items()}
+              for model in (merged, repaired)),
+        )  # fmt: skip
+        if processes is None or processes.rank == 0:
+            scores.show()
+        counts = {record["task"]: record["samples"] for record in result.log.select("task")}
+        repaired.repair_scores = scores
+        # `save_pretrained` writes this text in place of the library's template.
+        repaired._model_card_text = repair_card(
+            scores, repaired, (base, merged, experts), counts, rule
+        )
+    return cast(Encoder, repaired)
 
 
 @isolated_torch_state()
@@ -169,6 +201,12 @@ def calibrate_encoder(
         metrics = before[task] | _score(task, one, {"repaired": repaired})
         _show(task or getattr(one, "name", "") or type(one).__name__, one, metrics)
     return replace(result, model=repaired)
+
+
+def _test_examples(evaluator: Any) -> dict[str, Any]:
+    """Return the test examples by task among evaluators, which can be called."""
+    tasks = evaluator if isinstance(evaluator, Mapping) else {}
+    return {task: one for task, one in tasks.items() if not callable(one)}
 
 
 def _score(task: str | None, evaluator: Any, models: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from fusion_bench_featcal.data.comparing import compare_scores, experts_below_merged
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.folders.tasks import Task
-from fusion_bench_featcal.folders.verdict import compare_scores, experts_below_merged
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.advice import (

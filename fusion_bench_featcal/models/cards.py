@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from fusion_bench_featcal.errors.masking import MASK, masked
-from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.files import can_be_hub_id
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import commits
@@ -78,6 +77,7 @@ def card_text(
     *,
     advice: Iterable[str] = (),
     comparisons: Sequence[Comparison] = (),
+    further: Sequence[Comparison] = (),
     merger: Mapping[str, object] | None = None,
     datasets: Iterable[str] = (),
     head: CardHead | None = None,
@@ -93,6 +93,7 @@ def card_text(
         advice: Sentences on what to do with the model.
         comparisons: Scores of experts, merged and repaired model. Without any, the card has the
             report's tables.
+        further: The same for tasks that the calibration had no samples of.
         merger: Config of the merging method, or None for the pool's merged model.
         datasets: Folders or hub ids of the data.
         head: What the model's library says about it.
@@ -100,6 +101,7 @@ def card_text(
     head = head or CardHead()
     keys = _keys(base, experts, datasets, head)
     tables = comparison_tables(comparisons) or tables_of(frame)
+    tables = [*tables, *comparison_tables(further, "not calibrated on: ")]
     results = page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip()
     warnings = [note.sentence for note in frame.notes if note.kind == WARNING]
     if facts.as_merged.names:
@@ -107,7 +109,7 @@ def card_text(
         warnings.append(f"{facts.as_merged.title.capitalize()}: {modules}")
     limits = page([
         *warnings,
-        f"Only {pluralize(len(experts), 'task')} of the experts were tested, not other abilities",
+        "Abilities that the tables above do not have were not tested",
         "The licences of the base and of all experts apply",
     ])  # fmt: skip
     samples = {task: entry["samples"] for task, entry in facts.samples.items()}

@@ -137,6 +137,7 @@ def advise(
     lead: Difference | None = None,
     more_examples: str = "",
     if_worse: str = "",
+    further: Sequence[Comparison] = (),
 ) -> Advice:
     """Return the advice on a repaired model.
 
@@ -148,6 +149,8 @@ def advise(
         lead: Average of the experts minus that of the base, if the base was evaluated.
         more_examples: Sentence on how to get more test examples.
         if_worse: Sentence on what to try if a task is worse.
+        further: Tasks that the calibration had no samples of. Those that are worse are named if the
+            model is better on the others.
     """
     verdicts, tasks = task_verdicts(comparisons), pluralize(len(comparisons), "task")
     worse = [c for c in comparisons if verdicts[c.task].startswith(WORSE)]
@@ -173,7 +176,13 @@ def advise(
         text = f"Use {name}: it is better than {merged} on {text}"
         if unit and gain:
             text += f" ({unit(gain)}{' on average' if better and len(comparisons) > 1 else ''})"
-        return Advice(USE, text + (f", and {_position(rest, unit)}" if unit and rest else ""))
+        text += f", and {_position(rest, unit)}" if unit and rest else ""
+        lost = [c for c, verdict in zip(further, task_verdicts(further).values(), strict=True)
+                if verdict.startswith(WORSE)]  # fmt: skip
+        if lost:
+            changes = ", ".join(f"{c.task} ({c.change_text})" for c in lost)
+            text += f". But it is worse on {changes}, which it was not calibrated on"
+        return Advice(USE, text)
     if unit and gap and gap.half is not None and gap.value + gap.half <= NEAR:
         position = _position(gap, unit)
         text = f"Keep {merged}: it is {position}, so there is nothing to repair"

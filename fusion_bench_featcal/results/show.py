@@ -106,8 +106,11 @@ def _cost_text(line: FrameLine, name: str, unit: float, form: str) -> str:
     return ABSENT if value is None else format(value / unit, form)
 
 
-def comparison_tables(comparisons: Sequence[Comparison]) -> list[Table]:
-    """Return a table for each metric: a line per task and, of several, one for their average."""
+def comparison_tables(comparisons: Sequence[Comparison], start: str = "") -> list[Table]:
+    """Return a table for each metric: a line per task and, of several, one for their average.
+
+    Titles begin with `start`.
+    """
     verdicts, tables = task_verdicts(comparisons), list[Table]()
     for metric, group in grouped(comparisons, lambda comparison: comparison.metric).items():
         unit = Unit.of(metric)
@@ -122,7 +125,7 @@ def comparison_tables(comparisons: Sequence[Comparison]) -> list[Table]:
             cells = [ABSENT, *map(unit.value, means), unit.difference(gain), ""]
             lines.append((AVERAGE, cells))
         lower = " (lower is better)" if is_lower_better(metric) else ""
-        title = f"{metric}{', %' if unit.factor == 100 else ''}{lower}"
+        title = f"{start}{metric}{', %' if unit.factor == 100 else ''}{lower}"
         heads = ["test\nexamples", "expert", "merged", "repaired", "gain", "verdict"]
         tables.append(Table(title, heads, lines))
     return tables

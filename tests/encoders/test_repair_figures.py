@@ -11,6 +11,7 @@ pytest.importorskip("mergekit", reason="extra `encoders`")
 from sentence_models import TEXTS, figure, repaired_by, texts_of  # noqa: E402
 from sentence_transformers.sentence_transformer import evaluation as of_texts  # noqa: E402
 
+from fusion_bench_featcal.encoders.scores import encoder_scorer  # noqa: E402
 from fusion_bench_featcal.errors import CalibrationError  # noqa: E402
 from fusion_bench_featcal.streams.streams import Streams  # noqa: E402
 
@@ -69,3 +70,30 @@ def test_an_evaluator_that_fails_costs_no_repair(encoders, monkeypatch, form) ->
     message = r"^evaluator(\['code'\])? fails: (KeyError: .no such|TypeError: 'list' object is not)"
     with pytest.raises(CalibrationError, match=message):
         repaired_by(encoders, evaluator=evaluator)
+
+
+def test_examples_give_advice_a_table_and_a_card(encoders: Any, capsys: Any, tmp_path: Any) -> None:
+    """Scores are those of `encoder_scorer`. A task without an expert stands apart."""
+    examples: Any = {
+        name: [{"query": one, "document": other} for one, other in zip(*texts, strict=True)]
+        for name, texts in {"math": (texts_of(5, 32), texts_of(7, 32)),
+                            "other": (texts_of(6, 32), texts_of(8, 32))}.items()
+    }  # fmt: skip
+    repaired: Any = repaired_by(encoders, evaluator=examples)
+    out, scores = capsys.readouterr().out, repaired.repair_scores
+    assert out.startswith(f"{scores.advice}\nMRR@10, %\n")
+    assert "\nnot calibrated on: MRR@10, %\n" in out and out.count("\nother ") == 1
+    (math,), (other,) = scores.comparisons, scores.further
+    assert math.task == "math" and math.examples == 32 and other.expert is None
+    rows = examples["math"]
+    scorer: Any = encoder_scorer(encoders[2], rows, str)
+    values = [scorer.score(model).value for model in (encoders[1]["math"], encoders[2], repaired)]
+    assert [math.expert, math.merged, math.repaired] == values
+    repaired.save_pretrained(str(tmp_path / "saved"))
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert f"\n\n{scores.advice}\n\n## Use\n\n```python\nfrom sentence_transformers" in card
+    assert "| math | 32 | " in card and "library_name: sentence-transformers" in card
+    assert "pipeline_tag: sentence-similarity" in card
+    for wrong, message in ({"math": [("a", "b")]}, "name the texts of"), ({"x": rows}, "experts"):
+        with pytest.raises((TypeError, ValueError), match=message):
+            repaired_by(encoders, evaluator=wrong)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fusion_bench_featcal.data import scoring
-from fusion_bench_featcal.folders.verdict import compare_scores, experts_below_merged
+from fusion_bench_featcal.data.comparing import compare_scores, experts_below_merged
 from fusion_bench_featcal.results.advice import REJECT, Comparison, advise, task_verdicts
 from fusion_bench_featcal.results.names import LOSS, WORD_ERRORS
 

@@ -1,4 +1,4 @@
-"""The comparison of the models of `featcal calibrate` on test examples, task by task."""
+"""The comparison of expert, merged and repaired model on test examples, task by task."""
 
 from collections.abc import Mapping
 
@@ -16,22 +16,25 @@ _WORSE = 0.1
 def compare_scores(
     experts: Mapping[str, Score], merged: Mapping[str, Score], repaired: Mapping[str, Score]
 ) -> list[Comparison]:
-    """Compare the scores of three models on the same examples, with Student's 95 % intervals."""
+    """Compare the scores of three models on the same examples, with Student's 95 % intervals.
+
+    Tasks without an expert are compared without it.
+    """
     comparisons = []
     for task, before in merged.items():
-        expert, after = experts[task], repaired[task]
+        expert, after = experts.get(task), repaired[task]
         # Losses of encoders are another form of their metric.
         has_losses = after.metric != LOSS and after.terms is None
         comparison = Comparison(
             task=task,
             metric=after.metric,
             examples=len(after.losses),
-            expert=expert.value,
+            expert=expert and expert.value,
             merged=before.value,
             repaired=after.value,
             gain=_difference(after, before),
-            gap=_difference(expert, before),
-            rest=_difference(expert, after),
+            gap=expert and _difference(expert, before),
+            rest=expert and _difference(expert, after),
             loss=_mean(before.losses - after.losses) if has_losses else None,
         )
         comparisons.append(comparison)
