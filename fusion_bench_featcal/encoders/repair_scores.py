@@ -21,7 +21,6 @@ from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings.rules import BY_NAME
 
 MORE = "Give more test examples"
-FURTHER = "not calibrated on: "
 
 
 class RepairScores(NamedTuple):
@@ -53,9 +52,9 @@ class RepairScores(NamedTuple):
     def show(self) -> None:
         """Print the advice and the tables."""
         print_lines([self.advice])
-        for start, comparisons in (("", self.comparisons), (FURTHER, self.further)):
-            for table in comparison_tables(comparisons, start):
-                table.show()
+        further = comparison_tables(self.further, has_experts=False)
+        for table in [*comparison_tables(self.comparisons), *further]:
+            table.show()
 
 
 def open_scorers(

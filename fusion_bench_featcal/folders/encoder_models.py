@@ -82,6 +82,10 @@ class EncoderModels(Models):
         """Return the merged model."""
         return self.merged
 
+    def load_base(self) -> nn.Module | None:
+        """Return the base, or None without one."""
+        return self.base
+
     def load_expert(self, task: str) -> nn.Module:
         """Return a task's expert."""
         return self.experts[task]

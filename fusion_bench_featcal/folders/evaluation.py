@@ -23,7 +23,7 @@ from fusion_bench_featcal.results.advice import (
     advise,
     task_verdicts,
 )
-from fusion_bench_featcal.results.names import INPUTS, MERGED, row_of_rule
+from fusion_bench_featcal.results.names import BASE, INPUTS, MERGED, row_of_rule
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note, notes_of
 from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.results.sentences import RARELY
@@ -56,6 +56,7 @@ class Evaluation:
             all tasks share the merged model's head.
         digests: Digests of models and data.
         comparisons: The tasks' comparisons, once all models are scored.
+        further: The same for tasks without an expert, with the base in its place.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class Evaluation:
         self.heads: dict[str, nn.Module] = {}
         self.request, self.opened, self.processes = request, opened, processes
         self._scorers = {name: task.scorer for name, task in opened.tasks.items() if task.scorer}
-        self._tasks_here = processes.own_tasks(self._scorers)
-        self._scores: dict[str, _Scores] = {}
-        self.comparisons = list[Comparison]()
+        further = {name: task.scorer for name, task in opened.further.items() if task.scorer}
+        self._all_scorers = self._scorers | further
+        self._tasks_here = processes.own_tasks(self._all_scorers)
+        self._scores, self._further_scores = dict[str, _Scores](), dict[str, _Scores]()
+        self.comparisons, self.further = list[Comparison](), list[Comparison]()
 
     @property
     def row(self) -> str:
@@ -91,21 +94,31 @@ class Evaluation:
     def add_experts(self) -> _Scores:
         """Add each expert on its task, and return its scores."""
         models, scores_here = self.opened.models, dict[str, Score]()
-        for task in self.request.expert if models.heads else self._tasks_here:
+        tasks_here = [task for task in self._tasks_here if task in self._scorers]
+        for task in self.request.expert if models.heads else tasks_here:
             expert = models.load_expert(task)
             if task in self._tasks_here:
                 scores_here[task] = self._scorers[task].score(expert)
             if models.heads:
                 self.heads[task] = models.heads.detach_body(expert)
-        self._scores[EXPERTS] = scores = self._gather(scores_here)
+        self._scores[EXPERTS] = scores = self._gather(scores_here, EXPERTS)
         if scores:
             self._add_row(EXPERTS, scores, Facts())
         return scores
 
-    def _gather(self, scores_here: _Scores) -> _Scores:
-        """Return the scores of all processes, in the order of the tasks."""
+    def _add_base(self) -> None:
+        """Score the base on the tasks without an expert, if there is a base."""
+        here = [task for task in self._tasks_here if task not in self._scorers]
+        base = self.opened.models.load_base() if here else None
+        scores = {task: self._all_scorers[task].score(base.eval()) for task in here if base}
+        self._gather(scores, BASE)
+
+    def _gather(self, scores_here: _Scores, name: str) -> _Scores:
+        """Return a model's scores from all processes, and note those of tasks without an expert."""
         scores = self.processes.gather_dict(scores_here)
-        return {task: scores[task] for task in self._scorers}
+        by_task = {task: scores[task] for task in self._all_scorers if task in scores}
+        self._further_scores[name] = {t: s for t, s in by_task.items() if t not in self._scorers}
+        return {task: score for task, score in by_task.items() if task in self._scorers}
 
     def add_references(self) -> None:
         """Add each expert on its task, and the merged model."""
@@ -113,6 +126,7 @@ class Evaluation:
             tasks = pluralize(len(self._scorers), "task")
             print(f"evaluating the experts, the merged and the calibrated model on {tasks}")
         scores = self.add_experts()
+        self._add_base()
         self.add(self.report.merger, self.opened.models.load_merged)
         self.report.note(*_warnings_on_experts(scores, self._scores[self.report.merger]))
 
@@ -136,8 +150,8 @@ class Evaluation:
             model = load()
             for task in self._tasks_here:
                 whole = heads.attach_body(task, self.heads[task], model) if heads else model
-                scores_here[task] = self._scorers[task].score(whole.eval())
-        self._scores[name] = scores = self._gather(scores_here)
+                scores_here[task] = self._all_scorers[task].score(whole.eval())
+        self._scores[name] = scores = self._gather(scores_here, name)
         if scores or facts is not None:
             self._add_row(name, scores, facts or Facts(), cost)
 
@@ -168,6 +182,8 @@ class Evaluation:
         report, name = self.report, self.row
         experts, merged, repaired = (self._scores[n] for n in (EXPERTS, report.merger, name))
         self.comparisons = compare_scores(experts, merged, repaired)
+        base, *others = (self._further_scores[n] for n in (BASE, report.merger, name))
+        self.further = compare_scores(base, *others)
         rests = {c.task: c.rest for c in self.comparisons if c.rest}
         # A task that ends far from its expert needs nothing if its score is as good.
         report.notes = [n for n in report.notes if not (
@@ -176,11 +192,12 @@ class Evaluation:
         has_warnings = any(note.kind == WARNING for note in report.notes)
         advice = self._advise()
         first = "Check the warnings first. " if has_warnings else ""
-        verdicts = task_verdicts(self.comparisons)
+        verdicts = task_verdicts(self.comparisons) | task_verdicts(self.further)
         report.note(
             Note(VERDICT, first + advice.sentence),
             *(Note(VERDICT, f"{c.change_text} on {pluralize(c.examples or 0, 'test example')}: "
-                            f"{verdicts[c.task]}", task=c.task) for c in self.comparisons),
+                            f"{verdicts[c.task]}", task=c.task)
+              for c in self.comparisons + self.further),
             *notes_of(self._notes_on_examples()),
         )  # fmt: skip
         self.add_note_on_title()
@@ -197,7 +214,12 @@ class Evaluation:
         if most > self.request.eval_rows:
             more = f"Score all of them with --eval-rows {most}"
         preset = "--preset plus" if self.opened.settings.rule == "paper" else "other samples"
-        return advise(self.comparisons, more_examples=more, if_worse=_ADVICE.format(preset))
+        return advise(
+            self.comparisons,
+            more_examples=more,
+            if_worse=_ADVICE.format(preset),
+            further=self.further,
+        )
 
     def _notes_on_examples(self) -> Iterator[str]:
         """Yield sentences on test examples that cannot show everything."""

@@ -204,7 +204,7 @@ def _open_inputs(inputs: InputModels, processes: Processes) -> Evaluation:
         CalibrationError: If models or data cannot be used.
     """
     request, opened = inputs.request, _open_models_and_data(inputs)
-    tasks, digests = opened.tasks.values(), digests_of(inputs)
+    tasks, digests = [*opened.tasks.values(), *opened.further.values()], digests_of(inputs)
     texts = [text for task in tasks for text in task.notes]
     notes = [*notes_of([*texts, *request.notes]), *repeats(inputs, digests), *opened.notes]
     notes.sort(key=lambda note: note.kind == WARNING)  # warnings last
@@ -244,7 +244,8 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
         tail = models.heads.tail(next(iter(opened.tasks))) if models.heads else ()
         save_folder(result, replace(facts, as_merged=facts.as_merged.without(tail)), evaluation)
     _remove_blocks(request.blocks_folder)
-    show_scores(report, first_notes, evaluation.comparisons, evaluation.title)
+    comparisons = evaluation.comparisons, evaluation.further
+    show_scores(report, first_notes, comparisons, evaluation.title)
     if not is_saved:
         raise NotImproved(
             "--strict: nothing was saved, because a task is worse or there are warnings, and the "
@@ -269,4 +270,4 @@ def _merge_and_save(evaluation: Evaluation) -> None:
     report.note(Note(NOTE, _MERGED_ONLY + _SAMPLES_ADD.get(evaluation.row, "")))
     save_folder(result, Facts(), evaluation)
     _remove_blocks(request.blocks_folder)
-    show_scores(report, first_notes, (), evaluation.title)
+    show_scores(report, first_notes, ((), ()), evaluation.title)

@@ -1,7 +1,7 @@
 """Models, settings and tasks, as `featcal calibrate` opens them before it calibrates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,10 @@ class Models(Protocol):
 
     def load_expert(self, task: str) -> nn.Module:
         """Return a task's expert on the device."""
+        ...
+
+    def load_base(self) -> nn.Module | None:
+        """Return the base on the device, or None without one."""
         ...
 
     def left_as_merged(self, tasks: Mapping[str, Task]) -> AsMerged:
@@ -83,12 +87,14 @@ class Opened:
         tasks: Task -> its data.
         notes: Notes on models and settings. Warnings name experts that may not read the data in
             the way in which they were trained.
+        further: Task without an expert -> its test examples.
     """
 
     models: Models
     settings: FeatCalSettings
     tasks: Mapping[str, Task]
     notes: Sequence[Note]
+    further: Mapping[str, Task] = field(default_factory=dict)
 
 
 def notes_on_inputs(inputs: InputModels) -> list[str]:

@@ -58,9 +58,10 @@ def open_encoders(inputs: InputModels, class_name: str) -> Opened:
     # The model itself limits the length of texts.
     settings = request.settings.complete(max_length=None)
     tasks = {task: _open_task(task, request, models) for task in request.tasks}
+    further = {task: _open_task(task, request, models) for task in request.further}
     notes = notes_of([*_notes(models), *settings.extremes])
     warnings = _warnings(models, tasks) + models.merger_warnings
-    return Opened(models, settings, tasks, notes + warnings)
+    return Opened(models, settings, tasks, notes + warnings, further)
 
 
 def _warnings(models: EncoderModels, tasks: Mapping[str, Task]) -> list[Note]:

@@ -17,6 +17,7 @@ from fusion_bench_featcal.folders.images import ZeroShot, open_image_task
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.merger import warnings_on_merger
 from fusion_bench_featcal.folders.model_folder import (
+    CLASSIFIERS,
     IMAGE_ENCODER,
     LANGUAGE_MODELS,
     SPEECH,
@@ -48,7 +49,11 @@ def open_transformers(inputs: InputModels) -> Opened:
     """
     request, models = inputs.request, TransformersModels(inputs)
     source, processor = models.structure_source, models.processor.loaded
-    kind, names = source.kind, request.tasks
+    kind, names = source.kind, [*request.tasks, *request.further]
+    if request.further and kind in CLASSIFIERS:
+        raise ValueError(
+            f"--eval {request.further[0]}: no expert of this name, whose head it needs"
+        )
     positions = positions_of(source.empty) if kind in TEXT_MODELS else NO_LIMIT
     settings, note = _complete_settings(request, kind, processor, positions)
     length, ends = settings.max_length, models.ends
@@ -76,12 +81,13 @@ def open_transformers(inputs: InputModels) -> Opened:
         tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in names}
     if kind in ("seq2seq", SPEECH):
         refuse_languages(models.processor.tokenizers, [source, *models.inputs.experts.values()])
+    further = {task: tasks.pop(task) for task in request.further}
     if any(isinstance(task.batches, ImageTextBatches) for task in tasks.values()):
         _refuse_text_models(models)
     notes = notes_of([*models.notes(), *filter(None, [note]), *settings.extremes])
     warnings = _warnings_on_texts(models, request, tasks) if kind in TEXT_MODELS else []
     warnings += warnings_on_merger(models.paired.merged_weights, models.paired.experts)
-    return Opened(models, settings, tasks, notes + warnings)
+    return Opened(models, settings, tasks, notes + warnings, further)
 
 
 def _complete_settings(
@@ -147,7 +153,8 @@ def _image_heads(inputs: InputModels, structure_source: ModelFolder) -> dict[str
     named = filter(None, (inputs.merged, inputs.base))
     whole = (model for model in named if model.architecture.__name__ == "CLIPModel")
     source = inputs.text_tower or next(whole, None)
-    return dict.fromkeys(inputs.experts, source and ZeroShot(source))
+    tasks = [*inputs.experts, *inputs.request.further]
+    return dict.fromkeys(tasks, source and ZeroShot(source))
 
 
 def _class_names(inputs: InputModels) -> dict[str, Any]:

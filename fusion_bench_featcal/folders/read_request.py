@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_featcal.errors.nearest_names import refuse_unknown
+from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.errors.words import using_vocabulary
 from fusion_bench_featcal.files import check_target, is_missing
 from fusion_bench_featcal.files.names import refuse_unusable_names
@@ -120,6 +120,9 @@ def _check_names(request: Request) -> None:
         "prompt": (name for name in request.prompt if name != "*"),
         "columns": (key.rpartition(":")[0] for key in request.columns if ":" in key),
     }
+    if request.calibrates:  # other tasks have test examples alone, unless a name is mistyped
+        further = {task for task in request.eval if not nearest_hint(task, request.expert)}
+        names_of_tasks["eval"] = request.eval.keys() - further
     for option, names in names_of_tasks.items():
         refuse_unknown(names, request.expert, f"--{option}: expert ")
     missing = [task for task in request.expert if task not in request.data]

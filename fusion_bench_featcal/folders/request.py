@@ -85,7 +85,8 @@ class Request:
         "[NAME:]PART=COLUMN,...", options.columns,
     )  # fmt: skip
     eval: Mapping[str, str] = mapping(
-        "data to evaluate on (default: a fifth of --data, held back)",
+        "test examples of an expert's task (default: a fifth of --data, held out), or of another "
+        "task, on which base, merged and repaired model are compared",
         "NAME=PATH", is_location=True,
     )  # fmt: skip
     eval_rows: int = setting(
@@ -149,6 +150,12 @@ class Request:
         """Tasks with data: samples or, if the model is only merged, test examples."""
         tests = {} if self.no_eval else self.eval
         return [task for task in self.expert if task in self.data or task in tests]
+
+    @property
+    def further(self) -> list[str]:
+        """Tasks with test examples that have no expert, and therefore no samples."""
+        is_scored = self.calibrates and not self.no_eval
+        return [task for task in self.eval if task not in self.expert] if is_scored else []
 
     @property
     def model_options(self) -> dict[str, str]:

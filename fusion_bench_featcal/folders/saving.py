@@ -64,6 +64,7 @@ def save_folder(result: CalibrationResult, facts: Facts, evaluation: Evaluation)
             frame,
             advice=[note.text for note in report.notes if note.is_conclusion],
             comparisons=evaluation.comparisons,
+            further=evaluation.further,
             merger=merger,
             datasets=request.data.values(),
             head=head,

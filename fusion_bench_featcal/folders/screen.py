@@ -77,14 +77,22 @@ def show_downloads(hub: Mapping[str, HubModel]) -> bool:
 
 
 def show_scores(
-    report: Run, first_note: int, comparisons: Sequence[Comparison], title: str
+    report: Run,
+    first_note: int,
+    comparisons: tuple[Sequence[Comparison], Sequence[Comparison]],
+    title: str,
 ) -> None:
-    """Print the advice, a table of all tasks, all warnings, and notes from the given one on.
+    """Print the advice, tables of all tasks, all warnings, and notes from the given one on.
 
-    If the model was only merged, the table has accuracies and losses, which the title names.
+    Args:
+        report: The report.
+        first_note: Index of the first note that is not printed yet.
+        comparisons: Comparisons of tasks with and without an expert. If the model was only merged,
+            there are none, and the table has accuracies and losses.
+        title: Names of accuracy and loss.
     """
     print_lines(note.sentence for note in report.notes if note.is_conclusion)
-    tables = comparison_tables(comparisons)
+    tables = comparison_tables(comparisons[0])
     if not tables and (accuracy := report.accuracy):
         loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
         lines = [
@@ -92,7 +100,7 @@ def show_scores(
             for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]
         ]
         tables = [Table(title, [*accuracy], lines)]
-    for table in tables:
+    for table in [*tables, *comparison_tables(comparisons[1], has_experts=False)]:
         table.show()
     warnings = [note for note in report.notes if note.kind == WARNING]
     notes = [note for note in report.notes[first_note:] if note.kind == NOTE]

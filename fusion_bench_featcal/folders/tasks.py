@@ -82,7 +82,7 @@ class TaskData:
     Attributes:
         task: The task.
         request: The request.
-        samples: Calibration samples. If the model is only merged, none, of the tests' dataset.
+        samples: Calibration samples. For a task without samples, none, of the tests' dataset.
         tests: Test examples. Empty if nothing is scored.
         order: Indices of all examples of --data in random order.
         reason: Why nothing is scored, or None.
@@ -129,7 +129,7 @@ class TaskData:
             return tests._replace(indices=evenly_spaced(len(tests.dataset), most))
 
         most = request.eval_rows
-        if not request.calibrates:
+        if task not in request.data:
             tests = open_tests()
             available = len(tests.dataset)
             return cls(task, request, tests._replace(indices=[]), tests, [], available=available)
@@ -213,7 +213,7 @@ class TaskData:
         named = {column: name for name, column in request.columns_of(task).items()}
         read = ", ".join(f"{named[c]}={c}" if named.get(c, c) != c else c for c in columns)
         samples = "no samples"
-        if request.calibrates:
+        if task in request.data:
             count = pluralize(len(self.samples.indices), "sample")
             samples = f"{count} of {request.data[task]}{f' ({read})' * bool(read)}"
         description = f"{task}: {samples}"

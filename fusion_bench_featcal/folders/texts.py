@@ -53,6 +53,8 @@ def open_language_task(task: str, models: TransformersModels, encoder: TextEncod
     calibration, test = map(_with_targets, batches)
     data, places = data.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
     test = test.select(places)
+    if test.are_generated and task not in request.expert:
+        raise ValueError(f"{data.tests.option} has no targets, and no expert could write them")
     lengths = [LONG + 1] * test.samples  # answers that the expert writes count as long
     if not test.are_generated:
         rows = [sample.labels for sample in test.encoded]

@@ -115,6 +115,10 @@ class TransformersModels(Models):
 
         return self._on_device(body, load)
 
+    def load_base(self) -> nn.Module | None:
+        """Return the base on the device, or None without one."""
+        return self.paired.base and self._load_body(self.paired.base.source)
+
     def load_expert(self, task: str) -> nn.Module:
         """Return an expert on the device."""
         expert, base, unused = self.inputs.experts[task], self.inputs.base, self.paired.unused

@@ -101,7 +101,7 @@ def card_text(
     head = head or CardHead()
     keys = _keys(base, experts, datasets, head)
     tables = comparison_tables(comparisons) or tables_of(frame)
-    tables = [*tables, *comparison_tables(further, "not calibrated on: ")]
+    tables = [*tables, *comparison_tables(further, has_experts=False)]
     results = page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip()
     warnings = [note.sentence for note in frame.notes if note.kind == WARNING]
     if facts.as_merged.names:

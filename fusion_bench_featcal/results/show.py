@@ -106,10 +106,15 @@ def _cost_text(line: FrameLine, name: str, unit: float, form: str) -> str:
     return ABSENT if value is None else format(value / unit, form)
 
 
-def comparison_tables(comparisons: Sequence[Comparison], start: str = "") -> list[Table]:
+def comparison_tables(
+    comparisons: Sequence[Comparison], *, has_experts: bool = True
+) -> list[Table]:
     """Return a table for each metric: a line per task and, of several, one for their average.
 
-    Titles begin with `start`.
+    Args:
+        comparisons: The tasks.
+        has_experts: Whether they have experts. If not, `expert` is the score of the base, and
+            titles begin with "not calibrated on".
     """
     verdicts, tables = task_verdicts(comparisons), list[Table]()
     for metric, group in grouped(comparisons, lambda comparison: comparison.metric).items():
@@ -124,9 +129,16 @@ def comparison_tables(comparisons: Sequence[Comparison], start: str = "") -> lis
             means = [None if None in column else fmean(column) for column in columns]
             cells = [ABSENT, *map(unit.value, means), unit.difference(gain), ""]
             lines.append((AVERAGE, cells))
-        lower = " (lower is better)" if is_lower_better(metric) else ""
-        title = f"{start}{metric}{', %' if unit.factor == 100 else ''}{lower}"
-        heads = ["test\nexamples", "expert", "merged", "repaired", "gain", "verdict"]
+        title = f"{'' if has_experts else 'not calibrated on: '}{metric}"
+        title += ", %" * (unit.factor == 100) + " (lower is better)" * is_lower_better(metric)
+        heads = [
+            "test\nexamples",
+            "expert" if has_experts else "base",
+            "merged",
+            "repaired",
+            "gain",
+            "verdict",
+        ]
         tables.append(Table(title, heads, lines))
     return tables
 

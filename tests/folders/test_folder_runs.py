@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shlex
+import shutil
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
@@ -420,3 +421,38 @@ def test_heads_of_classifiers_have_their_own_poolers(finished: Any) -> None:
     card = (finished("bert").out / "README.md").read_text()
     assert "Modules that stay as merged" in card and "`embeddings (3 matrices)`" in card
     assert "pooler" not in card
+
+
+# --- tasks without an expert ---
+
+
+def test_a_task_without_an_expert_is_compared_and_not_calibrated(folder: Path) -> None:
+    """Its samples change nothing, and base, merged and repaired model are scored."""
+    shutil.copy(folder / "two.jsonl", folder / "other.jsonl")
+    done = featcal(*words(folder, *PAPER, "--eval", f"other={folder / 'other.jsonl'}"))
+    assert done.code == 0, done.err
+    assert "\n  other: no samples; evaluated on " in done.out
+    table = done.out.partition("\nnot calibrated on: accuracy, %\n")[2].splitlines()
+    assert table[1].split()[:4] == ["examples", "base", "merged", "repaired"]
+    assert (
+        table[3].split()[0] == "other" and "other" not in done.out.partition("not calib")[0][-900:]
+    )
+    report = read_run(folder / "out" / "featcal")
+    assert [*report.accuracy["merged"]] == [*TASKS, "average"]
+    assert any(note.task == "other" for note in report.notes if note.kind == "verdict")
+    assert "not calibrated on: accuracy, %" in (folder / "out" / "README.md").read_text()
+    first = (folder / "out" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "out")
+    assert featcal(*words(folder, *PAPER)).code == 0
+    assert (folder / "out" / "model.safetensors").read_bytes() == first
+
+
+def test_mistyped_names_of_test_data_are_refused(folder: Path, copied: Any) -> None:
+    line = error_of(*words(folder, "--eval", f"onee={folder / 'one.jsonl'}"))
+    assert line.startswith("--eval: expert onee is unknown (nearest: 'one')")
+    write_rows(folder / "plain.jsonl", [{"prompt": "a b"}] * 4)
+    line = error_of(*words(folder, "--eval", f"other={folder / 'plain.jsonl'}"))
+    assert "has no targets, and no expert could write them" in line
+    bert = copied("bert")
+    line = error_of(*words(bert, "--eval", f"other={bert / 'one.jsonl'}"))
+    assert line == "--eval other: no expert of this name, whose head it needs"
