@@ -79,6 +79,17 @@ def calibrate_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def check_command(options: argparse.Namespace) -> int:
+    """Check that a merged model is what its config says, or its base with one adapter."""
+    from fusion_bench_featcal.folders.check import check_merge
+    from fusion_bench_featcal.folders.options import command_line_options
+
+    chosen = command_line_options(vars(options), Request)
+    sentences, is_right = check_merge(chosen["merged"], chosen.get("base"), chosen.get("expert"))
+    print(masked("\n".join(sentences)))
+    return int(not is_right)
+
+
 def report_command(options: argparse.Namespace) -> None:
     """Print (and with --out write) the tables of runs and comparisons from their files."""
     from fusion_bench_featcal.lab.report import report
@@ -170,6 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     options: Any = {"title": "commands", "required": True, "metavar": "COMMAND"}
     commands = parser.add_subparsers(**options)
     add_arguments(_add_command(commands, "calibrate", calibrate_command), Request)
+    check = _add_command(commands, "check", check_command)
+    add_arguments(check, Request, "merged", "base", "expert")
 
     report = _add_command(commands, "report", report_command)
     report.add_argument("runs", nargs="+", metavar="RUN", help="log directories, or folders above")

@@ -36,7 +36,7 @@ class Merge(NamedTuple):
     has_negative_weight: bool
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A model in a config, and the LoRA adapter added to it."""
 
     model: str
@@ -77,31 +77,33 @@ def read_merge(merged: Path) -> Merge | None:
 def _parse_merge(content: Any, merged: Path) -> Merge:
     """Return base and experts of a config. An adapter on the base is an expert's location."""
     method = str(content.get("merge_method"))
-    modules = _list(content, "modules") or [content]
-    if any(map(_moves_layers, modules)):
+    modules = parts_of(content, "modules") or [content]
+    if any(map(moves_layers, modules)):
         raise ValueError(
             f"{method} of slices that stack or move layers gives a model with other blocks than "
             "its experts, so it cannot be calibrated"
         )
     pieces, models = list[Mapping[str, Any]](), list[dict[str, None]]()
-    entries, stated = list[_Entry](), dict[str, list[Any]]()
+    entries, stated = list[Entry](), dict[str, list[Any]]()
     for module in modules:
         models.append({})
-        for piece in _list(module, "slices") or [module]:
+        for piece in parts_of(module, "slices") or [module]:
             pieces.append(piece)
-            for source in _list(piece, "sources") or _list(piece, "models"):
-                entries.append(entry := _parse_entry(source, merged))
+            for source in parts_of(piece, "sources") or parts_of(piece, "models"):
+                entries.append(entry := parse_entry(source, merged))
                 models[-1][entry.location] = None
-                stated.setdefault(entry.location, []).append(_parameters(source).get("weight"))
+                stated.setdefault(entry.location, []).append(parameters_of(source).get("weight"))
     if other := next((names for names in models if names.keys() != models[0].keys()), None):
         raise ValueError(
             f"its modules are merged from different models ({', '.join(models[0])} and "
             f"{', '.join(other)}). {ADVICE}"
         )
     base_names = dict.fromkeys(p.get("base_model") or content.get("base_model") for p in pieces)
-    bases = list(dict.fromkeys(_parse_entry(name, merged) for name in base_names if name))
-    common, inner = _parameters(content), [p for p in (*pieces, *modules) if p is not content]
-    weights = _find_weights(method, stated, common, any("weight" in _parameters(p) for p in inner))
+    bases = list(dict.fromkeys(parse_entry(name, merged) for name in base_names if name))
+    common, inner = parameters_of(content), [p for p in (*pieces, *modules) if p is not content]
+    weights = _find_weights(
+        method, stated, common, any("weight" in parameters_of(p) for p in inner)
+    )
     if method in _BASE_IS_MERGED and bases:
         t = _as_weight(common.get("t", 0.5), "t") if method == "slerp" else 0.5
         weights = dict.fromkeys(weights, t) | {bases[0].location: None if t is None else 1 - t}
@@ -112,7 +114,7 @@ def _parse_merge(content: Any, merged: Path) -> Merge:
 
 
 def _find_base(
-    method: str, bases: Sequence[_Entry], entries: Sequence[_Entry], weights: Mapping[str, object]
+    method: str, bases: Sequence[Entry], entries: Sequence[Entry], weights: Mapping[str, object]
 ) -> str | None:
     """Return the common origin of the merged models, or None if the config names none."""
     names = [entry.location for entry in bases]
@@ -180,29 +182,29 @@ def _has_negative_weight(value: object, is_weight: bool = False) -> bool:
     return is_weight and str(value).strip().startswith("-")
 
 
-def _parameters(part: object) -> Mapping[str, Any]:
+def parameters_of(part: object) -> Mapping[str, Any]:
     """Return the parameters of a model, slice, module or config."""
     return (part.get("parameters") or {}) if isinstance(part, Mapping) else {}
 
 
-def _list(part: Mapping[str, Any], key: str) -> list[Any]:
+def parts_of(part: Mapping[str, Any], key: str) -> list[Any]:
     """Return the entries of a list, or of a mapping by name."""
     entries = part.get(key) or []
     return list(entries.values() if isinstance(entries, Mapping) else entries)
 
 
-def _moves_layers(part: Mapping[str, object]) -> bool:
+def moves_layers(part: Mapping[str, object]) -> bool:
     """Return whether the layers of a slice move, as in a stack of layers."""
     end: Any = 0
-    for piece in _list(part, "slices"):
-        ranges = [source.get("layer_range") or [end, end] for source in _list(piece, "sources")]
+    for piece in parts_of(part, "slices"):
+        ranges = [source.get("layer_range") or [end, end] for source in parts_of(piece, "sources")]
         if any(r[0] != end or r != ranges[0] for r in ranges):
             return True
         end = ranges[0][-1] if ranges else end
     return False
 
 
-def _parse_entry(value: object, merged: Path) -> _Entry:
+def parse_entry(value: object, merged: Path) -> Entry:
     """Read `MODEL`, `MODEL+LORA`, one of mergekit's mappings, or a mapping with parameters."""
     adapter = None
     while isinstance(value, Mapping) and "model" in value:
@@ -210,7 +212,7 @@ def _parse_entry(value: object, merged: Path) -> _Entry:
     if adapter is None and isinstance(value, str):
         value, _, adapter = value.partition("+")
     location = _find_location(value, merged)
-    return _Entry(location, _find_location(adapter, merged) if adapter else None)
+    return Entry(location, _find_location(adapter, merged) if adapter else None)
 
 
 def _find_location(value: Any, merged: Path) -> str:

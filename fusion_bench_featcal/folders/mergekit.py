@@ -1,7 +1,7 @@
 """Base, experts and weights from the `mergekit_config.yml` beside a merged model."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fusion_bench_featcal.files import can_be_hub_id
@@ -48,10 +48,19 @@ def with_merge_config(
         notes.append(f"base by {FILE}")
     by_config = [] if base or not merge.base else [merge.base]
     by_config += named.values() if not experts else ()
-    not_ids = [location for location in by_config if not can_be_hub_id(location)]
-    if missing := [path for path in not_ids if not Path(path).expanduser().exists()]:
-        raise ValueError(f"{option}: these folders are not here: {', '.join(missing)}. {ADVICE}")
+    refuse_missing(option, by_config)
     return base or merge.base, named, "--expert" if experts else option
+
+
+def refuse_missing(option: str, locations: Iterable[str]) -> None:
+    """Refuse locations that a config names and that are neither here nor hub ids."""
+    missing = [
+        location
+        for location in locations
+        if not (can_be_hub_id(location) or Path(location).expanduser().exists())
+    ]
+    if missing:
+        raise ValueError(f"{option}: these folders are not here: {', '.join(missing)}. {ADVICE}")
 
 
 def _choose_experts(merge: Merge, option: str) -> dict[str, str]:
@@ -76,9 +85,7 @@ def _choose_experts(merge: Merge, option: str) -> dict[str, str]:
             f"{option}: {', '.join(merges)} was merged itself, as mergekit-multi does on the way, "
             f"so it is no expert. Name the models that were fine-tuned by --expert NAME=DIR"
         )
-    paths = [Path(location) for location in totals]
-    names = [path.name if path.exists() else path.name.partition("@")[0] for path in paths]
-    experts = dict(zip(names, totals, strict=True))
+    experts = {last_part(location): location for location in totals}
     if not experts or len(experts) < len(totals):
         problem = f"{', '.join(totals)} end in one name" if experts else "no models"
         raise ValueError(f"{option}: {problem}. {ADVICE}")
@@ -133,3 +140,9 @@ def _resolved(location: str) -> str:
     """Return the real path of a folder, or a hub id unchanged."""
     path = Path(location).expanduser()
     return os.path.realpath(path) if path.exists() else location
+
+
+def last_part(location: str) -> str:
+    """Return the last part of a path or hub id, without a revision."""
+    path = Path(location)
+    return path.name if path.exists() else path.name.partition("@")[0]

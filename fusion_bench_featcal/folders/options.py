@@ -95,9 +95,16 @@ def mapping(
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser, owner: type) -> None:
-    """Add a dataclass's options to a parser. The first one is a positional argument."""
-    for index, field in enumerate(settings_of(owner)):
+def add_arguments(parser: argparse.ArgumentParser, owner: type, *names: str) -> None:
+    """Add a dataclass's options to a parser. The first one is a positional argument.
+
+    Args:
+        parser: The parser.
+        owner: The dataclass.
+        *names: Only these options, of which the first is required. All without names.
+    """
+    fields = [field for field in settings_of(owner) if not names or field.name in names]
+    for index, field in enumerate(fields):
         keys, kinds = field.metadata, (field.type, *get_args(field.type))
         more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": keys["help"]}
         if bool in kinds:
@@ -111,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser, owner: type) -> None:
         if index:
             parser.add_argument(flag_of(field.name), **more)
         else:
-            parser.add_argument(field.name, nargs="?", **more)
+            parser.add_argument(field.name, nargs=None if names else "?", **more)
 
 
 def flag_of(name: str) -> str:

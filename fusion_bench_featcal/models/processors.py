@@ -20,7 +20,7 @@ from fusion_bench_featcal.experts.safetensors_files import IS_RELEASE_4, RELEASE
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.models.folder_files import FolderFiles
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _IMAGE_CONFIGS = ("preprocessor_config.json", "processor_config.json")
 _CONFIGS = ("tokenizer_config.json", *_IMAGE_CONFIGS)
 _NAMES = {"Tokenizer": "tokenizer", "FeatureExtractor": "feature extractor"}
@@ -66,7 +66,7 @@ def _name_of(kind: type) -> str:
 
 def has_processor(folder: Path, *, is_image: bool) -> bool:
     """Return whether a folder has files of a tokenizer, or of an image processor."""
-    names = _IMAGE_CONFIGS if is_image else (*_TOKENIZERS, *_CONFIGS)
+    names = _IMAGE_CONFIGS if is_image else (*TOKENIZERS, *_CONFIGS)
     return any((folder / name).is_file() for name in names)
 
 
@@ -88,7 +88,7 @@ def load_tokenizers(
     tokenizers = {
         label: read_processor(folder, AutoTokenizer, label)
         for label, folder in experts.items()
-        if any((folder / file).is_file() for file in _TOKENIZERS)
+        if any((folder / file).is_file() for file in TOKENIZERS)
     }
     numbers = tokenizer.get_vocab()
     for label, other in tokenizers.items():
