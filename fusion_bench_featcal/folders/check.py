@@ -29,7 +29,7 @@ from fusion_bench_featcal.models.vocabulary import VOCABULARY
 _NAMED = 5  # tensors in a sentence
 _RELEASES = {"transformers_version", "_from_model_config"}  # keys of generation_config.json
 _SCALES = {
-    0.0: "equal the base: the {} not applied",
+    0.0: "are equal to the base: the {} not applied",
     2.0: "have twice the change: the {} applied twice",
 }
 _NOTE = "note: "
@@ -66,15 +66,18 @@ def check_merge(
     """
     merged = ModelFolder("MERGED", location)
     recipe, models = _open_models(merged, location, base, experts or {})
-    findings, sentences = dict[str | None, list[str]](), list[str]()
+    findings = dict[str | None, list[str]]()
     for name, finding in _examine_tensors(merged, recipe, models):
         findings.setdefault(finding, []).append(name)
-    total = sum(map(len, findings.values()))
+    total, sentences = sum(map(len, findings.values())), list[str]()
+    findings.pop(None, None)
     for finding, names in findings.items():
-        if finding is not None:
-            shown = ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
-            tensors = f"{len(names)} of {total} tensors {finding}: {shown}"
-            sentences.append(tensors.replace(" are ", " is ", 1) if len(names) == 1 else tensors)
+        text = f"{len(names)} of {total} tensors {finding}: {', '.join(names[:_NAMED])}"
+        text += ", ..." * (len(names) > _NAMED)
+        is_one = len(names) == 1
+        sentences.append(
+            text.replace(" are ", " is ").replace(" have ", " has ") if is_one else text
+        )
     sentences += _compare_texts(merged, recipe, models)
     is_right = all(sentence.startswith(_NOTE) for sentence in sentences)
     said = "base + adapter" if recipe.method == ADAPTER else "what its config says"
@@ -209,14 +212,15 @@ def _compare_texts(
         if not differing:
             continue
         name, value = next(iter(differing.items()))
-        text = f"{part} differs from that of {', '.join(differing)}"
+        verb = "differs from that of" if part in own else "is missing, unlike in"
+        text = f"{part} {verb} {', '.join(differing)}"
         if part.startswith("end token"):
             text = f"{part} became {own.get(part, 'none')} ({name}: {value})"
         elif part == "vocabulary" and part in own:
             tokens = sorted({token for token, _ in own[part].items() ^ value.items()})
             text += f" in {len(tokens)} tokens, such as {tokens[0]!r}"
-        is_replaced = part in own or recipe.method == ADAPTER
-        is_wrong = len(differing) == len(values) and is_replaced and not recipe.sets(part)
+        is_expected = part in own or (recipe.method == ADAPTER and "vocabulary" in own)
+        is_wrong = len(differing) == len(values) and is_expected and not recipe.sets(part)
         yield text if is_wrong else _NOTE + text
 
 
