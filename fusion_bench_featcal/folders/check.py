@@ -21,7 +21,7 @@ from fusion_bench_featcal.experts.source import SourceView
 from fusion_bench_featcal.folders.merge_config import FILE
 from fusion_bench_featcal.folders.mergekit import last_part, refuse_missing, with_merge_config
 from fusion_bench_featcal.folders.model_folder import ModelFolder
-from fusion_bench_featcal.folders.replay import ADAPTER, Recipe, Replay, read_recipe
+from fusion_bench_featcal.folders.replay import ADAPTER, UNKNOWN, Recipe, Replay, read_recipe
 from fusion_bench_featcal.models.adapters import AdapterExpert
 from fusion_bench_featcal.models.processors import TOKENIZERS, read_processor
 from fusion_bench_featcal.models.vocabulary import VOCABULARY
@@ -29,10 +29,14 @@ from fusion_bench_featcal.models.vocabulary import VOCABULARY
 _NAMED = 5  # tensors in a sentence
 _RELEASES = {"transformers_version", "_from_model_config"}  # keys of generation_config.json
 _SCALES = {
-    0.0: "are equal to the base: the {} not applied",
-    2.0: "have twice the change: the {} applied twice",
+    0.0: "are equal to the base: the {} was not applied",
+    2.0: "have twice the change: the {} was applied twice",
 }
+_CONCLUSIONS = {ADAPTER: ADAPTER, UNKNOWN: "a merge of these models"}
 _NOTE = "note: "
+
+
+Tensors, Names = Mapping[str, Tensor], Collection[str]
 
 
 class _LoadedBase(SourceView):
@@ -74,20 +78,19 @@ def check_merge(
     for finding, names in findings.items():
         text = f"{len(names)} of {total} tensors {finding}: {', '.join(names[:_NAMED])}"
         text += ", ..." * (len(names) > _NAMED)
-        is_one = len(names) == 1
-        sentences.append(
-            text.replace(" are ", " is ").replace(" have ", " has ") if is_one else text
-        )
+        if len(names) == 1:
+            text = text.replace(" are ", " is ").replace(" have ", " has ")
+        sentences.append(text)
     sentences += _compare_texts(merged, recipe, models)
     is_right = all(sentence.startswith(_NOTE) for sentence in sentences)
-    said = "base + adapter" if recipe.method == ADAPTER else "what its config says"
+    said, verb = _CONCLUSIONS.get(recipe.method, "what its config says"), "is"
     if recipe.obstacle:
+        verb = "may be"
         sentences.append(
             f"{recipe.obstacle} cannot be replayed: compared only names, shapes, tokenizers, chat "
             "templates, end tokens and generation configs"
         )
-    is_or_may = "may be" if recipe.obstacle else "is"
-    return [*sentences, f"the merge {is_or_may if is_right else 'is not'} {said}"], is_right
+    return [*sentences, f"the merge {verb if is_right else 'is not'} {said}"], is_right
 
 
 def _open_models(
@@ -97,7 +100,7 @@ def _open_models(
     if (recipe := read_recipe(merged.folder)) is None:
         base, experts, _ = with_merge_config(location, base, experts, [])
         weights = {place: {"weight": 1.0} for place in experts.values()}
-        recipe = Recipe(ADAPTER, base, weights, [], {}, f"a merge without {FILE}")
+        recipe = Recipe(UNKNOWN, base, weights, [], {}, f"a merge without {FILE}")
     names = {place: last_part(place) for place in recipe.models}
     names |= {place: name for name, place in experts.items() if place in names}
     refuse_unknown(experts, names.values(), "--expert ")
@@ -109,8 +112,8 @@ def _open_models(
     refuse_missing(f"{location}/{FILE}", places.values())
     models = {place: ModelFolder(options[place], where) for place, where in places.items()}
     are_adapters = [models[place].is_adapter for place in recipe.models]
-    if recipe.method == ADAPTER and recipe.base is not None and are_adapters == [True]:
-        recipe = recipe._replace(obstacle=None)
+    if recipe.method == UNKNOWN and recipe.base is not None and are_adapters == [True]:
+        recipe = recipe._replace(method=ADAPTER, obstacle=None)
     return recipe, models
 
 
@@ -127,12 +130,9 @@ def _examine_tensors(
             return AdapterExpert(loaded, base.whole, model.folder)
         return model.source(base) if model.weights is None else converted(model.weights, structure)
 
-    sources = {place: read(model) for place, model in {"": merged, **models}.items()}
-    keys = {
-        place: pair_names(place or merged.label, source, structure, tensors)
-        for place, source in sources.items()
-    }
-    own, own_keys = sources.pop(""), keys.pop("")
+    sources = {place: read(model) for place, model in {merged.label: merged, **models}.items()}
+    keys = {p: pair_names(p, source, structure, tensors) for p, source in sources.items()}
+    own, own_keys = sources.pop(merged.label), keys.pop(merged.label)
     known = {*tensors}.union(*(source.names() for source in sources.values()))
     yield from ((name, "are in none of the models") for name in sorted(own.names() - known))
     lacking = {n: [models[p].name for p, has in keys.items() if n not in has] for n in tensors}
@@ -140,7 +140,7 @@ def _examine_tensors(
         if len(lacking[name]) < len(models):
             yield name, "are missing, or have another shape than config.json says"
     for key, name in sorted({key: name for name, key in own_keys.items()}.items()):
-        if name.endswith(VOCABULARY) and recipe.rearranges_tokens:
+        if name.endswith(VOCABULARY) and recipe.sets("vocabulary"):
             yield name, None
         elif lacking[name]:
             yield name, f"are missing in {', '.join(lacking[name])}, or have another shape there"
@@ -151,12 +151,7 @@ def _examine_tensors(
 
 
 def _examine(
-    name: str,
-    merged: Tensor,
-    tensors: Mapping[str, Tensor],
-    adapted: Collection[str],
-    recipe: Recipe,
-    names: Collection[str],
+    name: str, merged: Tensor, tensors: Tensors, adapted: set[str], recipe: Recipe, names: Names
 ) -> str | None:
     """Return what is wrong with a merged tensor, or None.
 
@@ -174,7 +169,8 @@ def _examine(
         are_equal = (torch.equal(merged, tensor) for tensor in tensors.values())
         return None if recipe.obstacle or any(are_equal) else "are in none of the models"
     whole = [tensor.dtype for place, tensor in tensors.items() if place not in adapted]
-    dtype, stored = recipe.dtypes(merged, whole)
+    is_free = recipe.method == ADAPTER or not whole  # PEFT keeps the dtype that the base has
+    dtype, stored = recipe.dtypes([merged.dtype] if is_free else whole)
     if merged.dtype != stored:
         return f"are stored in {merged.dtype}, not {stored}".replace("torch.", "")
     start, coefficients = recipe.coefficients(name, names, tensors)
@@ -188,7 +184,7 @@ def _examine(
     scale = math.nan if start is None else replay.fitted_scale()
     if not (math.isfinite(scale) and replay.fits(scale)):
         return f"are not {recipe.method}"
-    changes = "adapter was" if recipe.method == ADAPTER else "experts were"
+    changes = "adapter" if recipe.method == ADAPTER else "sum of experts"
     other = f"have {scale:.3g} times the change of {recipe.method}"
     return _SCALES.get(round(scale, 2), other).format(changes)
 

@@ -24,13 +24,16 @@ from fusion_bench_featcal.folders.merge_config import (
     parts_of,
 )
 
-ADAPTER = "base + adapter"
+ADAPTER, UNKNOWN = "base + adapter", "unknown"
 _PARAMETERS = {
     "linear": {"weight", "normalize"},
     # The last three have no effect without sparsification.
     "task_arithmetic": {"weight", "normalize", "lambda", "density", "int8_mask", "rescale"},
     "slerp": {"t"},
 }
+_TOKEN_KEYS = {
+    "vocabulary": ("tokenizer_source", "tokenizer"), "chat template": ("chat_template",)
+}  # fmt: skip
 _LAYER = re.compile(r"\.(\d+)\.")
 _COLLINEAR = 0.9995  # the cosine above which mergekit's slerp interpolates linearly
 _SMALLEST = 1e-8  # norm of a tensor, or sum of weights, that mergekit divides by
@@ -42,7 +45,7 @@ class Recipe(NamedTuple):
     """How a model was merged.
 
     Attributes:
-        method: mergekit's name of the method, or `ADAPTER`.
+        method: mergekit's name of the method, `ADAPTER` or `UNKNOWN`.
         base: Folder or hub id of the base, or None.
         models: Folder or hub id of a model or adapter -> its parameters.
         shared: Parameters of all models, those with priority first.
@@ -57,23 +60,17 @@ class Recipe(NamedTuple):
     content: Mapping[str, Any]
     obstacle: str | None
 
-    @property
-    def rearranges_tokens(self) -> bool:
-        """True if the config has settings of tokens, by which mergekit moves rows of embeddings."""
-        return bool(self.content.get("tokenizer_source") or self.content.get("tokenizer"))
-
     def sets(self, part: str) -> bool:
-        """Return whether the config determines a part of the tokenizer."""
-        is_template = part == "chat template" and bool(self.content.get("chat_template"))
-        return is_template or (part == "vocabulary" and self.rearranges_tokens)
+        """Return whether the config determines a part of the tokenizer.
 
-    def dtypes(
-        self, merged: Tensor, dtypes: Sequence[torch.dtype]
-    ) -> tuple[torch.dtype, torch.dtype]:
+        Where it determines the vocabulary, mergekit moves rows of embeddings.
+        """
+        return any(self.content.get(key) for key in _TOKEN_KEYS.get(part, ()))
+
+    def dtypes(self, inputs: Sequence[torch.dtype]) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes that a tensor is merged and stored in."""
         names = (self.content.get(key) for key in ("dtype", "out_dtype"))
-        dtype, stored = (n and getattr(torch, n.removeprefix("torch.")) for n in names)
-        inputs = [merged.dtype] if self.method == ADAPTER or not dtypes else dtypes
+        dtype, stored = (name and getattr(torch, name.removeprefix("torch.")) for name in names)
         dtype = dtype or reduce(torch.promote_types, inputs)
         return dtype, stored or dtype
 

@@ -108,7 +108,7 @@ def test_weights_of_the_config_count(folder: Path):
     file.write_text(file.read_text().replace("0.4", "0.2"))
     code, (found, _) = checked(folder)
     assert code == 1 and found.startswith(
-        "21 of 21 tensors have twice the change: the experts were"
+        "21 of 21 tensors have twice the change: the sum of experts was"
     )
 
 
@@ -200,6 +200,7 @@ def test_refusals(folder: Path):
     assert "there is no such file or folder here" in error_of("check", folder / "none")
     code, sentences = checked(folder, "merged", "--expert", f"one={folder / 'one'}")
     assert code == 0 and sentences[0].startswith("a merge without mergekit_config.yml cannot be")
+    assert sentences[-1] == "the merge may be a merge of these models"
 
 
 def test_classifiers(tmp_path: Path):
