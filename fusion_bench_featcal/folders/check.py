@@ -27,7 +27,7 @@ from fusion_bench_featcal.models.processors import TOKENIZERS, read_processor
 from fusion_bench_featcal.models.vocabulary import VOCABULARY
 
 _NAMED = 5  # tensors in a sentence
-_RELEASES = {"transformers_version", "_from_model_config"}  # keys of generation_config.json
+_UNREAD = {"transformers_version", "_from_model_config"}  # keys of generation_config.json
 _SCALES = {
     0.0: "are equal to the base: the {} was not applied",
     2.0: "have twice the change: the {} was applied twice",
@@ -36,7 +36,8 @@ _CONCLUSIONS = {ADAPTER: ADAPTER, UNKNOWN: "a merge of these models"}
 _NOTE = "note: "
 
 
-Tensors, Names = Mapping[str, Tensor], Collection[str]
+Tensors = Mapping[str, Tensor]
+Names = Collection[str]
 
 
 class _LoadedBase(SourceView):
@@ -140,7 +141,7 @@ def _examine_tensors(
         if len(lacking[name]) < len(models):
             yield name, "are missing, or have another shape than config.json says"
     for key, name in sorted({key: name for name, key in own_keys.items()}.items()):
-        if name.endswith(VOCABULARY) and recipe.sets("vocabulary"):
+        if name.endswith(VOCABULARY) and recipe.allows_change("vocabulary"):
             yield name, None
         elif lacking[name]:
             yield name, f"are missing in {', '.join(lacking[name])}, or have another shape there"
@@ -175,7 +176,7 @@ def _examine(
         return f"are stored in {merged.dtype}, not {stored}".replace("torch.", "")
     start, coefficients = recipe.coefficients(name, names, tensors)
     rounded = {p: tensor if p in adapted else tensor.to(dtype) for p, tensor in tensors.items()}
-    is_rounded = bool(adapted) and recipe.method != ADAPTER
+    is_rounded = bool(adapted) and not (recipe.method == ADAPTER and whole == [dtype])
     noise = is_rounded * torch.finfo(dtype).eps * sum(map(abs, coefficients.values()))
     base = torch.zeros_like(merged) if start is None else rounded[start]
     terms = [(coefficient, rounded[place]) for place, coefficient in coefficients.items()]
@@ -216,7 +217,7 @@ def _compare_texts(
             tokens = sorted({token for token, _ in own[part].items() ^ value.items()})
             text += f" in {len(tokens)} tokens, such as {tokens[0]!r}"
         is_expected = part in own or (recipe.method == ADAPTER and "vocabulary" in own)
-        is_wrong = len(differing) == len(values) and is_expected and not recipe.sets(part)
+        is_wrong = len(differing) == len(values) and is_expected and not recipe.allows_change(part)
         yield text if is_wrong else _NOTE + text
 
 
@@ -224,12 +225,12 @@ def _texts(model: ModelFolder) -> dict[str, Any]:
     """Return what decides how a model reads texts and ends answers, without absent parts."""
     has_tokenizer = any((model.folder / file).is_file() for file in TOKENIZERS)
     tokenizer = read_processor(model.folder, AutoTokenizer, model.label) if has_tokenizer else None
-    generation = model.generation_config or {}
+    generation = (model.generation_config or {}).items()
     parts = {
         "vocabulary": tokenizer and tokenizer.get_vocab(),
         "chat template": tokenizer and tokenizer.chat_template,
         "end token": tokenizer and tokenizer.eos_token,
         "end tokens of configs": sorted(end_tokens(model)),
-        "generation config": {k: v for k, v in generation.items() if k not in _RELEASES},
+        "generation config": {k: v for k, v in generation if v is not None and k not in _UNREAD},
     }
     return {part: value for part, value in parts.items() if value}

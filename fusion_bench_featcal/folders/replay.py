@@ -34,6 +34,7 @@ _PARAMETERS = {
 _TOKEN_KEYS = {
     "vocabulary": ("tokenizer_source", "tokenizer"), "chat template": ("chat_template",)
 }  # fmt: skip
+_DTYPE_KEYS, _DTYPES = ("dtype", "out_dtype"), (None, "bfloat16", "float16", "float32", "float64")
 _LAYER = re.compile(r"\.(\d+)\.")
 _COLLINEAR = 0.9995  # the cosine above which mergekit's slerp interpolates linearly
 _SMALLEST = 1e-8  # norm of a tensor, or sum of weights, that mergekit divides by
@@ -60,17 +61,19 @@ class Recipe(NamedTuple):
     content: Mapping[str, Any]
     obstacle: str | None
 
-    def sets(self, part: str) -> bool:
-        """Return whether the config determines a part of the tokenizer.
+    def allows_change(self, part: str) -> bool:
+        """Return whether a part of tokenizer or configs may differ from those of all models.
 
-        Where it determines the vocabulary, mergekit moves rows of embeddings.
+        The config may change it. For a changed vocabulary mergekit moves rows of embeddings.
+        transformers leaves defaults out of the generation config of a model with an adapter.
         """
-        return any(self.content.get(key) for key in _TOKEN_KEYS.get(part, ()))
+        is_rewritten = self.method == ADAPTER and part == "generation config"
+        return is_rewritten or any(self.content.get(key) for key in _TOKEN_KEYS.get(part, ()))
 
     def dtypes(self, inputs: Sequence[torch.dtype]) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes that a tensor is merged and stored in."""
-        names = (self.content.get(key) for key in ("dtype", "out_dtype"))
-        dtype, stored = (name and getattr(torch, name.removeprefix("torch.")) for name in names)
+        names = (self.content.get(key) for key in _DTYPE_KEYS)
+        dtype, stored = (name and getattr(torch, name) for name in names)
         dtype = dtype or reduce(torch.promote_types, inputs)
         return dtype, stored or dtype
 
@@ -87,8 +90,9 @@ class Recipe(NamedTuple):
         is_linear, t = self.method == "linear", 0.0
         if match := _LAYER.search(name):
             start = name[: match.start(1)]
-            layers = (n[len(start) :].partition(".")[0] for n in names if n.startswith(start))
-            t = int(match[1]) / last if (last := max(map(int, layers))) else 1.0
+            found = (_LAYER.search(other) for other in names if other.startswith(start))
+            last = max(int(layer[1]) for layer in found if layer)
+            t = int(match[1]) / last if last else 1.0
 
         def value(key: str, default: float, *own: Mapping[str, Any]) -> float:
             values = (_evaluate(part.get(key), name, t) for part in (*own, *self.shared))
@@ -129,6 +133,7 @@ def read_recipe(merged: Path) -> Recipe | None:
     used = {key for part in (*own.values(), *shared) for key in part}
     odd = [*sorted(used - _PARAMETERS.get(method, used)), *["several slices"] * (len(pieces) > 1)]
     odd += [f"{len(own)} models"] * (method == "slerp" and (base is None or len(own) != 2))
+    odd += [f"{key} {content[key]}" for key in _DTYPE_KEYS if content.get(key) not in _DTYPES]
     is_known = method in _PARAMETERS
     obstacle = f"{method} with {', '.join(odd)}" if is_known and odd else method
     base = base or next((model.model for model in models if model.adapter), None)

@@ -129,6 +129,10 @@ def test_adapter_merged_in_half_precision(dtype: torch.dtype, folder: Path):
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype)
     write(PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload(), folder / "half")
     assert adapted(folder, "half")[0] == 0
+    merged: Any = AutoModelForCausalLM.from_pretrained(folder / "adapted")
+    assert (
+        adapted(folder, write(merged.to(dtype), folder / "rounded"))[0] == 0
+    )  # after a merge in float32
     change(folder, set_tensor(UP, lambda t: (t.float() * 1.05).to(t)), "half")
     assert adapted(folder, "half")[1][0] == f"1 of 21 tensors is not base + adapter: {UP}"
 
@@ -160,6 +164,14 @@ def test_a_part_of_one_model_is_a_note(folder: Path):
     assert checked(folder) == (0, ["note: chat template differs from that of two", RIGHT])
 
 
+def test_settings_that_are_defaults_are_no_difference(folder: Path):
+    change_json(folder / "merged/generation_config.json", {"top_p": None})
+    assert checked(folder) == (0, [RIGHT])
+    change_json(folder / "adapted/generation_config.json", {"top_k": 9})
+    note = "note: generation config differs from that of lora"
+    assert adapted(folder, "adapted") == (0, [note, "the merge is base + adapter"])
+
+
 def test_an_adapters_template_is_missing(folder: Path):
     word_tokenizer(chat_template=CHAT).save_pretrained(folder / "adapter")
     code, sentences = adapted(folder, "adapted")
@@ -170,6 +182,7 @@ OBSTACLES: list[tuple[dict[str, Any], str]] = [
     ({"merge_method": "ties"}, "ties"),
     ({"parameters": {"rescale_norm": "l1"}}, "task_arithmetic with rescale_norm"),
     ({"slices": [{"sources": WHOLE["models"]}] * 2, "models": None}, "task_.* with several slices"),
+    ({"dtype": "load"}, "task_arithmetic with dtype load"),
     ({"merge_method": "slerp", "models": ["one", "two"]}, "slerp with 3 models"),
 ]
 

@@ -53,6 +53,7 @@ def test_merged_folder_has_the_merged_weights_and_is_calibrated(adapters, tmp_pa
     for name, value in base.state_dict().items():
         delta = sum(expert.state_dict()[name] - value for expert in experts.values())
         torch.testing.assert_close(merged[name], value + SCALE * delta)
+    assert featcal("check", "merged").out == "the merge is what its config says\n"
     data = [word for task in TASKS for word in ("--data", f"{task}={task}.jsonl")]
     featcal("calibrate", "merged", *data, "--out", "repaired", "--no-eval")
     calibrated = AutoModelForCausalLM.from_pretrained("repaired").state_dict()
