@@ -23,21 +23,20 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.linear import Linear
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
-from fusion_bench_featcal.models.shapes import Estimate, GroupShape, Shapes, shapes_of
+from fusion_bench_featcal.models.fits import GPU as ASSUMED
+from fusion_bench_featcal.models.shapes import FACTORS, Estimate, GroupShape, Shapes, shapes_of
 from fusion_bench_featcal.modules.groups import Group
 from fusion_bench_featcal.modules.sites import Site
 from fusion_bench_featcal.rules.paper import Paper
-from fusion_bench_featcal.rules.plus import RIDGES, Plus
+from fusion_bench_featcal.rules.plus import Plus
 from fusion_bench_featcal.run.processes import Processes, join_small
 from fusion_bench_featcal.streams.task_sums import LinearTaskSums
 
 GPU, GPU_MEMORY, GPUS_PER_MACHINE = "H100 SXM", 79 * 2**30, 8
-PASSES = 400e12
-PRODUCTS = 45e12
-SOLVES = 20e12
+PASSES, PRODUCTS, SOLVES = ASSUMED.passes, ASSUMED.products, ASSUMED.solves
 COLUMN_SECONDS = 1e-6
 NVLINK, NETWORK = 225e9, 25e9
-STORAGE, COPY = 3e9, 10e9
+STORAGE, COPY = ASSUMED.reads, 10e9
 COLLECTIVE_SECONDS, BARRIER_SECONDS = 5e-5, 1e-4
 
 RATES = {
@@ -170,8 +169,9 @@ class Calibration:
     samples: int
     batch_size: int
 
-    def _estimate(self, *, plus: bool) -> Estimate:
-        return self.shapes.estimate(tasks=self.tasks, samples=self.samples, plus=plus)
+    @cached_property
+    def _estimate(self) -> Estimate:
+        return self.shapes.estimate(tasks=self.tasks, samples=self.samples, plus=self.plus)
 
     @cached_property
     def blocks(self) -> list[tuple[list[GroupShape], bool]]:
@@ -197,9 +197,9 @@ class Calibration:
         most = math.ceil(batches / size) if divided else here * per_task
         seconds = {
             "passes": self._passes(summed, most, batches) / PASSES,
-            "sums": self._sums * summed / batches / PRODUCTS,
+            "sums": self._estimate.moments * summed / batches / PRODUCTS,
             # After the sums of all tasks, each process completes those of its own tasks.
-            "targets": sum(map(self._completion, self.groups)) * own / PRODUCTS,
+            "targets": sum(g.targets(plus=self.plus) for g in self.groups) * own / PRODUCTS,
             "solves": sum(
                 self._solve_seconds(group) * (math.ceil(group.experts / size) / group.experts)
                 for group in self.groups  # routed experts are solved by one process each
@@ -210,7 +210,7 @@ class Calibration:
         seconds["reads"] = self._read_seconds(here) - hidden
         exchange = self._exchange(divided=divided) if size > 1 else Exchange()
         seconds["exchange"] = exchange.seconds(size) if size > 1 else 0.0
-        estimate = self._estimate(plus=self.plus)
+        estimate = self._estimate
         memory = estimate.features * most / batches + estimate.sums + estimate.weights
         return Cost(seconds, exchange.reduced + exchange.all_reduced, memory)
 
@@ -220,38 +220,16 @@ class Calibration:
         Expert and turns run while sums are added, the router and the new weights do not. Each
         process also runs one batch per block to find the modules that share inputs.
         """
-        turns = max(map(len, self.shapes.groups.values())) if self.plus else 1
+        turns = self.shapes.plus_turns if self.plus else 1
         others = 1 + bool(self.shapes.routed)
-        one = self._estimate(plus=self.plus).passes / (1 + turns + others) / batches
+        one = self.tasks * self.samples * sum(self.shapes.passes.values()) / batches
         return one * ((1 + turns) * summed + others * most + 1)
-
-    @property
-    def _sums(self) -> float:
-        """Operations of sums of all samples, each of which is fitted or held out, never both.
-
-        With few outputs the expert's targets are computed as well (`LinearTaskSums`).
-        """
-        rows = self.tasks * self.samples
-        few = (group for group in self.groups if 2 * group.outputs <= group.width)
-        targets = sum(2 * rows * group.rows * group.width * group.outputs for group in few)
-        return self._estimate(plus=False).moments + targets
-
-    def _completion(self, shape: GroupShape) -> float:
-        """Return the operations of `GroupSums.add` for one task."""
-        width, outputs = shape.width, shape.outputs
-        product = 2 * outputs * width**2
-        operations = 0 if 2 * outputs <= width else product
-        if self.plus:
-            operations += product  # energies of step and expert, from a triangle each
-            few = 2 * outputs < width  # rows from the weights, and their targets
-            operations += product / 2 + (4 * outputs**2 * width if few else product)
-        return shape.experts * operations
 
     def _solve_seconds(self, shape: GroupShape) -> float:
         """Return the time of a group's solves and of the product before them."""
-        factors = len(RIDGES) + 2 if self.plus else 1  # with the rows from weights, and the step
-        operations = shape.solve + (factors - 1) * shape.experts * shape.width**3 / 3
+        factors = FACTORS if self.plus else 1
         product = 2 * shape.experts * shape.outputs * shape.width**2
+        operations = shape.solve(plus=self.plus) - product
         columns = factors * shape.experts * shape.width
         return operations / SOLVES + product / PRODUCTS + columns * COLUMN_SECONDS
 
@@ -343,7 +321,7 @@ def page(options: argparse.Namespace) -> str:
         conclusion=conclusion(every, options.tasks), tasks=options.tasks, tokens=options.tokens,
         samples=options.samples, batch=f"{batch}{default}", gpu=GPU, machine=GPUS_PER_MACHINE,
         most=DOUBLED[-1], summary="\n".join(summary), gain=f"{100 * LEAST_GAIN:.0f} %",
-        factors=len(RIDGES) + 2, per_task=math.ceil(options.samples / batch),
+        factors=FACTORS, per_task=math.ceil(options.samples / batch),
         memory=f"{GPU_MEMORY / 2**30:.0f}", rates="\n".join(rates), details="\n\n".join(details),
     )  # fmt: skip
 
@@ -439,8 +417,8 @@ below are not:
   batch comes on top. \\* is more than the {memory} GiB of a GPU: `activations=host` moves the
   features.
 - **Left out:** starts of kernels, tokens, copies of features to the host, saving and evaluation.
-- **Upper bounds:** passes of FeatCal+ are counted to the end of a block, and apart from reading
-  ahead no part overlaps with another.
+- **Passes of FeatCal+** are counted to the input of each group, without attention.
+- **Upper bound:** apart from reading ahead no part overlaps with another.
 
 All rates are assumptions about an {gpu}:
 

@@ -116,6 +116,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def _estimate(options: argparse.Namespace) -> None:
     """Print what a calibration of a model takes, from its config.json."""
+    from fusion_bench_featcal.models.fits import fit_lines
     from fusion_bench_featcal.models.shapes import shapes_of, show_shapes
 
     if options.words:
@@ -127,6 +128,8 @@ def _estimate(options: argparse.Namespace) -> None:
         print(json.dumps({name: vars(one) for name, one in estimates.items()}, indent=1))
     else:
         show_shapes(shapes, estimates)
+        for name, one in estimates.items():
+            print("\n".join([f"{name}:", *fit_lines(one)]))
 
 
 def settings_command(options: argparse.Namespace) -> None:

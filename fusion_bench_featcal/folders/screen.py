@@ -9,13 +9,19 @@ from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
 
 import datasets
 
+from fusion_bench_featcal.data.batch_sizes import batch_size_of
+from fusion_bench_featcal.data.text_batches import TextBatches
+from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import bytes_text, pluralize
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.models.hub import HubModel
+from fusion_bench_featcal.folders.tasks import Task
+from fusion_bench_featcal.models.fits import fit_lines
+from fusion_bench_featcal.models.hub import HubModel, fetch_all
 from fusion_bench_featcal.models.plan import Plan, check_room, read_within, show_plan
 from fusion_bench_featcal.models.saving import written_bytes
+from fusion_bench_featcal.models.shapes import shapes_of
 from fusion_bench_featcal.results import AVERAGE, Run
 from fusion_bench_featcal.results.advice import Comparison
 from fusion_bench_featcal.results.names import row_of_rule
@@ -24,6 +30,7 @@ from fusion_bench_featcal.results.rows import with_average
 from fusion_bench_featcal.results.show import comparison_tables
 from fusion_bench_featcal.results.tables import Table, print_lines
 from fusion_bench_featcal.run.processes import Processes
+from fusion_bench_featcal.streams.samples import number_of_copies
 
 
 def show_start(
@@ -54,11 +61,40 @@ def show_start(
         if request.calibrates:
             plan = replace(plan, as_merged=models.left_as_merged(opened.tasks))
         show_plan(plan)
+        print_lines(_fit_lines(request, opened) if request.calibrates else ())
         unknown = ": only a run shows whether every block can be calibrated by itself"
         print(f"nothing was run{unknown * request.calibrates}")
         return
     print(f"plan: {bytes_text(read or 0)} read from experts, at most")
     check_room(plan.writes)
+
+
+def _fit_lines(request: Request, opened: Opened) -> list[str]:
+    """Return memory and time of the calibration, or why they are not estimated."""
+    settings, tasks = opened.settings, len(opened.tasks)
+    sizes = [
+        _samples_and_tokens(task, settings.augment or "none") for task in opened.tasks.values()
+    ]
+    samples, tokens = map(sum, zip(*sizes, strict=True))
+    tokens, folders = max(tokens // samples, 1), fetch_all(request.model_options)
+    try:
+        shapes = shapes_of(folders.get("MERGED") or folders["--base"], tokens=tokens)
+    except CalibrationError as error:
+        return [f"memory and time: not estimated ({error})"]
+    batch = batch_size_of(settings.batch_size, request.device, tokens)
+    plus, samples = settings.rule == "plus", samples // tasks
+    return fit_lines(shapes.estimate(tasks=tasks, samples=samples, plus=plus, batch=batch))
+
+
+def _samples_and_tokens(task: Task, augment: str) -> tuple[int, int]:
+    """Return the number of a task's samples with augmented ones, and their tokens when padded."""
+    batches, count = task.batches, task.samples
+    if isinstance(batches, list):  # sentences, of about four characters per token
+        return count, sum(len(str(text)) for text in batches) // 4
+    if not isinstance(batches, TextBatches):
+        return count * (1 + number_of_copies(count, augment, next(iter(batches)))), 0
+    lengths, size = batches.lengths(), min(batches.batch_size, count)
+    return count, size * sum(max(lengths[n : n + size]) for n in range(0, count, size))
 
 
 def show_downloads(hub: Mapping[str, HubModel]) -> bool:

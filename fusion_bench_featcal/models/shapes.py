@@ -1,7 +1,9 @@
 """Estimates of a calibration from a model's shapes: bytes to read, operations, memory."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ from fusion_bench_featcal.modules.block_modules import find_all_modules
 from fusion_bench_featcal.modules.groups import Group, find_groups, group_of_slot, record
 from fusion_bench_featcal.modules.mixtures import Mixture
 from fusion_bench_featcal.results.tables import Table
+from fusion_bench_featcal.rules.plus import RIDGES
+
+FACTORS = len(RIDGES) + 2
+"""Cholesky factors of a system of FeatCal+, at most: its ridges, the task vectors, the step."""
 
 _SUMS = 4  # bytes of an entry of a sum, in float32
 
@@ -40,20 +46,43 @@ class GroupShape:
     outputs: int
     experts: int = 1
 
-    def moments(self, samples: int) -> float:
-        """Return the operations of one side's Gram and cross moments of some samples."""
-        rows = samples * self.rows
-        return rows * self.width**2 + 2 * rows * self.width * min(self.width, self.outputs)
-
     @property
-    def solve(self) -> float:
-        """Operations of Cholesky factors and their solves."""
-        return self.experts * (self.width**3 / 3 + 2 * self.width**2 * self.outputs)
+    def has_few_outputs(self) -> bool:
+        """Return whether sums pair inputs with outputs, which are then fewer (`LinearTaskSums`)."""
+        return 2 * self.outputs <= self.width
 
-    @property
-    def sums(self) -> int:
-        """Bytes of a Gram matrix and a right side, over tasks and of one task."""
-        return 2 * _SUMS * self.width * (self.width + self.outputs)
+    def moments(self, samples: float) -> float:
+        """Return the operations of Gram and cross moments of some samples.
+
+        Each sample is fitted or held out, never both, so both rules need equally many.
+        """
+        products = 2 * self.outputs if self.has_few_outputs else self.width
+        return samples * self.rows * self.width * (self.width + 2 * products)
+
+    def targets(self, *, plus: bool) -> float:
+        """Return the operations that complete the sums of one task (`GroupSums.add`)."""
+        product = 2 * self.outputs * self.width**2
+        # Energies of step and expert, from a triangle each. Rows from the weights, their targets.
+        more = product + product / 2 + min(4 * self.outputs**2 * self.width, product)
+        return self.experts * ((not self.has_few_outputs) * product + plus * more)
+
+    def solve(self, *, plus: bool) -> float:
+        """Return the operations of Cholesky factors, the step, and the product before it."""
+        factors = FACTORS if plus else 1
+        return self.experts * self.width**2 * (factors * self.width / 3 + 4 * self.outputs)
+
+    def sums(self, *, plus: bool) -> int:
+        """Return the bytes of sums over tasks, those of one task, and weights in float32.
+
+        FeatCal+ holds fitted and held-out samples of a task, and task-vector rows. It counts more
+        in its solves, which are in float64 for small ridges.
+        """
+        square, weight = self.width**2, self.width * self.outputs
+        cross, drift = (weight, 0) if self.has_few_outputs else (square, square)
+        if not plus:
+            return _SUMS * (2 * square + drift + cross + 3 * weight)
+        collected = 6 * square + drift + 2 * cross + 7 * weight
+        return _SUMS * max(collected, 9 * square + 3 * weight, 7 * square + 9 * weight)
 
 
 @dataclass(frozen=True)
@@ -80,27 +109,48 @@ class Shapes:
     entering: int
     feature_bytes: int
 
-    def estimate(self, *, tasks: int, samples: int, plus: bool) -> "Estimate":
-        """Return the amounts of a calibration by the paper's rule or by FeatCal+."""
+    @property
+    def plus_turns(self) -> float:
+        """Return how often FeatCal+ runs a block of the calibrated model while inputs are summed.
+
+        It is run once for each group, up to the group's input. Attention is not counted.
+        """
+        blocks = [[g.rows * g.width * g.outputs for g in block] for block in self.groups.values()]
+        return max(sum(accumulate(block[:-1])) / max(sum(block), 1) for block in blocks)
+
+    def estimate(self, *, tasks: int, samples: int, plus: bool, batch: int = 16) -> "Estimate":
+        """Return the amounts of a calibration by the paper's rule or by FeatCal+.
+
+        Args:
+            tasks: Number of tasks.
+            samples: Samples of each task.
+            plus: Whether the rule is FeatCal+.
+            batch: Samples of a batch.
+        """
         rows, blocks = tasks * samples, [*self.groups.values(), *self.routed.values()]
         groups = [group for block in blocks for group in block]
-        turns = max(map(len, self.groups.values())) if plus else 1
-        turns += bool(self.routed)  # which are recorded in a pass of their own
-        # The expert once, the merged model once a turn and once with its new weights.
-        passes = rows * sum(self.passes.values()) * (2 + turns)
+        # The expert once, the merged model in turns, for a mixture's router, and with new weights.
+        runs = 2 + (self.plus_turns if plus else 1) + bool(self.routed)
         at_once = max if plus else sum  # of the groups of a block
-        sums = [at_once(group.sums for group in block) for block in blocks if block]
-        inputs = max(sum(g.rows * g.width for g in block) for block in self.groups.values())
-        inputs += 2 * self.entering  # in the model and in the expert
-        size = self.bytes // self.parameters
+        sums = (at_once(group.sums(plus=plus) for group in block) for block in blocks if block)
+        inputs = [[g.rows * g.width for g in block] for block in self.groups.values()]
+        # FeatCal+ solves the first group at once. The paper's rule uses all before the next batch.
+        waiting = max(sum(block[1:]) for block in inputs) if plus else 0
+        size, outside = self.bytes // self.parameters, self.bytes - len(inputs) * self.block_bytes
         return Estimate(
             read=self.bytes * (tasks + 1 + plus),
-            passes=passes,
-            moments=sum(g.moments(rows) for g in groups) * (2 if plus else 1),
-            solves=sum(g.solve for g in groups),
-            features=rows * (2 * self.feature_bytes + inputs * size),
-            sums=max(sums, default=0) * (2 if plus else 1),
-            weights=2 * self.block_bytes,
+            passes=rows * sum(self.passes.values()) * runs,
+            batches=tasks * math.ceil(samples / batch) * len(self.passes) * runs,
+            moments=sum(g.moments(rows) for g in groups),
+            targets=tasks * sum(g.targets(plus=plus) for g in groups),
+            solves=sum(g.solve(plus=plus) for g in groups),
+            features=rows * (2 * self.feature_bytes + (waiting + 2 * self.entering) * size),
+            # Inputs of model and expert, outputs, and parts in float32.
+            batch=4 * batch * max(map(sum, inputs)) * size,
+            sums=max(sums, default=0),
+            # Blocks of the model, of an expert and of the next one. Embeddings of two models.
+            weights=max(3 * self.block_bytes, 2 * outside),
+            number_bytes=size,
         )
 
 
@@ -111,20 +161,28 @@ class Estimate:
     Attributes:
         read: Bytes of the merged model, the experts and, for FeatCal+, the base.
         passes: Floating-point operations of forward passes.
-        moments: Those of sums over the samples.
+        batches: Number of runs of a batch through a block.
+        moments: Operations of sums over the samples.
+        targets: Those of completing the sums of each task.
         solves: Those of solves, which every process repeats.
-        features: Bytes of all samples' features, and of the expert's inputs in a block.
-        sums: Bytes of the sums of a block, of FeatCal+ of its largest group.
-        weights: Bytes of the weights of one block of the model and of one expert.
+        features: Bytes of all samples' features, of FeatCal+ also the expert's inputs in a block.
+        batch: Bytes of a running batch.
+        sums: Bytes of the sums of a block, of FeatCal+ of its largest group, and its solve.
+        weights: Bytes of one block of the model, of an expert and of the next one.
+        number_bytes: Bytes of a weight.
     """
 
     read: int
     passes: float
+    batches: float
     moments: float
+    targets: float
     solves: float
     features: int
+    batch: int
     sums: int
     weights: int
+    number_bytes: int
 
 
 @torch.no_grad()
@@ -205,10 +263,11 @@ def show_shapes(shapes: Shapes, estimates: dict[str, Estimate]) -> None:
     """Print estimates by rule as a table."""
     labels = {
         "read": "read", "passes": "forward passes", "moments": "sums over samples",
-        "solves": "solves", "features": "features of the samples",
-        "sums": "sums of a block", "weights": "a block of model and expert",
+        "targets": "targets of the tasks", "solves": "solves",
+        "features": "features of the samples", "batch": "a running batch",
+        "sums": "sums and solves of a block", "weights": "weights of a block",
     }  # fmt: skip
-    counts = {"passes", "moments", "solves"}
+    counts = {"passes", "moments", "targets", "solves"}
     lines = list[tuple[str, list[str]]]()
     for key, label in labels.items():
         values = [getattr(estimate, key) for estimate in estimates.values()]
