@@ -72,9 +72,7 @@ def show_start(
 def _fit_lines(request: Request, opened: Opened) -> list[str]:
     """Return memory and time of the calibration, or why they are not estimated."""
     settings, tasks = opened.settings, len(opened.tasks)
-    sizes = [
-        _samples_and_tokens(task, settings.augment or "none") for task in opened.tasks.values()
-    ]
+    sizes = [_samples_and_tokens(task, settings.augment) for task in opened.tasks.values()]
     samples, tokens = map(sum, zip(*sizes, strict=True))
     tokens, folders = max(tokens // samples, 1), fetch_all(request.model_options)
     try:
@@ -86,13 +84,13 @@ def _fit_lines(request: Request, opened: Opened) -> list[str]:
     return fit_lines(shapes.estimate(tasks=tasks, samples=samples, plus=plus, batch=batch))
 
 
-def _samples_and_tokens(task: Task, augment: str) -> tuple[int, int]:
+def _samples_and_tokens(task: Task, augment: str | None) -> tuple[int, int]:
     """Return the number of a task's samples with augmented ones, and their tokens when padded."""
     batches, count = task.batches, task.samples
     if isinstance(batches, list):  # sentences, of about four characters per token
         return count, sum(len(str(text)) for text in batches) // 4
     if not isinstance(batches, TextBatches):
-        return count * (1 + number_of_copies(count, augment, next(iter(batches)))), 0
+        return count * (1 + number_of_copies(count, augment or "none", next(iter(batches)))), 0
     lengths, size = batches.lengths(), min(batches.batch_size, count)
     return count, size * sum(max(lengths[n : n + size]) for n in range(0, count, size))
 

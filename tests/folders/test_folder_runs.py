@@ -408,7 +408,9 @@ def test_plan_note_and_card_name_what_stays_as_merged(folder: Path) -> None:
     more = words(folder, "--preset", "paper", "--no-eval", "--set", "modules=['!mlp.*']")
     differ = "odules that stay as merged although experts differ in them"
     text = f"m{differ}: model.layers.*.mlp (6 matrices), model.embed_tokens, lm_head"
-    assert f"\n{text}\n" in featcal(*more, "--plan").out
+    plan = featcal(*more, "--plan").out
+    assert f"\n{text}\n" in plan
+    assert "\nmemory: about 0." in plan and "\ntime: about " in plan
     limited = featcal(*more, "--plan", "--set", "expert_read_budget=50%").out
     assert "even if experts differ in them (names alone were read): model.layers.*.mlp" in limited
     done = featcal(*more)
