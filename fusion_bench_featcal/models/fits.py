@@ -45,7 +45,7 @@ class Rates:
         return operations + estimate.read / self.reads + estimate.batches * self.batch
 
 
-CPU = Rates("one core of an AMD EPYC with AVX2", 4.5e9, 30e9, 20e9, 6e9, 1e9, 0.015)
+CPU = Rates("one core of an AMD EPYC with AVX2", 5e9, 45e9, 30e9, 10e9, 1e9, 0.015)
 """Measured by benchmarks/plan.py. Without bfloat16 instructions, passes in 16 bits are slow."""
 
 GPU = Rates("an H100 or H200 GPU", 400e12, 45e12, 45e12, 20e12, 3e9, 0.004)

@@ -132,7 +132,8 @@ class Shapes:
         # The expert once, the merged model in turns, for a mixture's router, and with new weights.
         runs = 2 + (self.plus_turns if plus else 1) + bool(self.routed)
         at_once = max if plus else sum  # of the groups of a block
-        sums = (at_once(group.sums(plus=plus) for group in block) for block in blocks if block)
+        sums = [at_once(group.sums(plus=plus) for group in block) for block in blocks if block]
+        most_sums = max(sums, default=0)
         inputs = [[g.rows * g.width for g in block] for block in self.groups.values()]
         # FeatCal+ solves the first group at once. The paper's rule uses all before the next batch.
         waiting = max(sum(block[1:]) for block in inputs) if plus else 0
@@ -147,9 +148,10 @@ class Shapes:
             features=rows * (2 * self.feature_bytes + (waiting + 2 * self.entering) * size),
             # Inputs of model and expert, outputs, and parts in float32.
             batch=4 * batch * max(map(sum, inputs)) * size,
-            sums=max(sums, default=0),
-            # Blocks of the model, of an expert and of the next one. Embeddings of two models.
-            weights=max(3 * self.block_bytes, 2 * outside),
+            sums=most_sums,
+            # Blocks of the model, of an expert and of the next one. Or, at another time than the
+            # sums, embeddings of two models.
+            weights=max(3 * self.block_bytes, 2 * outside - most_sums),
             number_bytes=size,
         )
 
