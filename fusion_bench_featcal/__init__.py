@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.experts.safetensors_files import SafetensorsExpert
     from fusion_bench_featcal.families import Family
     from fusion_bench_featcal.folders import calibrate_folder
+    from fusion_bench_featcal.folders.calibration_inputs import calibration_inputs
     from fusion_bench_featcal.rules.paper import Paper
     from fusion_bench_featcal.rules.plus import Plus
     from fusion_bench_featcal.run.log import CalibrationLog
@@ -34,6 +35,7 @@ __all__ = [
     "TorchProcesses",
     "calibrate",
     "calibrate_folder",
+    "calibration_inputs",
 ]
 
 # Imported on first use, so that `import fusion_bench_featcal` is fast.
@@ -53,5 +55,6 @@ __getattr__ = lazy_names(
         "TorchProcesses": ".run.processes",
         "calibrate": ".calibration",
         "calibrate_folder": ".folders",
+        "calibration_inputs": ".folders.calibration_inputs",
     },
 )

@@ -9,6 +9,7 @@ from fusion_bench_featcal.files.json_files import digest_json, json_text
 from fusion_bench_featcal.files.untrusted import read_json
 from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.options import INPUTS_FILE
+from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.results.notes import WARNING, Note, notes_of
 
 
@@ -25,10 +26,15 @@ def digests_of(models: InputModels) -> dict[str, str]:
     digests = {model.option: digest_model(model) for model in opened}
     if models.processor_folder is not None:
         digests["--tokenizer"] = digest_files(used_files(models.processor_folder, weights=False))
+    return digests | data_digests(request)
+
+
+def data_digests(request: Request) -> dict[str, str]:
+    """Return option (with the task's name) -> digest, of the data and the chat template."""
     data = dict(request.data_options)
     if request.chat_template is not None:
         data["--chat-template"] = request.chat_template
-    return digests | {o: digest_data(path) or digest_json(path) for o, path in data.items()}
+    return {o: digest_data(path) or digest_json(path) for o, path in data.items()}
 
 
 def write_inputs(folder: Path, digests: Mapping[str, str]) -> None:

@@ -153,7 +153,7 @@ def _calibrate_with_others(request: Request, processes: Processes) -> None:
     """
     if processes.gather(False)[0]:
         fetch_all(request.models)
-        opened = _open_models_and_data(InputModels(request))
+        opened = open_models_and_data(InputModels(request))
         _calibrate_and_evaluate(Evaluation(request, opened, processes))
 
 
@@ -177,7 +177,7 @@ def _calibrate_and_evaluate(evaluation: Evaluation) -> tuple[CalibrationResult, 
     return result, facts
 
 
-def _open_models_and_data(inputs: InputModels) -> Opened:
+def open_models_and_data(inputs: InputModels) -> Opened:
     """Open models and data with the library that the models' files are written for.
 
     Raises:
@@ -203,7 +203,7 @@ def _open_inputs(inputs: InputModels, processes: Processes) -> Evaluation:
             were calibrated with others.
         CalibrationError: If models or data cannot be used.
     """
-    request, opened = inputs.request, _open_models_and_data(inputs)
+    request, opened = inputs.request, open_models_and_data(inputs)
     tasks, digests = [*opened.tasks.values(), *opened.further.values()], digests_of(inputs)
     texts = [text for task in tasks for text in task.notes]
     notes = [*notes_of([*texts, *request.notes]), *repeats(inputs, digests), *opened.notes]
