@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.families import Family
     from fusion_bench_featcal.folders import calibrate_folder
     from fusion_bench_featcal.folders.calibration_inputs import calibration_inputs
+    from fusion_bench_featcal.folders.pushing import push_to_hub
     from fusion_bench_featcal.rules.paper import Paper
     from fusion_bench_featcal.rules.plus import Plus
     from fusion_bench_featcal.run.log import CalibrationLog
@@ -36,6 +37,7 @@ __all__ = [
     "calibrate",
     "calibrate_folder",
     "calibration_inputs",
+    "push_to_hub",
 ]
 
 # Imported on first use, so that `import fusion_bench_featcal` is fast.
@@ -56,5 +58,6 @@ __getattr__ = lazy_names(
         "calibrate": ".calibration",
         "calibrate_folder": ".folders",
         "calibration_inputs": ".folders.calibration_inputs",
+        "push_to_hub": ".folders.pushing",
     },
 )

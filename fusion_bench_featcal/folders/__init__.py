@@ -40,7 +40,8 @@ def calibrate_request(request: "Request", processes: "Processes | None" = None) 
     """Calibrate the models of a request (`Request`), and return the folder of the result.
 
     Several processes share the calibration, and the first one does everything else. Models are
-    looked up on the hub before torch and transformers are imported, which takes seconds.
+    looked up on the hub, and a login for `push`, before torch and transformers are imported, which
+    takes seconds.
 
     Raises:
         ValueError: As `calibrate_folder`.
@@ -48,6 +49,10 @@ def calibrate_request(request: "Request", processes: "Processes | None" = None) 
     """
     from fusion_bench_featcal.models.hub import hub_models
 
+    if request.push:
+        from fusion_bench_featcal.folders.pushing import check_push
+
+        check_push(request.push)
     hub = hub_models(request.models) | hub_models(request.processors, weights=False)
     from fusion_bench_featcal.folders.job import run_job
 

@@ -24,6 +24,7 @@ from fusion_bench_featcal.folders.input_models import InputModels
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.opened_transformers import open_transformers
 from fusion_bench_featcal.folders.options import WORDS
+from fusion_bench_featcal.folders.pushing import push_to_hub
 from fusion_bench_featcal.folders.read_request import check_folder
 from fusion_bench_featcal.folders.request import SWUDI, Request
 from fusion_bench_featcal.folders.saving import REPORT, damaged_files, is_complete, save_folder
@@ -83,6 +84,8 @@ def run_job(
             processes.gather(False)
         else:
             _open_and_run(request, processes)
+        if request.push and not request.plan:
+            print(f"uploaded: {push_to_hub(request.folder, request.push)}")
     return request.folder
 
 

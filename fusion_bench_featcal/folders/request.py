@@ -119,6 +119,12 @@ class Request:
         "[NAME=]TEXT", options.prompt,
     )  # fmt: skip
     device: str = setting("cpu", "cpu (default) or cuda")
+    push: str | None = setting(
+        None,
+        "upload the saved model to this repository of the hub, which is created as a private one",
+        metavar="OWNER/NAME",
+        is_recorded=False,
+    )
     plan: bool = setting(False, "show reads, files and downloads, and stop", is_recorded=False)
     resume: bool = setting(False, "resume after an interruption", is_recorded=False)
     notes: tuple[str, ...] = ()

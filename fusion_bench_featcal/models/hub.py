@@ -244,7 +244,7 @@ def patiently(call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:  # the client, the network and the disk raise many types
-            if (status := _status(error)) not in _TRANSIENT:
+            if (status := status_of(error)) not in _TRANSIENT:
                 raise
             log.info("the hub is busy (%d). The next try is in %d s", status, wait)
             time.sleep(wait)
@@ -283,7 +283,7 @@ def hub_cause(error: BaseException, *, is_lookup: bool = False) -> str | None:
     retry = _AGAIN if is_lookup else _AGAIN + _RESUMES
     chain = list(causes(error))
     texts, kinds = " ".join(map(str, chain)), {type(link).__name__ for link in chain}
-    status = _status(error)
+    status = status_of(error)
 
     def is_any(*types: type[BaseException]) -> bool:
         return any(isinstance(link, types) for link in chain)
@@ -316,7 +316,7 @@ def hub_cause(error: BaseException, *, is_lookup: bool = False) -> str | None:
     return None
 
 
-def _status(error: BaseException) -> int:
+def status_of(error: BaseException) -> int:
     """Return the status of the hub's answer that caused an error, or 0 without an answer."""
     answers = (getattr(link, "response", None) for link in causes(error))
     return next((answer.status_code for answer in answers if answer is not None), 0)

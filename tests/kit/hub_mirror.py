@@ -21,8 +21,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import huggingface_hub
 import pytest
 
-Failure = Literal["gated", "missing", "limited", "cut", "altered", ""]
-"""Access is restricted; there is no repository; 429; files break off, or one byte differs; none."""
+Failure = Literal["gated", "missing", "limited", "cut", "altered", "full", ""]
+"""Access is restricted; there is no repository; 429; files break off, or one byte differs; commits
+are refused; none."""
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Repository:
     files: dict[str, bytes]
     failure: Failure = ""
     hiccup: int = 0
+    private: bool = False
 
     @property
     def commit(self) -> str:
@@ -57,6 +59,7 @@ class Mirror:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}  # datasets by `datasets/ID`
         self.requests: list[Request] = []
+        self.token, self.role = "hf_test", "write"  # of the user `me`, a member of `my-name`
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
         self._server.mirror = self  # type: ignore[attr-defined]
@@ -152,6 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
         is_first = all((r.method, r.path) != (self.command, path) for r in self.mirror.requests)
         self.mirror.requests.append(self.request_)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if path == "/api/whoami-v2":
+            self._describe_user()
+            return
         if path in ("/api/repos/create", "/api/validate-yaml"):
             self._create(json.loads(body))
             return
@@ -184,10 +190,22 @@ class _Handler(BaseHTTPRequestHandler):
         """Create a repository of models. A card, which the client sends first, is not checked."""
         if "name" in request:
             name = f"{request['organization']}/{request['name']}"
-            self.mirror.add(name, {})
+            known = self.mirror.repositories.get(name)
+            repository = known or self.mirror.add(name, {})
+            if known is None:
+                is_private = request.get("private") or request.get("visibility") == "private"
+                repository.private = bool(is_private)
             self._json({"url": f"{self.mirror.url}/{name}", "name": name})
         else:
             self._json({"errors": [], "warnings": []})
+
+    def _describe_user(self) -> None:
+        """Answer who has the token of a request."""
+        if self.headers.get("Authorization") != f"Bearer {self.mirror.token}":
+            self._send(401, b'{"error":"Invalid username or password."}', {})
+            return
+        token = {"accessToken": {"displayName": "tests", "role": self.mirror.role}}
+        self._json({"type": "user", "name": "me", "orgs": [{"name": "my-name"}], "auth": token})
 
     def _commit(self, repository: Repository, name: str, body: bytes) -> None:
         """Add the files of a commit, which are sent whole."""
@@ -207,6 +225,8 @@ class _Handler(BaseHTTPRequestHandler):
             sent = [file["path"] for file in json.loads(body)["files"]]
             modes = [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in sent]
             self._json({"files": modes})
+        elif action == "commit" and repository.failure == "full":
+            self._refuse(403, "", "Private repository storage limit reached")
         elif action == "commit":
             self._commit(repository, name, body)
         elif action in ("paths-info", "tree"):
