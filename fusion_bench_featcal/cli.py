@@ -192,8 +192,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--metric", help="another one than accuracy, such as loss")
     report.add_argument("--out", metavar="DIR", help="also write report.{csv,md}, lines.csv there")
     report.add_argument("--html", metavar="FILE", help="also write a page for a browser")
-    report.add_argument("--figures", metavar="DIR", help="also write figures (SVG) there")
-    report.add_argument("--markdown", action="store_true", help="print Markdown")
+    report.add_argument("--figures", metavar="DIR", help="also write figures there")
+    report.add_argument("--figure-format", choices=("svg", "pdf"), help="svg (default) or pdf")
+    printed = report.add_mutually_exclusive_group()
+    printed.add_argument("--markdown", action="store_true", help="print Markdown")
+    printed.add_argument("--latex", action="store_true", help="print LaTeX tables (booktabs)")
     report.add_argument(
         "--against", metavar="ROW",
         help="only differences from one row (task_arithmetic/featcal), with Holm's correction",

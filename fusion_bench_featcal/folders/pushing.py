@@ -62,9 +62,7 @@ def check_push(repo_id: str) -> None:
     Raises:
         CalibrationError: If the user is not logged in, or cannot write there.
     """
-    option, (owner, _, name) = f"--push {repo_id}", repo_id.partition("/")
-    if not (owner and name) or "/" in name:
-        raise CalibrationError(f"{option}: write OWNER/NAME, the id of a model on the hub")
+    option, owner = f"--push {repo_id}", repo_id.partition("/")[0]
     try:
         user = patiently(HfApi().whoami)
     except LocalTokenNotFoundError as error:

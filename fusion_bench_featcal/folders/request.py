@@ -122,9 +122,9 @@ class Request:
     push: str | None = setting(
         None,
         "upload the saved model to this repository of the hub, which is created as a private one",
-        metavar="OWNER/NAME",
-        is_recorded=False,
-    )
+        accepts="OWNER/NAME, a model of the hub", check=lambda name: str(name).count("/") == 1,
+        metavar="OWNER/NAME", is_recorded=False,
+    )  # fmt: skip
     plan: bool = setting(False, "show reads, files and downloads, and stop", is_recorded=False)
     resume: bool = setting(False, "resume after an interruption", is_recorded=False)
     notes: tuple[str, ...] = ()

@@ -51,6 +51,7 @@ _STYLE: dict[Any, Any] = {
                      "xtick.color", "ytick.color"), _INK),
     "text.parse_math": False,  # dollar signs in names are characters
     "svg.fonttype": "none",
+    "pdf.fonttype": 42,  # fonts that editors can change
     "svg.hashsalt": "featcal",  # equal figures give equal files
 }  # fmt: skip
 _BARS: dict[str, Any] = {"elinewidth": 1.1, "capsize": 2, "barsabove": True}
@@ -290,18 +291,25 @@ def _add_legend(figure: "Figure", styles: Mapping[str, Mapping[str, Any]], lines
 
 def svg(figure: "Figure") -> str:
     """Return a figure as an `svg` element. Equal figures give equal texts."""
-    buffer = io.StringIO()
-    with _style(), warnings.catch_warnings():
-        # Text remains text, because the viewer has glyphs that matplotlib's font lacks.
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(buffer, format="svg", metadata=nothing)
-    text = buffer.getvalue()
+    text = _drawn(figure, "svg").decode()
     return without_codes(text[text.index("<svg") :])
 
 
-def save_figures(figures: "Mapping[str, Figure]", folder: str | Path, setting: str) -> list[Path]:
-    """Write figures as SVG files of their names into a folder, and return the files.
+def _drawn(figure: "Figure", form: str) -> bytes:
+    """Return a figure as SVG or PDF, without the time."""
+    buffer = io.BytesIO()
+    with _style(), warnings.catch_warnings():
+        # Text remains text, because the viewer has glyphs that matplotlib's font lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        keys = ("Date", "Creator", "Format", "Type") if form == "svg" else ("CreationDate",)
+        figure.savefig(buffer, format=form, metadata=dict.fromkeys(keys))
+    return buffer.getvalue()
+
+
+def save_figures(
+    figures: "Mapping[str, Figure]", folder: str | Path, setting: str, form: str = "svg"
+) -> list[Path]:
+    """Write figures as SVG or PDF files of their names into a folder, and return the files.
 
     Raises:
         ReportError: If there is no figure, or a file cannot be written.
@@ -310,7 +318,8 @@ def save_figures(figures: "Mapping[str, Figure]", folder: str | Path, setting: s
         raise ReportError("there is nothing to draw")
     target = prepare_directory(folder, setting)
     names = {name: re.sub(r"[^-.:+ \w]", "_", name) for name in figures}
+    contents = {n: svg(f) if form == "svg" else _drawn(f, form) for n, f in figures.items()}
     return [
-        write_atomic(target / f"{names[name]}.svg", svg(figure), setting)
-        for name, figure in figures.items()
+        write_atomic(target / f"{names[name]}.{form}", content, setting)
+        for name, content in contents.items()
     ]

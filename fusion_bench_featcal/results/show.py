@@ -17,7 +17,17 @@ from .lines import LINES_FILE, RUN_FILE, lines_csv, table_csv
 from .names import short_label
 from .sentences import sentences, verdicts
 from .statistics import Difference
-from .tables import ABSENT, Table, Unit, console, page, print_lines, share_text
+from .tables import (
+    ABSENT,
+    Table,
+    Unit,
+    console,
+    latex_comment,
+    p_text,
+    page,
+    print_lines,
+    share_text,
+)
 
 _MIB = 2**20
 _LETTERS = 14  # of a task where the table is wider than the terminal
@@ -163,7 +173,7 @@ def show_against(results: Results, name: str, metric: str | None = None) -> None
     for suite in table.suite.unique():
         lines = [
             (r["row"], [unit.gain(Difference(r["difference"], r["half"], r["seeds"], r["p"])),
-                        ABSENT if r["adjusted"] is None else f"{r['adjusted']:.2g}"])
+                        p_text(r["adjusted"])])
             for r in records if r["suite"] == suite
         ]  # fmt: skip
         Table(f"{suite}: average {metric} minus that of {name}", ["points", "p"], lines).show()
@@ -179,6 +189,14 @@ def markdown(frame: Frame) -> str:
     for table in tables_of(frame):
         paragraphs += [f"## {table.title}", table.markdown()]
     return page(*paragraphs, "## Notes", sentences(frame))
+
+
+def latex(frame: Frame) -> str:
+    """Return the tables as LaTeX, with the verdicts, the legend and the notes as comments."""
+    heads, is_lower = (AVERAGE, *frame.tasks), is_lower_better(frame.metric)
+    tables = [table.latex(heads, is_lower_better=is_lower) for table in tables_of(frame)]
+    first = latex_comment([*verdicts(frame), r"The tables need \usepackage{booktabs}."])
+    return "\n\n".join([first, *tables, latex_comment(sentences(frame))]) + "\n"
 
 
 def write_report(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from .names import PERCENTAGES
+from .names import PERCENTAGES, REFERENCES
 from .statistics import Difference
 
 if TYPE_CHECKING:
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 ABSENT = "-"
 _WIDTH = 80
+_LATEX = {
+    **{mark: f"\\{mark}" for mark in "&%$#_{}"}, "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$", "|": "$|$",
+    "±": r"$\pm$", "…": r"\ldots{}", "\n": " ",
+}  # fmt: skip
 # Escape codes of terminals, and marks that reverse the direction of writing.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -65,6 +70,32 @@ class Table:
         ]
         texts = [f"| {text} |" for text in texts]
         return "\n".join([texts[0], "|:--" + "|--:" * len(self.heads) + "|", *texts[1:]])
+
+    def latex(self, compared: Iterable[str] = (), *, is_lower_better: bool = False) -> str:
+        """Return a LaTeX table, which needs the package booktabs.
+
+        Args:
+            compared: Heads of columns whose best value is bold, apart from base and experts.
+            is_lower_better: Whether the lowest value is the best.
+        """
+        best = dict[int, str]()
+        for index, column in enumerate(self.heads):
+            texts = [cells[index] for head, cells in self.lines if head not in REFERENCES]
+            if column in {*compared} and (texts := [text for text in texts if text != ABSENT]):
+                best[index] = (min if is_lower_better else max)(texts, key=float)
+        rows = [["", *map(latex_text, self.heads)]]
+        for head, cells in self.lines:
+            texts = ["--" if text in (ABSENT, "") else latex_text(text) for text in cells]
+            for index in best if head not in REFERENCES else ():
+                if cells[index] == best[index]:
+                    texts[index] = rf"\textbf{{{texts[index]}}}"
+            rows.append([latex_text(head), *texts])
+        first, *others = [" & ".join(row) + r" \\" for row in rows]
+        return "\n".join([
+            r"\begin{table}", rf"\caption{{{latex_text(self.title)}}}",
+            rf"\begin{{tabular}}{{l{'r' * len(self.heads)}}}", r"\toprule", first, r"\midrule",
+            *others, r"\bottomrule", r"\end{tabular}", r"\end{table}",
+        ])  # fmt: skip
 
     def show(self) -> None:
         """Print the table, divided if it is wider than the terminal."""
@@ -116,6 +147,17 @@ def without_codes(text: str) -> str:
     return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
+def latex_text(text: str) -> str:
+    """Return a text for LaTeX, with its special characters escaped and true minus signs."""
+    escaped = "".join(_LATEX.get(letter, letter) for letter in without_codes(text))
+    return re.sub(r"(?<![\w.-])-(?=\d)", "$-$", escaped)
+
+
+def latex_comment(lines: Iterable[str]) -> str:
+    """Return sentences as comments of LaTeX."""
+    return re.sub("(?m)^", "% ", "\n".join(map(without_codes, lines)))
+
+
 def without_html(text: str) -> str:
     """Return Markdown with HTML, links and images as plain text. The package writes none."""
     return re.sub("<(?=[A-Za-z/!?])", "&lt;", without_codes(text)).replace("](", "]\\(")
@@ -159,6 +201,11 @@ class Unit(NamedTuple):
         text = self.difference(gain)
         is_plain = gain.seeds >= seeds and (gain.half is not None or gain.seeds == 1)
         return text if is_plain else f"{text}, {gain.seeds} seeds"
+
+
+def p_text(p: float | None) -> str:
+    """Write a p-value, and small ones as a bound, because they rest on the normal distribution."""
+    return ABSENT if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
 def share_text(share: float | None) -> str:

@@ -46,7 +46,7 @@ REFUSALS = {
     "wrong": "Log in with `hf auth login`, or set HF_TOKEN to a token that may write",
     "read": "your token may only read. Log in",
     "owner": "you are logged in as me and my-name. Log in",
-    "form": "write OWNER/NAME, the id of a model on the hub",
+    "form": "must be null or OWNER/NAME, a model of the hub, got 'repaired'",
 }
 
 
@@ -61,7 +61,8 @@ def test_an_upload_that_cannot_succeed_is_refused_before_the_run(
     mirror.role = "read" if cause == "read" else "write"
     name = {"owner": "someone/repaired", "form": "repaired"}.get(cause, NAME)
     message = error_of(*words(folder, *QUICK), "--push", name)
-    assert message.startswith(f"--push {name}: ") and REFUSALS[cause] in message
+    place = "featcal calibrate: push must" if cause == "form" else f"--push {name}: "
+    assert message.startswith(place) and REFUSALS[cause] in message
     assert not (folder / "out").exists() and not mirror.repositories
 
 

@@ -31,6 +31,7 @@ from fusion_bench_featcal.results import (
     write_run,
 )
 from fusion_bench_featcal.results.figures import figures_of
+from fusion_bench_featcal.results.tables import p_text
 
 EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
 
@@ -73,6 +74,56 @@ def test_the_printed_table(written: Any) -> None:
     folder, done = written
     names = ("out", "svg/accuracy.svg", "a.html")
     assert done.out == TABLE + "".join(f"written: {folder / name}\n" for name in names)
+
+
+def test_the_table_as_latex(tmp_path: Path) -> None:
+    tasks = ("cars_&_50%", "dtd")
+    levels = LEVELS | {"featcal_plus": 0.7, "experts": 0.95}
+    done = featcal("report", leave_run(tmp_path / "a", levels, tasks), "--latex")
+    lines = done.out.splitlines()
+    shown = [line for line in lines if not line.startswith("% ")]
+    text = "\n".join(shown)
+    assert done.code == 0 and len(lines) > len(shown) and r"\usepackage{booktabs}" in done.out
+    begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", text) for word in ("begin", "end"))
+    assert begun == ended[::-1] == ["table", "tabular"]
+    bare = re.sub(r"\\[&%_#${}]", "", text)
+    assert bare.count("{") == bare.count("}") and not re.search("[%_#±]", bare)
+    rules = [line for line in shown if line.endswith("rule")]
+    assert rules == [r"\toprule", r"\midrule", r"\bottomrule"]
+    head, *rows = [line for line in shown if line.endswith(r" \\")]
+    assert r"cars\_\&\_50\%" in head and r"\caption{toy: accuracy, \%}" in text
+    cells = {c[0]: c for c in (row.removesuffix(r" \\").split(" & ") for row in rows)}
+    columns = shown[shown.index(r"\toprule") - 1].partition("{l")[2].count("r")
+    assert {len(row) for row in cells.values()} == {columns + 1}
+    assert "" not in cells["base"] + cells["experts"] and "--" in cells["base"]
+    bold = {name: [cell for cell in row if "textbf" in cell] for name, row in cells.items()}
+    assert bold.pop("+ featcal") == [r"\textbf{75.0}"] * 3
+    assert not any(bold.values()) and r"$\pm$" in cells["+ featcal"][2]
+
+
+def test_latex_has_the_lowest_loss_in_bold_and_true_minus_signs(tmp_path: Path) -> None:
+    run = make_run({"base": 0.9, "task_arithmetic": 0.6, "featcal": 0.5, "featcal_plus": 0.7})
+    for row in run.rows:
+        row.scores["loss"] = row.scores["accuracy"]
+    done = featcal("report", write_run(tmp_path / "a", run), "--latex", "--metric", "loss")
+    assert re.findall(r"textbf{([\d.]+)}", done.out) == ["0.500"] * 3
+    gains = re.findall(r"\+ featcal\S* & [^&]+ & (\S+)", done.out)
+    assert gains == ["$-$0.100", "+0.100"]
+
+
+def test_figures_as_pdf(tmp_path: Path) -> None:
+    words = (leave_run(tmp_path / "a"), "--figures", tmp_path / "f", "--figure-format", "pdf")
+    assert featcal("report", *words).code == 0
+    (file,) = (tmp_path / "f").iterdir()
+    content = file.read_bytes()
+    assert file.name == "accuracy.pdf" and content.startswith(b"%PDF")
+    assert featcal("report", *words).code == 0 and file.read_bytes() == content
+
+
+def test_small_p_values_are_bounds() -> None:
+    assert [p_text(p) for p in (None, 0.0, 0.00099, 0.001, 0.0312)] == [
+        "-", "< 0.001", "< 0.001", "0.001", "0.031",
+    ]  # fmt: skip
 
 
 def test_the_table_as_markdown_and_csv(written: Any) -> None:
@@ -224,7 +275,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("seed1", "--html", "page.md"), r"--html names a file that ends in \.html"),
     *((("seed1", "--against", "featcal", *form),
       f"--against prints differences alone: leave.*{form[0]}") for form in (("--out", "o"),
-      ("--html", "a.html"), ("--figures", "f"), ("--markdown",))),
+      ("--html", "a.html"), ("--figures", "f"), ("--markdown",), ("--latex",))),
+    (("seed1", "--figure-format", "pdf"), "--figure-format needs --figures DIR"),
     (("seed1", "--metric", "los"), "--metric: no row has 'los'; there are accuracy"),
     (("seed1", "--against", "featcl"), "name one row, got 'featcl'.*task_arithmetic/featcal"),
     (("cells", "--against", "featcal"), "of equal settings, and samples_per_task differ"),
