@@ -49,6 +49,23 @@ def run_method(folder: Path, *words: str) -> None:
         instantiate(config).run()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
+def test_fabrics_loggers_get_each_row_when_it_is_evaluated(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_method(tmp_path, "fabric/loggers=tensorboard_logger")
+    (file,) = (tmp_path / "log").rglob("events.out.tfevents.*")
+    logged = accumulators.EventAccumulator(str(file)).Reload()
+    report = results.read_run(tmp_path / "log")
+    steps = dict[str, set[int]]()
+    for row in report.rows:
+        for task, value in row.scores["accuracy"].items():
+            (event,) = logged.Scalars(f"{row.title}/{task}/accuracy")
+            assert event.value == pytest.approx(value, rel=1e-6)
+            steps.setdefault(row.title, set()).add(event.step)
+    assert sorted(steps.values(), key=min) == [{n} for n in range(len(report.rows))]
+
+
 def models_in_memory() -> int:
     gc.collect()
     models = [x for x in gc.get_objects() if type(x) is CLIPVisionModel]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench import BaseModelPool
+from lightning.fabric.loggers import CSVLogger
 from torch import nn
 
 from fusion_bench_featcal.errors import CalibrationError
@@ -38,6 +39,7 @@ from fusion_bench_featcal.results import (
 )
 from fusion_bench_featcal.results.names import INPUTS, REFERENCES
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
+from fusion_bench_featcal.results.rows import with_average
 from fusion_bench_featcal.results.run import Facts, conditions_of
 
 log = logging.getLogger(__name__)
@@ -155,6 +157,15 @@ class Report:
         if row.is_repair:
             taken = row.settings | self._conditions
             row.conditions |= conditions_of(self.run.merger, self._base_method, taken)
+        values = {
+            f"{row.title}/{task}/{metric}": value
+            for metric, by_task in scores.items()
+            for task, value in with_average(by_task).items()
+        }
+        for logger in self._inputs.fabric.loggers if values else ():
+            if not isinstance(logger, CSVLogger):  # lines.csv has the same numbers
+                logger.log_metrics(values, step=len(self.run.rows) - 1)
+                logger.save()
 
     def add_references(
         self, names: Sequence[str], on_base_loaded: Callable[[str, nn.Module], None] | None = None
