@@ -49,6 +49,7 @@ $(DOCS)/.installed: constraints/docs.txt | $(DOCS)/bin/python
 venv: $(VENV)/.installed ## make .venv with the package and the tools of its development
 
 demo: $(VENV)/.installed ## merge six small CLIP experts, calibrate the result, print the table
+	@echo "Loading FusionBench takes about 12 seconds, and longer on a busy machine" >&2
 	$(BIN)/fusion_bench method=featcal modelpool=clip-vit-mini_TA6
 
 demo-real: $(VENV)/.installed ## the same with MiniLM's pretrained weights, a download of 84 MB

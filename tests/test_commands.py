@@ -20,7 +20,11 @@ from tiny_texts import write_adapter
 from transformers import AutoModelForSeq2SeqLM
 
 from fusion_bench_featcal import CalibrationError, __version__
-from fusion_bench_featcal.fusionbench.console import FeatCalJob, ScreenFilter
+from fusion_bench_featcal.fusionbench.console import (
+    FeatCalJob,
+    ScreenFilter,
+    explain_interruptions,
+)
 from fusion_bench_featcal.suites import image, text
 
 TA6 = "modelpool=clip-vit-mini_TA6"
@@ -94,7 +98,7 @@ def test_a_failed_run_ends_in_one_line_and_a_bug_in_its_traceback(monkeypatch, c
     with pytest.raises(SystemExit, match=r"^error: modelpool\.models\.mini_korean=/no/folder: th"):
         FeatCalJob().on_run_start(config)
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert capsys.readouterr().err.startswith("\ninterrupted. The same command goes on after")
+    assert capsys.readouterr().err.startswith("\ninterrupted. With method.checkpoint_dir and meth")
     job = JobReturn(status=JobStatus.FAILED)
     job.return_value = raised(CalibrationError("method.seed: change it"))
     FeatCalJob().on_job_end(config, job)
@@ -110,7 +114,7 @@ def test_a_signal_ends_a_run_of_pools_with_the_way_to_go_on(name: str):
     code = f"""
 import os, signal, time
 from fusion_bench_featcal.fusionbench.console import explain_interruptions
-explain_interruptions()
+explain_interruptions({{"resume": False}})
 os.kill(os.getpid(), signal.{name})
 time.sleep(60)
 """
@@ -118,6 +122,17 @@ time.sleep(60)
     assert done.returncode == 128 + signal.Signals[name]
     (line,) = done.stderr.split("\n")[1:-1]
     assert line.startswith("interrupted. ") and "method.resume=true" in line
+
+
+@pytest.mark.parametrize(("method", "advice"), [
+    ({"post_merging": [], "upstreams": []}, ". The same command goes on after its finished cells"),
+    ({"stream": "calibration"}, ""),
+])  # fmt: skip
+def test_an_interruption_names_only_settings_that_apply(method, advice, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    explain_interruptions(method)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == f"\ninterrupted{advice}\n"
 
 
 # --- screens ---

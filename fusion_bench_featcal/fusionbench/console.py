@@ -38,10 +38,8 @@ _NEEDLESS = re.compile(
     r"Using a slow image processor|(?s:(?=.* LOAD REPORT)(?!.*(MISSING|MISMATCH|CONVERSION)))"
 )
 _SWITCHES = ("print_config", "print_function_call")
-_INTERRUPTED = (
-    "interrupted. The same command goes on after the finished cells of method=compare, and with "
-    "method.checkpoint_dir and method.resume=true after the last finished block"
-)
+_OF_CELLS = "The same command goes on after its finished cells"
+_OF_BLOCKS = "With method.checkpoint_dir and method.resume=true a run goes on after its last block"
 WORDS = Vocabulary("method.", {
     "rule=plus": "method=featcal/plus", "rule=paper": "method=featcal",
     "float32": "models that are stored or loaded in it, and fabric.precision=32-true",
@@ -71,7 +69,7 @@ class FeatCalJob(Callback):
         from fusion_bench_featcal.fusionbench.program_processes import open_fabric
 
         make_importable(os.getcwd())
-        explain_interruptions()
+        explain_interruptions(config.method)
         # FusionBench's YAML sets 1, which processes of the job would take for the user's choice.
         config.hydra.job.env_set[FULL_ERROR] = os.environ.get(FULL_ERROR, "0")
         if is_helper(os.environ):  # the time in the folder's name would differ
@@ -108,7 +106,7 @@ class FeatCalJob(Callback):
         except ValueError as error:
             raise SystemExit(f"error: {error}") from error
         make_importable(os.getcwd())
-        explain_interruptions()
+        explain_interruptions(config.method)
         switched_off = [f"{name}=false" for name in _SWITCHES]
         config.hydra.overrides.task = [*switched_off, *config.hydra.overrides.task]
 
@@ -199,8 +197,8 @@ def make_importable(folder: str) -> None:
         sys.path.append(folder)
 
 
-def explain_interruptions() -> None:
-    """Print how to continue instead of a traceback, if Ctrl-C or a signal interrupts a run.
+def explain_interruptions(method: Mapping[str, Any]) -> None:
+    """Print how to continue instead of a traceback, if Ctrl-C or a signal interrupts a method.
 
     Python's hook for uncaught errors is the only place for this: FusionBench's command catches
     nothing, and Hydra calls no callback after a KeyboardInterrupt.
@@ -212,7 +210,8 @@ def explain_interruptions() -> None:
             before(kind, error, trace)
             return
         if not is_helper(os.environ):
-            print(f"\n{_INTERRUPTED}", file=sys.stderr)
+            advice = [_OF_CELLS] * ("post_merging" in method) or [_OF_BLOCKS] * ("resume" in method)
+            print("\n" + ". ".join(["interrupted", *advice]), file=sys.stderr)
         if isinstance(error, Interruption):  # Python has exit codes for Ctrl-C alone
             sys.stdout.flush()
             os._exit(exit_code(error))
