@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from sides import machine
 
-from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.data.comparing import compare_scores
+from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.results.advice import KEEP, REJECT, UNCLEAR, USE, advise
 
 COMMON, EXPERT, MERGED, CHANGE = 0.7, 0.85, 0.75, 0.05

@@ -129,9 +129,9 @@ def test_routed_experts_are_counted_and_solved_one_at_a_time(tmp_path: Path):
     every += [(w, outputs, slots) for _, w, outputs in (entry, exit)]
     solves = sum(n * (8 * w**3 / 3 + 4 * w * w * outputs) for w, outputs, n in every)
     assert plus.solves == pytest.approx(3 * solves)
-    sizes = [(w * w, w * outputs) for w, outputs, _ in every]
+    areas = [(w * w, w * outputs) for w, outputs, _ in every]
     assert plus.sums == 4 * max(
-        max(9 * square + 7 * weight, 7 * square + 9 * weight) for square, weight in sizes
+        max(9 * square + 7 * weight, 7 * square + 9 * weight) for square, weight in areas
     )
     # Expert, update, router, and the output projection after three of four products.
     assert plus.passes == 2 * SAMPLES * sum(shapes.passes.values()) * (2 + 0.75 + 1)
