@@ -121,7 +121,7 @@ def _estimate(options: argparse.Namespace) -> None:
 
     if options.words:
         raise ValueError(f"--shapes needs no words of a run: leave out {' '.join(options.words)}")
-    shapes = shapes_of(options.shapes, tokens=options.tokens)
+    shapes = shapes_of(options.shapes, tokens=options.tokens, option="--shapes")
     estimate = partial(shapes.estimate, tasks=options.tasks, samples=options.samples)
     estimates = {"FeatCal": estimate(plus=False), "FeatCal+": estimate(plus=True)}
     if options.json:

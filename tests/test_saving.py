@@ -74,7 +74,7 @@ def test_a_card_names_its_method_and_changed_settings(
     assert head["base_model_relation"] == "merge" and head["datasets"] == ["org/data"]
     assert f"\n# {title}\n\n" in card and about in card and "\n\nUse it.\n\n## Results" in card
     assert f"### Settings\n\n{settings}\n\n" in card
-    assert f"## Limitations\n\n- {name}: samples fit no task\n- Only 1 task" in card
+    assert f"## Limitations\n\n- {name}: samples fit no task\n- Abilities that" in card
     table = featcal("report", write_run(tmp_path, run), "--markdown").out
     rows = [line for line in table.splitlines() if line.startswith("|")]
     assert len(rows) > 5 and "\n".join(rows) in card.split("## Results\n\n")[1]

@@ -188,19 +188,20 @@ class Estimate:
 
 
 @torch.no_grad()
-def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
+def shapes_of(folder: str | Path, *, tokens: int, option: str = "the model in") -> Shapes:
     """Run one sample through a model without weights.
 
     Args:
         folder: A folder with a config.json, which has architectures, or such a file.
         tokens: Tokens of a text. Images have the size that the config names.
+        option: What names the folder in messages.
 
     Raises:
         CalibrationError: If the model cannot be made from its config, or does not run.
     """
     path = Path(folder).expanduser()
     path = path.parent if path.name == "config.json" else path
-    model: Any = ModelFiles(path, f"--shapes {folder}").empty
+    model: Any = ModelFiles(path, f"{option} {folder}").empty
     # Products of attention are counted only if they are products of matrices.
     model.set_attn_implementation("eager")
     stages = stages_of(resolve_family("auto", model), model)
@@ -226,7 +227,7 @@ def shapes_of(folder: str | Path, *, tokens: int) -> Shapes:
         raise
     except Exception as error:  # a model may read values, or take other inputs
         kind = type(model).__name__
-        raise CalibrationError(f"--shapes {folder}: {kind} does not run: {error}") from error
+        raise CalibrationError(f"{option} {folder}: {kind} does not run: {error}") from error
     counts, groups = counter.get_flop_counts(), dict[str, list[GroupShape]]()
     passes = {n: sum(counts[f"{type(model).__name__}.{n}"].values()) for n in modules}
     features, routed = 0, dict[str, list[GroupShape]]()
