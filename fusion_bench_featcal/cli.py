@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"featcal {__version__}")
     options: Any = {"title": "commands", "required": True, "metavar": "COMMAND"}
     commands = parser.add_subparsers(**options)
-    add_arguments(_add_command(commands, "calibrate", calibrate_command), Request)
+    add_arguments(_add_command(commands, "calibrate", calibrate_command, "repair"), Request)
     check = _add_command(commands, "check", check_command)
     add_arguments(check, Request, "merged", "base", "expert")
 
@@ -232,7 +232,10 @@ def _positive_integer(text: str) -> int:
     return int(text)
 
 
-def _add_command(commands: Any, name: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+def _add_command(
+    commands: Any, name: str, function: Callable[..., Any], *aliases: str
+) -> argparse.ArgumentParser:
+    about = function.__doc__
+    parser = commands.add_parser(name, help=about, description=about, aliases=aliases)
     parser.set_defaults(command=function)
     return parser

@@ -238,7 +238,7 @@ def _command() -> str:
     """
     program = Path(sys.argv[0]).name
     if program in ("cli.py", "__main__.py", "-m"):
-        program = "featcal" if sys.argv[1:2] == ["calibrate"] else "fusion_bench"
+        program = "featcal" if sys.argv[1:2] in (["calibrate"], ["repair"]) else "fusion_bench"
     if program not in ("featcal", "fusion_bench"):
         return "By calls from Python."
     words = ["calibrate", "--config", "recipe.yaml", "--out", "DIR"]

@@ -169,7 +169,7 @@ def test_tables_that_cannot_be_scored_are_opened_once(copied: Path, monkeypatch:
 
 def test_names_of_labels_are_a_choice(copied: Path) -> None:
     screen = run(copied, "--prompt", "{}")
-    assert "accuracy % (loss)" in screen and "nearest" in screen
+    assert "\naccuracy, %\n" in screen and "nearest" in screen
 
 
 def test_the_card_is_the_librarys(usual: tuple[Path, str]) -> None:

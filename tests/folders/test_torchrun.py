@@ -45,7 +45,7 @@ def test_three_processes_calibrate_two_tasks(made: Path, tmp_path: Path) -> None
     one = started(1, *words(made, *SMALL, "--out", str(tmp_path / "one")))
     three = started(3, *words(made, *SMALL, "--out", str(tmp_path / "three")))
     assert one.returncode == three.returncode == 0, three.stderr
-    assert three.stdout.count("verdict:") == three.stdout.count("saved:") == 1
+    assert three.stdout.count("\naccuracy, %\n") == three.stdout.count("saved:") == 1
     assert "processes: 3 on cpu, each with batches of all tasks" in three.stdout
     assert "processes:" not in one.stdout
     assert_close(tmp_path / "three", tmp_path / "one")
