@@ -193,11 +193,14 @@ class Evaluation:
         advice = self._advise()
         first = "Check the warnings first. " if has_warnings else ""
         verdicts = task_verdicts(self.comparisons) | task_verdicts(self.further)
+        changes = {
+            c.task: f"{c.change_text} on {pluralize(c.examples or 0, 'test example')}"
+            for c in self.comparisons + self.further
+        }
         report.note(
             Note(VERDICT, first + advice.sentence),
-            *(Note(VERDICT, f"{c.change_text} on {pluralize(c.examples or 0, 'test example')}: "
-                            f"{verdicts[c.task]}", task=c.task)
-              for c in self.comparisons + self.further),
+            *(Note(VERDICT, f"{task}: {text}: {verdicts[task]}", task=task)
+              for task, text in changes.items()),
             *notes_of(self._notes_on_examples()),
         )  # fmt: skip
         self.add_note_on_title()
