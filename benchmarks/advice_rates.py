@@ -1,4 +1,4 @@
-"""How often the advice of a run is wrong, simulated.
+"""Simulated rates of wrong advice.
 
     OMP_NUM_THREADS=1 python benchmarks/advice_rates.py [--repeats 1000]
 

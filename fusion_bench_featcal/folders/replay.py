@@ -43,7 +43,7 @@ _FLOAT32_NOISE = 64 * torch.finfo(torch.float32).eps
 
 
 class Recipe(NamedTuple):
-    """How a model was merged.
+    """Method, models and parameters of a merge.
 
     Attributes:
         method: mergekit's name of the method, `ADAPTER` or `UNKNOWN`.

@@ -46,7 +46,7 @@ _VALUE = re.compile(r"(?<==).+|^[^=]+$", re.DOTALL)
 
 
 class CardHead(NamedTuple):
-    """What a model's library says about it.
+    """Facts from a model's library and its merged model.
 
     Attributes:
         library: Keys of the card's head that name the library.

@@ -1,4 +1,4 @@
-"""Whether a calibration fits into memory, and how long it takes: estimates before the run."""
+"""Estimates of the memory and the time of a calibration, before the run."""
 
 from dataclasses import dataclass
 

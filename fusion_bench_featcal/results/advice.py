@@ -1,4 +1,4 @@
-"""What to do with a repaired model, decided from scores of several models on the same examples.
+"""Advice on a repaired model, from scores of several models on the same examples.
 
 A task is better or worse if the scores of its examples change by more than chance explains: a
 two-sided p-value below 5 % after Holm's correction for the number of tasks. `docs/decide.md` has
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fusion_bench_featcal.errors.plurals import pluralize
 
 from .names import LOSS
-from .statistics import NORMAL, Difference, holm
+from .statistics import Difference, holm, normal_p
 from .tables import Unit
 
 SURE = 0.05
@@ -117,7 +117,7 @@ class Averages(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What to do with a repaired model.
+    """Advice on a repaired model.
 
     Attributes:
         kind: `use`, `keep` (the merged model), `reject`, `unclear` or `weak experts`.
@@ -165,8 +165,7 @@ def advise(
         return Advice(WEAK, sentence)
     is_clear = gain is not None and p_value(gain, comparisons[0].metric) <= SURE
     if worse or (is_clear and gain and gain.value < 0):
-        changes = ", ".join(f"{c.task} ({c.change_text})" for c in worse)
-        text = f"{len(worse)} of {tasks}, {changes}" if worse else "average"
+        text = f"{len(worse)} of {tasks}, {_list_changes(worse)}" if worse else "average"
         if unit and gain and not worse:
             text += f" ({unit(gain)})"
         text = f"Do not use {name}: it is worse than {merged} on {text}"
@@ -180,8 +179,7 @@ def advise(
         lost = [c for c, verdict in zip(further, task_verdicts(further).values(), strict=True)
                 if verdict.startswith(WORSE)]  # fmt: skip
         if lost:
-            changes = ", ".join(f"{c.task} ({c.change_text})" for c in lost)
-            text += f". But it is worse on {changes}, which it was not calibrated on"
+            text += f". But it is worse on {_list_changes(lost)}, which it was not calibrated on"
         return Advice(USE, text)
     if unit and gap and gap.half is not None and gap.value + gap.half <= NEAR:
         position = _position(gap, unit)
@@ -189,6 +187,10 @@ def advise(
         return Advice(KEEP, text)
     text = _unclear(comparisons, gain, unit, name, merged)
     return Advice(UNCLEAR, ". ".join(filter(None, (text, more_examples))))
+
+
+def _list_changes(comparisons: Sequence[Comparison]) -> str:
+    return ", ".join(f"{c.task} ({c.change_text})" for c in comparisons)
 
 
 def average_of(differences: Sequence[Difference | None]) -> Difference | None:
@@ -201,8 +203,7 @@ def average_of(differences: Sequence[Difference | None]) -> Difference | None:
     if len(halves) < count:
         return Difference(value, None, complete[0].seeds, None)
     half = math.hypot(*halves) / count
-    p = math.erfc(abs(value) / (half / NORMAL) / math.sqrt(2)) if half else float(value == 0)
-    return Difference(value, half, complete[0].seeds, p)
+    return Difference(value, half, complete[0].seeds, normal_p(value, half))
 
 
 def _points(comparisons: Sequence[Comparison]) -> Callable[[Difference], str] | None:

@@ -102,8 +102,12 @@ def difference(row: BySeed, other: BySeed) -> Difference | None:
     items = [gain.mean(axis=0) for gain in gains]
     differing = sum(int((abs(item) > 1e-12).sum()) for item in items)
     p_sign = min(1.0, 2.0 ** (1 - differing)) if items[0].size > 1 else 0.0
-    p = math.erfc(abs(value) / (half / NORMAL) / math.sqrt(2)) if half else float(value == 0)
-    return Difference(value, half, count, max(p, p_seeds, p_sign))
+    return Difference(value, half, count, max(normal_p(value, half), p_seeds, p_sign))
+
+
+def normal_p(value: float, half: float) -> float:
+    """Return the two-sided p-value of a normal estimate with half of its 95 % interval."""
+    return math.erfc(abs(value) / (half / NORMAL) / math.sqrt(2)) if half else float(value == 0)
 
 
 def _interval(
