@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import gammaln, xlogy
 from scipy.stats import binom
 
-from fusion_bench_featcal.results.statistics import ADDED_DIFFERENCES, difference, halves, student
+from fusion_bench_featcal.results.statistics import difference, halves
 
 ITEMS = (50, 100, 200, 400)
 SHARES = (0, *np.arange(0.0025, 0.03, 0.0025), *np.arange(0.03, 0.1, 0.01),
@@ -29,30 +29,23 @@ SPREAD = 0.01
 """Standard deviation over seeds of the share that only the first method answers."""
 
 
-def report_half(differences: np.ndarray) -> float:
-    """Return half of the interval that reports have for `[items]` differences of flags."""
+def interval_half(differences: np.ndarray) -> float:
+    """Return half of the interval for `[items]` differences of flags."""
     rows = ({None: {"task": differences == value}} for value in (1, -1))
     result = difference(*rows)
     assert result and result.half is not None
     return result.half
 
 
-def verdict_half(differences: np.ndarray) -> float:
-    """Return half of the interval of a verdict for `[items]` differences of flags."""
-    return student(differences.astype(float), ADDED_DIFFERENCES)[0]
-
-
-def exact_differences(items: int, half_of: Callable[[np.ndarray], float]) -> np.ndarray:
+def exact_differences(items: int) -> np.ndarray:
     """Return the probability that the interval holds, for each pair of shares in `PAIRS`.
 
-    Args:
-        items: Number of test examples.
-        half_of: Returns half of the interval of `[items]` differences of flags.
+    `items` is the number of test examples.
     """
     one, other = (grid.ravel() for grid in np.indices((items + 1, items + 1)))
     one, other = (numbers[one + other <= items] for numbers in (one, other))
     by_numbers: Mapping[tuple[int, int], float] = {
-        (b, c): half_of(np.repeat([1, -1, 0], [b, c, items - b - c]))
+        (b, c): interval_half(np.repeat([1, -1, 0], [b, c, items - b - c]))
         for b, c in zip(one.tolist(), other.tolist(), strict=True)
         if b >= c
     }
@@ -104,8 +97,7 @@ def simulated(items: int, **options: int) -> np.ndarray:
 
 def kinds() -> Iterator[tuple[str, Callable[[int], np.ndarray]]]:
     """Yield each kind of interval with a function: test examples -> coverages."""
-    yield "difference on one task", partial(exact_differences, half_of=report_half)
-    yield "verdict of `featcal calibrate`", partial(exact_differences, half_of=verdict_half)
+    yield "difference on one task", exact_differences
     yield "accuracy of one method", exact_values
     yield "difference of averages over six tasks", partial(simulated, tasks=6, seeds=1)
     yield "the same over three seeds", partial(simulated, tasks=6, seeds=3)

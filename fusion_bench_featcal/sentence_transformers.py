@@ -16,17 +16,13 @@ from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate_inputs, rule_and_options
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
+from fusion_bench_featcal.encoders.evaluation import open_scorers, repair_card, score_models
 from fusion_bench_featcal.encoders.evaluators import primary_metric
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.naming import module_folders
 from fusion_bench_featcal.encoders.opening import open_like
 from fusion_bench_featcal.encoders.pipeline import EncoderWeights, Pipeline, encoder_family
-from fusion_bench_featcal.encoders.repair_scores import (
-    RepairScores,
-    open_scorers,
-    repair_card,
-)
 from fusion_bench_featcal.encoders.texts import TextRow, read_texts, record_batches
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import first_line
@@ -51,6 +47,7 @@ Encoder = TypeVar("Encoder", bound=nn.Module)
 logger = logging.getLogger(__name__)
 
 
+@isolated_torch_state()
 def repair(
     merged: Encoder,
     *,
@@ -78,11 +75,12 @@ def repair(
         merged: A `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` or `MultiVectorEncoder`. It
             is not changed.
         experts: Task -> its expert: a model of the same class, its folder or its hub id.
-        texts: Task -> its examples, all of which are used: texts, pairs, triplets, or rows of a
-            dataset, of which `label`, `labels`, `score` and `scores` are not read. A single text
-            and columns named `sentence...` are read with `encode`. Of a pair or triplet, the first
-            text is read with `encode_query` and the others with `encode_document`. A reranker reads
-            the first text together with each of the others.
+        texts: Task -> its examples, all of which are used, in the order in which `featcal
+            calibrate` draws them: texts, pairs, triplets, or rows of a dataset, of which `label`,
+            `labels`, `score` and `scores` are not read. A single text and columns named
+            `sentence...` are read with `encode`. Of a pair or triplet, the first text is read with
+            `encode_query` and the others with `encode_document`. A reranker reads the first text
+            together with each of the others.
         base: The model that the experts were fine-tuned from. None: FeatCal+ uses texts alone.
         rule: How a block is solved, as for `calibrate`.
         evaluator: Task -> test examples, as in `--eval` of `featcal calibrate`. The repair ends
@@ -112,7 +110,14 @@ def repair(
         batch_size = rule.batch_size
     rule, chosen = rule_and_options(rule, Options(family=family, **options))
     runtime = Runtime.of(merged.device, device, autocast, processes, progress)
-    models = merged, base, experts
+    transformer_of("merged", merged)  # refuses other kinds of models
+    calls = read_texts(merged, experts, texts, chosen.seed)
+    tuned = {t: open_like(merged, user_term("expert", t), one) for t, one in experts.items()}
+    origin = None if base is None else open_like(merged, user_term("base"), base)
+    if origin is None:
+        sources = (one if isinstance(one, str | Path) else one.transformers_model.name_or_path
+                   for one in experts.values())  # fmt: skip
+        logger.warning(without_base([*map(str, sources)], "base={!r}"))
     examples = _test_examples(evaluator)
     scorers = open_scorers(merged, examples)
     if examples and not {*examples} & {*experts}:
@@ -120,16 +125,12 @@ def repair(
     evaluator = evaluator if not examples else {
         task: one for task, one in evaluator.items() if task not in examples
     }  # fmt: skip
-    result = calibrate_encoder(*models, texts, rule, chosen, batch_size, runtime, evaluator)
+    result = calibrate_encoder(
+        merged, origin, tuned, calls, rule, chosen, batch_size, runtime, evaluator
+    )
     repaired: Any = result.model
     if scorers:
-        tuned = {t: open_like(merged, user_term("expert", t), experts[t])
-                 for t in scorers if t in experts}  # fmt: skip
-        scores = RepairScores.from_scores(
-            {task: scorers[task].score(expert) for task, expert in tuned.items()},
-            *({task: one.score(model) for task, one in scorers.items()}
-              for model in (merged, repaired)),
-        )  # fmt: skip
+        scores = score_models(scorers, (merged, repaired, origin), tuned)
         if processes is None or processes.rank == 0:
             scores.show()
         counts = {record["task"]: record["samples"] for record in result.log.select("task")}
@@ -141,12 +142,11 @@ def repair(
     return cast(Encoder, repaired)
 
 
-@isolated_torch_state()
 def calibrate_encoder(
     merged: Any,
     base: Any,
     experts: Mapping[str, Any],
-    texts: Mapping[str, Iterable[TextRow]],
+    calls: Mapping[str, Mapping[str, list[Any]]],
     rule: Rule = Plus(),  # noqa: B008 (frozen)
     options: Options = Options(),  # noqa: B008
     batch_size: int | str = "auto",
@@ -159,7 +159,7 @@ def calibrate_encoder(
         merged: The merged model.
         base: The base, or None.
         experts: Experts by task.
-        texts: Examples by task.
+        calls: Texts by task, as `read_texts` returns them.
         rule: How a block is solved.
         options: Options of the calibration.
         batch_size: Texts that run together.
@@ -167,30 +167,23 @@ def calibrate_encoder(
         evaluator: As for `repair`, whose errors it raises.
     """
     longest = getattr(transformer_of("merged", merged), "max_seq_length", None)
-    calls = read_texts(merged, experts, texts)
     evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
     evaluators = evaluators if evaluator else {}
     if not {*evaluators} <= {*experts, None}:
         raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
-    tuned = {t: open_like(merged, user_term("expert", t), one) for t, one in experts.items()}
-    origin = None if base is None else open_like(merged, user_term("base"), base)
-    if origin is None:
-        sources = (one if isinstance(one, str | Path) else one.transformers_model.name_or_path
-                   for one in experts.values())  # fmt: skip
-        logger.warning(without_base([*map(str, sources)], "base={!r}"))
     size = batch_size_of(batch_size, merged.device, longest)
     before = dict[str | None, Any]()
     for task, one in evaluators.items():
-        expert = {} if task is None else {"expert": tuned[task]}
+        expert = {} if task is None else {"expert": experts[task]}
         before[task] = _score(task, one, expert | {"merged": merged})
-    batches = {task: record_batches(merged, calls[task], size) for task in tuned}
-    model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in tuned.items()}
+    batches = {task: record_batches(merged, calls[task], size) for task in experts}
+    model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in experts.items()}
     few = next(iter(batches.values()))[0]
     family = encoder_family(model, pipelines.values(), few, options.family, options.modules)
     last_block = family.stages(model)[0][-1]
     inputs = Inputs(
         model,
-        None if origin is None else EncoderWeights(Pipeline(origin), model, last_block),
+        None if base is None else EncoderWeights(Pipeline(base), model, last_block),
         {task: EncoderWeights(one, model, last_block) for task, one in pipelines.items()},
         batches,
     )

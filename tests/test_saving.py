@@ -24,6 +24,7 @@ from fusion_bench_featcal.models.saving import writing_model
 from fusion_bench_featcal.results import Frame, accuracy_frame, write_run
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.run import Facts
+from fusion_bench_featcal.results.sentences import compare_repair
 
 
 class Tiny(nn.Module):
@@ -67,17 +68,22 @@ def test_a_card_names_its_method_and_changed_settings(
     run = make_run(LEVELS | {name: 0.7})
     run.note(Note("warning", "samples fit no task", name))
     facts = Facts(settings=values)
-    card = card_text(name, facts, "org/base", {"one": "org/one@v1"}, accuracy_frame(run),
-                     advice=["Use it."], datasets=["org/data:train", "my rows.jsonl"])  # fmt: skip
+    frame = accuracy_frame(run)
+    scores = compare_repair(next(x for x in frame.lines if x.first.name == name), frame)
+    texts = name, facts, "org/base", {"one": "org/one@v1"}, frame
+    card = card_text(*texts, scores=scores, datasets=["org/data:train", "my rows.jsonl"])
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["base_model"] == ["org/base", "org/one"] and head["tags"] == ["merge", "featcal"]
     assert head["base_model_relation"] == "merge" and head["datasets"] == ["org/data"]
-    assert f"\n# {title}\n\n" in card and about in card and "\n\nUse it.\n\n## Results" in card
+    assert f"\n# {title}\n\n" in card and about in card
+    assert f"\n\n{scores.advice.sentence}\n\n## Results" in card
     assert f"### Settings\n\n{settings}\n\n" in card
     assert f"## Limitations\n\n- {name}: samples fit no task\n- Abilities that" in card
+    (own_table,) = scores.tables()
+    assert f"## Results\n\naccuracy, %\n\n{own_table.markdown()}\n" in card
     table = featcal("report", write_run(tmp_path, run), "--markdown").out
     rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(rows) > 5 and "\n".join(rows) in card.split("## Results\n\n")[1]
+    assert len(rows) > 4 and "\n".join(rows) in card_text(*texts).split("## Results\n\n")[1]
 
 
 def test_a_card_has_the_licence_of_the_base_and_the_merge_config(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusion_bench_featcal.data.draws import sample_order
 from fusion_bench_featcal.encoders.library import Encoder, st
 from fusion_bench_featcal.encoders.models import transformer_of
 from fusion_bench_featcal.encoders.pipeline import TEXT_OPTIONS
@@ -23,9 +24,15 @@ TEXT_NAMES = {
 
 
 def read_texts(
-    merged: Encoder, experts: Mapping[str, object], texts: Mapping[str, Iterable[TextRow]]
+    merged: Encoder,
+    experts: Mapping[str, object],
+    texts: Mapping[str, Iterable[TextRow]],
+    seed: int | None = None,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Return task -> name of a method of the merged model -> the inputs that it reads."""
+    """Return task -> name of a method of the merged model -> the inputs that it reads.
+
+    A seed puts each task's examples in the random order in which `featcal calibrate` draws them.
+    """
     for name, values in (("experts", experts), ("texts", texts)):
         if not isinstance(values, Mapping):
             raise TypeError(f"{name} must be a mapping of tasks, not a {type(values).__name__}")
@@ -35,9 +42,11 @@ def read_texts(
         )
     calls = {task: dict[str, list[Any]]() for task in experts}
     for task, task_calls in calls.items():
-        for index, row in enumerate(text_rows(f"texts[{task!r}]", texts[task])):
-            for method, value in calls_of(merged, f"texts[{task!r}][{index}]", row):
-                task_calls.setdefault(method, []).append(value)
+        rows = text_rows(f"texts[{task!r}]", texts[task])
+        order = range(len(rows)) if seed is None else sample_order(len(rows), task, seed)
+        read = [calls_of(merged, f"texts[{task!r}][{n}]", row) for n, row in enumerate(rows)]
+        for method, value in (call for index in order for call in read[index]):
+            task_calls.setdefault(method, []).append(value)
         if not task_calls:
             raise ValueError(f"texts[{task!r}] is empty: each expert needs texts")
     return calls

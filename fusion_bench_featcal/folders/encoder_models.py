@@ -16,6 +16,7 @@ from fusion_bench_featcal.encoders.opening import (
     with_adapter,
     with_weights,
 )
+from fusion_bench_featcal.encoders.texts import read_texts
 from fusion_bench_featcal.experts import InMemoryExpert, LazyModel
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.files.tensors import stored_bytes
@@ -102,7 +103,8 @@ class EncoderModels(Models):
         options, rule = replace(settings.options, samples_per_task=None), settings.rule_object
         models, size = (self.merged, self.base, self.experts), settings.batch_size
         runtime = Runtime(self.merged.device, processes=processes)
-        return calibrate_encoder(*models, batches, rule, options, size, runtime)
+        calls = read_texts(self.merged, self.experts, batches)
+        return calibrate_encoder(*models, calls, rule, options, size, runtime)
 
     def merge(self) -> CalibrationResult:
         """Return the merged model, which is in memory."""

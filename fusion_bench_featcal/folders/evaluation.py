@@ -12,19 +12,13 @@ from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import Task
+from fusion_bench_featcal.folders.tasks import OTHER_TEXT, Task
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
-from fusion_bench_featcal.results.advice import (
-    REJECT,
-    UNCLEAR,
-    Advice,
-    Comparison,
-    advise,
-    task_verdicts,
-)
+from fusion_bench_featcal.results.advice import REJECT, task_verdicts
 from fusion_bench_featcal.results.names import BASE, INPUTS, MERGED, row_of_rule
 from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note, notes_of
+from fusion_bench_featcal.results.repair_scores import RepairScores
 from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.results.sentences import RARELY
 from fusion_bench_featcal.run.processes import Processes
@@ -39,6 +33,8 @@ _LOW_SCORE_WARNING = (
     "fewer than a tenth of their own examples are right for the experts of {}: check --tokenizer, "
     "labels or targets, and for language models --chat-template and how prompts end"
 )
+_UNREADABLE = 8.0
+"""Loss of the merged model on general sentences from which on it cannot read English."""
 _UNENDED = (
     "{} of {} of the expert of {} are right but for the end token, which it does not write: train "
     "it with the end token of --tokenizer, or name the tokenizer of its training"
@@ -55,8 +51,7 @@ class Evaluation:
         heads: Task -> its expert's classifier, with the body of the last added model. Empty if
             all tasks share the merged model's head.
         digests: Digests of models and data.
-        comparisons: The tasks' comparisons, once all models are scored.
-        further: The same for tasks without an expert, with the base in its place.
+        scores: The scores with the advice, once all models are scored.
     """
 
     def __init__(
@@ -83,7 +78,7 @@ class Evaluation:
         self._all_scorers = self._scorers | further
         self._tasks_here = processes.own_tasks(self._all_scorers)
         self._scores, self._further_scores = dict[str, _Scores](), dict[str, _Scores]()
-        self.comparisons, self.further = list[Comparison](), list[Comparison]()
+        self.scores: RepairScores | None = None
 
     @property
     def row(self) -> str:
@@ -181,48 +176,47 @@ class Evaluation:
         """
         report, name = self.report, self.row
         experts, merged, repaired = (self._scores[n] for n in (EXPERTS, report.merger, name))
-        self.comparisons = compare_scores(experts, merged, repaired)
+        comparisons, averages = compare_scores(experts, merged, repaired)
         base, *others = (self._further_scores[n] for n in (BASE, report.merger, name))
-        self.further = compare_scores(base, *others)
-        rests = {c.task: c.rest for c in self.comparisons if c.rest}
+        further, _ = compare_scores(base, *others)
+        further = [c for c in further if c.task != OTHER_TEXT or c.merged < _UNREADABLE]
+        rests = {c.task: c.rest for c in comparisons if c.rest}
         # A task that ends far from its expert needs nothing if its score is as good.
         report.notes = [n for n in report.notes if not (
             n.kind == NOTE and n.row == name and n.task in rests and not rests[n.task].is_above()
         )]  # fmt: skip
         has_warnings = any(note.kind == WARNING for note in report.notes)
-        advice = self._advise()
-        first = "Check the warnings first. " if has_warnings else ""
-        verdicts = task_verdicts(self.comparisons) | task_verdicts(self.further)
+        preset = "--preset plus" if self.opened.settings.rule == "paper" else "other samples"
+        scores = RepairScores.advised(
+            comparisons,
+            averages,
+            further,
+            more_examples=self._more_examples(),
+            if_worse=_ADVICE.format(preset),
+        )
+        sentence = f"{'Check the warnings first. ' * has_warnings}{scores.advice.sentence}"
+        self.scores = scores._replace(advice=scores.advice._replace(sentence=sentence))
+        verdicts = task_verdicts(comparisons) | task_verdicts(further)
         changes = {
             c.task: f"{c.change_text} on {pluralize(c.examples or 0, 'test example')}"
-            for c in self.comparisons + self.further
+            for c in comparisons + further
         }
         report.note(
-            Note(VERDICT, first + advice.sentence),
+            Note(VERDICT, sentence),
             *(Note(VERDICT, f"{task}: {text}: {verdicts[task]}", task=task)
               for task, text in changes.items()),
             *notes_of(self._notes_on_examples()),
         )  # fmt: skip
         self.add_note_on_title()
-        return bool(self.comparisons) and advice.kind != REJECT and not has_warnings
+        return bool(comparisons) and scores.advice.kind != REJECT and not has_warnings
 
-    def _advise(self) -> Advice:
-        """Return what to do with the calibrated model."""
-        if not self.comparisons:
-            give = "Give test examples with --eval NAME=FILE"
-            return Advice(UNCLEAR, f"Cannot tell whether the model is better: no scores. {give}")
+    def _more_examples(self) -> str:
+        """Return how to get more test examples."""
         tasks = self.opened.tasks.values()
-        most = max(task.available for task in tasks if task.scorer)
-        more = "Give more test examples with --eval NAME=FILE"
+        most = max((task.available for task in tasks if task.scorer), default=0)
         if most > self.request.eval_rows:
-            more = f"Score all of them with --eval-rows {most}"
-        preset = "--preset plus" if self.opened.settings.rule == "paper" else "other samples"
-        return advise(
-            self.comparisons,
-            more_examples=more,
-            if_worse=_ADVICE.format(preset),
-            further=self.further,
-        )
+            return f"Score all of them with --eval-rows {most}"
+        return "Give more test examples with --eval NAME=FILE"
 
     def _notes_on_examples(self) -> Iterator[str]:
         """Yield sentences on test examples that cannot show everything."""

@@ -247,8 +247,7 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
         tail = models.heads.tail(next(iter(opened.tasks))) if models.heads else ()
         save_folder(result, replace(facts, as_merged=facts.as_merged.without(tail)), evaluation)
     _remove_blocks(request.blocks_folder)
-    comparisons = evaluation.comparisons, evaluation.further
-    show_scores(report, first_notes, comparisons, evaluation.title)
+    show_scores(report, first_notes, evaluation.scores, evaluation.title)
     if not is_saved:
         raise NotImproved(
             "--strict: nothing was saved, because a task is worse or there are warnings, and the "
@@ -273,4 +272,4 @@ def _merge_and_save(evaluation: Evaluation) -> None:
     report.note(Note(NOTE, _MERGED_ONLY + _SAMPLES_ADD.get(evaluation.row, "")))
     save_folder(result, Facts(), evaluation)
     _remove_blocks(request.blocks_folder)
-    show_scores(report, first_notes, ((), ()), evaluation.title)
+    show_scores(report, first_notes, None, evaluation.title)

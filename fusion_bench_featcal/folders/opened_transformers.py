@@ -28,8 +28,9 @@ from fusion_bench_featcal.folders.model_folder import (
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import MAX_LENGTH, Request
 from fusion_bench_featcal.folders.speech import open_speech_task
+from fusion_bench_featcal.folders.tasks import OTHER_TEXT
 from fusion_bench_featcal.folders.text_classes import open_class_task
-from fusion_bench_featcal.folders.texts import open_language_task
+from fusion_bench_featcal.folders.texts import open_language_task, open_other_text
 from fusion_bench_featcal.folders.tokenizers import (
     refuse_languages,
     warnings_on_chats,
@@ -82,6 +83,8 @@ def open_transformers(inputs: InputModels) -> Opened:
     if kind in ("seq2seq", SPEECH):
         refuse_languages(models.processor.tokenizers, [source, *models.inputs.experts.values()])
     further = {task: tasks.pop(task) for task in request.further}
+    if kind == "causal" and request.calibrates and not (request.no_eval or further):
+        further = {OTHER_TEXT: open_other_text(models, encoder)}
     if any(isinstance(task.batches, ImageTextBatches) for task in tasks.values()):
         _refuse_text_models(models)
     notes = notes_of([*models.notes(), *filter(None, [note]), *settings.extremes])

@@ -23,11 +23,10 @@ from fusion_bench_featcal.models.plan import Plan, check_room, read_within, show
 from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.models.shapes import shapes_of
 from fusion_bench_featcal.results import AVERAGE, Run
-from fusion_bench_featcal.results.advice import Comparison
 from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.notes import NOTE, WARNING, Note
+from fusion_bench_featcal.results.repair_scores import RepairScores
 from fusion_bench_featcal.results.rows import with_average
-from fusion_bench_featcal.results.show import comparison_tables
 from fusion_bench_featcal.results.tables import Table, print_lines
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.streams.samples import number_of_copies
@@ -110,31 +109,26 @@ def show_downloads(hub: Mapping[str, HubModel]) -> bool:
     return bool(sizes)
 
 
-def show_scores(
-    report: Run,
-    first_note: int,
-    comparisons: tuple[Sequence[Comparison], Sequence[Comparison]],
-    title: str,
-) -> None:
+def show_scores(report: Run, first_note: int, scores: RepairScores | None, title: str) -> None:
     """Print the advice, tables of all tasks, all warnings, and notes from the given one on.
 
     Args:
         report: The report.
         first_note: Index of the first note that is not printed yet.
-        comparisons: Comparisons of tasks with and without an expert. If the model was only merged,
-            there are none, and the table has accuracies and losses.
+        scores: The scores. None if the model was only merged. Then the table has accuracies and
+            losses.
         title: Names of accuracy and loss.
     """
     print_lines(note.sentence for note in report.notes if note.is_conclusion)
-    tables = comparison_tables(comparisons[0])
-    if not tables and (accuracy := report.accuracy):
+    tables = scores.tables() if scores else []
+    if scores is None and (accuracy := report.accuracy):
         loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
         lines = [
             (task, [f"{100 * accuracy[n][task]:.1f} ({loss[n][task]:.3f})" for n in accuracy])
             for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]
         ]
         tables = [Table(title, [*accuracy], lines)]
-    for table in [*tables, *comparison_tables(comparisons[1], has_experts=False)]:
+    for table in tables:
         table.show()
     warnings = [note for note in report.notes if note.kind == WARNING]
     notes = [note for note in report.notes[first_note:] if note.kind == NOTE]

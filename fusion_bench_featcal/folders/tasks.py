@@ -17,6 +17,8 @@ from fusion_bench_featcal.results.advice import FEW_EXAMPLES
 
 HELD_OUT = 5
 """Without test data, one example in this number is held out for evaluation."""
+OTHER_TEXT = "other text"
+"""Task of the general sentences in `other_text.jsonl`, which were written for this package."""
 
 
 class Subset(NamedTuple):

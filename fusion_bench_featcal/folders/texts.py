@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.resources import files
 from statistics import median
 from typing import Any, TypeVar
 
+from fusion_bench_featcal.data.draws import evenly_spaced
 from fusion_bench_featcal.data.generation import logits_and_targets
 from fusion_bench_featcal.data.image_texts import ImageTextBatches
 from fusion_bench_featcal.data.media_batches import MediaBatches
@@ -17,9 +19,10 @@ from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families import text_tower
 from fusion_bench_featcal.families.base import NO_TARGET
-from fusion_bench_featcal.folders.tasks import Task, TaskData
+from fusion_bench_featcal.folders.tasks import OTHER_TEXT, Task, TaskData
 from fusion_bench_featcal.folders.text_tables import notes_on_examples, open_texts
 from fusion_bench_featcal.folders.transformers_models import TransformersModels
+from fusion_bench_featcal.settings import FeatCalSettings
 
 Batches = TypeVar("Batches", bound=MediaBatches)
 
@@ -70,6 +73,20 @@ def open_language_task(task: str, models: TransformersModels, encoder: TextEncod
     if calibration.are_generated:
         notes.append(_note_on_generated_targets(data, calibration))
     return data.opened(calibration, scorer, calibration.columns, notes, measure=measure)
+
+
+def open_other_text(models: TransformersModels, encoder: TextEncoder) -> Task:
+    """Open general sentences, on which language models are compared by their loss."""
+    file, request = (
+        str(files(__package__ or "").joinpath("other_text.jsonl")),
+        models.inputs.request,
+    )
+    rows = open_texts(file, "train", OTHER_TEXT, columns={}, names=_PROMPT_COLUMNS, usual=FORMATS)
+    chosen, settings = evenly_spaced(len(rows), request.eval_rows), FeatCalSettings()
+    load_expert = partial(models.load_expert, OTHER_TEXT)  # not called, as texts need no targets
+    test = TextBatches(rows, chosen, settings, encoder, load_expert, request.device)
+    scorer, _ = _score_answers(test, [LONG + 1] * test.samples)
+    return Task([], 0, scorer, available=len(rows))
 
 
 def _note_on_generated_targets(data: TaskData, calibration: TextBatches) -> str:

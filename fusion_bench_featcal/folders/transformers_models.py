@@ -117,7 +117,10 @@ class TransformersModels(Models):
 
     def load_base(self) -> nn.Module | None:
         """Return the base on the device, or None without one."""
-        return self.paired.base and self._load_body(self.paired.base.source)
+        base, paired = self.inputs.base, self.paired
+        if base is None or paired.base is None:
+            return None
+        return self._on_device(paired.base.source, lambda: base.load(spare=paired.unused))
 
     def load_expert(self, task: str) -> nn.Module:
         """Return an expert on the device."""

@@ -23,7 +23,7 @@ from fusion_bench_featcal.models.plan import check_room
 from fusion_bench_featcal.models.saving import correct_configs, writing_model
 from fusion_bench_featcal.results import Frame
 from fusion_bench_featcal.results.run import Facts
-from fusion_bench_featcal.results.sentences import advise_on
+from fusion_bench_featcal.results.sentences import compare_repair
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +132,7 @@ def write_card(
     tags = [tag for files in folders for tag in card_tags(files.folder)]
     line = next((line for line in frame.lines if line.first.name == name and line.gain), None)
     if line is not None:
-        advice, more["comparisons"] = advise_on(line, frame)
-        more["advice"] = [advice.sentence]
+        more["scores"] = compare_repair(line, frame)
     kinds = read_local(str(folder), "config.json").get("architectures") or [None]
     head = CardHead(model_class=kinds[0], tags=tags)
     text = card_text(name, facts, base, experts, frame, head=head, **more)

@@ -15,11 +15,11 @@ from fusion_bench_featcal.files import can_be_hub_id
 from fusion_bench_featcal.models.bases import read_local
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import Frame, versions
-from fusion_bench_featcal.results.advice import Comparison
 from fusion_bench_featcal.results.names import MERGED
 from fusion_bench_featcal.results.notes import WARNING
+from fusion_bench_featcal.results.repair_scores import RepairScores
 from fusion_bench_featcal.results.run import Facts
-from fusion_bench_featcal.results.show import comparison_tables, tables_of
+from fusion_bench_featcal.results.show import tables_of
 from fusion_bench_featcal.results.tables import page
 from fusion_bench_featcal.settings import FeatCalSettings
 from fusion_bench_featcal.settings.rules import BY_NAME
@@ -75,9 +75,7 @@ def card_text(
     experts: Mapping[str, str],
     frame: Frame,
     *,
-    advice: Iterable[str] = (),
-    comparisons: Sequence[Comparison] = (),
-    further: Sequence[Comparison] = (),
+    scores: RepairScores | None = None,
     merger: Mapping[str, object] | None = None,
     datasets: Iterable[str] = (),
     head: CardHead | None = None,
@@ -90,18 +88,15 @@ def card_text(
         base: Folder or hub id of the base.
         experts: Task -> folder or hub id of its expert.
         frame: The accuracies and notes of its report.
-        advice: Sentences on what to do with the model.
-        comparisons: Scores of experts, merged and repaired model. Without any, the card has the
-            report's tables.
-        further: The same for tasks that the calibration had no samples of.
+        scores: Scores of experts, merged and repaired model, with the advice. Without them, the
+            card has the report's tables.
         merger: Config of the merging method, or None for the pool's merged model.
         datasets: Folders or hub ids of the data.
         head: What the model's library says about it.
     """
     head = head or CardHead()
     keys = _keys(base, experts, datasets, head)
-    tables = comparison_tables(comparisons) or tables_of(frame)
-    tables = [*tables, *comparison_tables(further, has_experts=False)]
+    tables = scores.tables() if scores else tables_of(frame)
     results = page(*(text for t in tables for text in (t.title, t.markdown()))).rstrip()
     warnings = [note.sentence for note in frame.notes if note.kind == WARNING]
     if facts.as_merged.names:
@@ -127,8 +122,9 @@ def card_text(
     sections = {"Use": use, "Results": results, "Limitations": limits, "How it was made": how}
     texts = [f"## {title}\n\n{text.rstrip()}" for title, text in sections.items() if text]
     about = _about(name, facts.settings.get("rule"))
+    advice = scores.advice.sentence if scores else ""
     return masked(
-        f"---\n{yaml.safe_dump(keys, sort_keys=False)}---\n\n{page(about, *advice, *texts)}"
+        f"---\n{yaml.safe_dump(keys, sort_keys=False)}---\n\n{page(about, advice, *texts)}"
     )
 
 

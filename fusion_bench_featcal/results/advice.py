@@ -8,13 +8,12 @@ the rule, and how often it is wrong.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import NamedTuple
 
 from fusion_bench_featcal.errors.plurals import pluralize
 
 from .names import LOSS
-from .statistics import Difference, holm, normal_p
+from .statistics import Difference, holm
 from .tables import Unit
 
 SURE = 0.05
@@ -22,7 +21,7 @@ SURE = 0.05
 FEW_EXAMPLES = 5
 """Number of test examples below which a task is not compared."""
 NEAR = 0.05
-"""Largest end of the interval of the gap from merged model to experts that is called level."""
+"""Largest end of an interval around two models' difference that is called level."""
 LEAST_LOSS = 0.01
 """Smallest change of the loss that counts. It changes a right answer's probability by 1 %."""
 
@@ -71,7 +70,8 @@ class Comparison:
     def verdict(self, p: float) -> str:
         """Return what happened to the task, given its corrected p-value."""
         if p > SURE:
-            return LEVEL
+            is_near = self.gain.half is not None and abs(self.gain.value) + self.gain.half <= NEAR
+            return LEVEL if is_near else UNCLEAR
         decides = self.loss is None or 2 * p_value(self.gain, self.metric) <= SURE
         change = self.gain if decides or self.loss is None else self.loss
         return (BETTER if change.value > 0 else WORSE) + " (loss)" * (not decides)
@@ -93,7 +93,11 @@ def p_value(change: Difference, metric: str) -> float:
 
 
 def task_verdicts(comparisons: Sequence[Comparison]) -> dict[str, str]:
-    """Return task -> `better`, `worse` (with `(loss)` if the loss decides), `level`, `too few`."""
+    """Return each task's verdict.
+
+    It is `better` or `worse`, with `(loss)` if the loss decides, or else `level` if the interval
+    excludes changes of more than `NEAR`, `unclear`, or `too few` examples.
+    """
     verdicts = {comparison.task: FEW for comparison in comparisons}
     compared = [c for c in comparisons if c.examples is None or c.examples >= FEW_EXAMPLES]
     for comparison, p in zip(compared, holm([c.p for c in compared]), strict=True):
@@ -104,16 +108,9 @@ def task_verdicts(comparisons: Sequence[Comparison]) -> dict[str, str]:
 class Averages(NamedTuple):
     """Averages over tasks of the differences in `Comparison`. None if they cannot be averaged."""
 
-    gain: Difference | None
-    gap: Difference | None
-    rest: Difference | None
-
-    @classmethod
-    def of(cls, comparisons: Sequence[Comparison]) -> "Averages":
-        """Return the averages of independent tasks, none if their metrics differ."""
-        if len({comparison.metric for comparison in comparisons}) > 1:
-            return cls(None, None, None)
-        return cls(*(average_of([getattr(c, key) for c in comparisons]) for key in cls._fields))
+    gain: Difference | None = None
+    gap: Difference | None = None
+    rest: Difference | None = None
 
 
 class Advice(NamedTuple):
@@ -130,10 +127,10 @@ class Advice(NamedTuple):
 
 def advise(
     comparisons: Sequence[Comparison],
+    averages: Averages,
     *,
     name: str = "the repaired model",
     merged: str = "the merged model",
-    averages: Averages | None = None,
     lead: Difference | None = None,
     more_examples: str = "",
     if_worse: str = "",
@@ -142,21 +139,24 @@ def advise(
     """Return the advice on a repaired model.
 
     Args:
-        comparisons: The tasks, at least one.
+        comparisons: The tasks.
+        averages: Averages over the tasks.
         name: Name of the repaired model.
         merged: Name of the merged model.
-        averages: Averages over the tasks, by default from their differences.
         lead: Average of the experts minus that of the base, if the base was evaluated.
         more_examples: Sentence on how to get more test examples.
         if_worse: Sentence on what to try if a task is worse.
         further: Tasks that the calibration had no samples of. Those that are worse are named if the
             model is better on the others.
     """
+    if not comparisons:
+        text = f"Cannot tell whether {name} is better than {merged}: no scores. {more_examples}"
+        return Advice(UNCLEAR, text)
     verdicts, tasks = task_verdicts(comparisons), pluralize(len(comparisons), "task")
     worse = [c for c in comparisons if verdicts[c.task].startswith(WORSE)]
     better = [c for c in comparisons if verdicts[c.task].startswith(BETTER)]
     unit = _points(comparisons)
-    gain, gap, rest = averages or Averages.of(comparisons)
+    gain, gap, rest = averages
     if unit and lead and lead.half is not None and not lead.is_above():
         sentence = (
             "No model can be recommended: the experts are not clearly better than the base "
@@ -191,19 +191,6 @@ def advise(
 
 def _list_changes(comparisons: Sequence[Comparison]) -> str:
     return ", ".join(f"{c.task} ({c.change_text})" for c in comparisons)
-
-
-def average_of(differences: Sequence[Difference | None]) -> Difference | None:
-    """Return the mean of differences of independent tasks, or None if a difference is missing."""
-    complete = [d for d in differences if d is not None]
-    if len(complete) < len(differences) or len(complete) <= 1:
-        return complete[0] if len(complete) == len(differences) == 1 else None
-    count, value = len(complete), fmean(d.value for d in complete)
-    halves = [d.half for d in complete if d.half is not None]
-    if len(halves) < count:
-        return Difference(value, None, complete[0].seeds, None)
-    half = math.hypot(*halves) / count
-    return Difference(value, half, complete[0].seeds, normal_p(value, half))
 
 
 def _points(comparisons: Sequence[Comparison]) -> Callable[[Difference], str] | None:

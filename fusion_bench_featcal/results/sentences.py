@@ -2,18 +2,27 @@
 
 from collections.abc import Iterable, Iterator
 
-from .advice import WEAK, Advice, Averages, Comparison, advise
+from .advice import WEAK, Averages, Comparison
 from .columns import AVERAGE
 from .frame import LEAST_GAP, Frame, FrameLine, find_partner, paired
 from .joining import grouped
 from .leaders import leaders
 from .names import ACCURACY, BASE, DRIFT, EXPERTS, INPUTS, REFERENCES, label_texts
 from .notes import WARNING, Note, sentences_of
+from .repair_scores import RepairScores
 from .statistics import Difference, difference
 from .tables import Unit
 
 _SHOWN = 0.0005
 """Smallest difference of accuracy that tables with tenths of a per cent show."""
+_MIB = 2**20
+COSTS = {
+    "seconds": ("seconds", 1, ".1f"),
+    "MiB": ("peak_rss_bytes", _MIB, ".0f"),
+    "GPU MiB": ("peak_accelerator_bytes", _MIB, ".0f"),
+    "GPU Wh": ("gpu_energy_wh", 1, ".3g"),
+}
+"""Unit -> cost, divisor and format."""
 RARELY = 0.1
 """Accuracy on its own task below which an expert was probably tuned on something else."""
 
@@ -27,7 +36,7 @@ def verdicts(frame: Frame) -> list[str]:
     best, texts = leaders(frame), sentences_of(run_notes)
     for suite, suite_frame in frame.by_suite().items():
         line = None if run_notes else _best_single_model(suite_frame)
-        advice = advise_on(line, suite_frame)[0] if line else None
+        advice = compare_repair(line, suite_frame).advice if line else None
         start = f"{suite}: " if len(frame.by_suite()) > 1 else ""
         texts += [f"{start}{advice.sentence}"] if advice else []
         is_weak = advice is not None and advice.kind == WEAK
@@ -46,8 +55,8 @@ def _best_single_model(frame: Frame) -> FrameLine | None:
     return max(one_model, key=lambda line: frame.sign * line.values[AVERAGE])
 
 
-def advise_on(line: FrameLine, frame: Frame) -> tuple[Advice, list[Comparison]]:
-    """Return the advice on a repaired model, and its comparisons, task by task."""
+def compare_repair(line: FrameLine, frame: Frame) -> RepairScores:
+    """Return the scores of a repaired model beside its merged model and the experts."""
     merged, experts, base = (
         find_partner(line, frame.lines, name) for name in (line.first.merger, EXPERTS, BASE)
     )
@@ -69,15 +78,30 @@ def advise_on(line: FrameLine, frame: Frame) -> tuple[Advice, list[Comparison]]:
                 rest=rest,
             )
             comparisons.append(comparison)
-    advice = advise(
+    return RepairScores.advised(
         comparisons,
+        Averages(*(_compare(*pair, frame) for pair in pairs)),
         name=line.first.name,
         merged=line.first.merger,
-        averages=Averages(*(_compare(*pair, frame) for pair in pairs)),
         lead=_compare(experts, base, frame),
         more_examples="Evaluate on more test examples, or repeat the run with other seeds",
     )
-    return advice, comparisons
+
+
+def single_repair(frame: Frame) -> FrameLine | None:
+    """Return the repaired model of a suite that has only this one and its merged model, or None."""
+    lines = [line for line in frame.lines if line.first.name not in REFERENCES]
+    repairs = [line for line in lines if line.gain]
+    return repairs[0] if len(lines) == 2 and len(repairs) == 1 else None
+
+
+def cost_texts(line: FrameLine) -> dict[str, str]:
+    """Return unit -> the number that a model's calibration took, of the units that are known."""
+    return {
+        text: format(line.cost[name] / unit, form)
+        for text, (name, unit, form) in COSTS.items()
+        if name in line.cost
+    }
 
 
 def _compare(
@@ -111,11 +135,12 @@ def _ranges(frame: Frame) -> Iterator[str]:
 
 def legend(frame: Frame) -> list[str]:
     """Return a few lines that explain the columns of the table."""
-    lines = frame.lines
+    lines, repair = frame.lines, single_repair(frame)
     samples = _join_by_text((line, line.samples) for line in lines)
     steps = _join_by_text((line, str(line.first.settings.get("steps") or "")) for line in lines)
     has_shares = any(line.share is not None for line in lines)
-    has_worst = any(line.worst for line in lines) and not has_shares
+    costs = cost_texts(repair) if repair else {}
+    has_worst = any(line.worst for line in lines) and not repair
     meanings = {
         "n: samples per task": "samples_per_task" in frame.labels,
         "inputs: digest of models and data": INPUTS in frame.labels,
@@ -123,8 +148,9 @@ def legend(frame: Frame) -> list[str]:
             frame.metric == DRIFT,
         "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)":
             any(line.gain for line in lines),
-        "share: of the gap from merged to experts; worst task: least share, its value": has_shares,
-        "worst task: least gain, its value": has_worst,
+        "gap closed: 0 % is the merged model, 100 % the experts": has_shares and not repair,
+        f"worst task: the one with the least {'gap closed' if has_shares else 'gain'}": has_worst,
+        f"cost: {', '.join(f'{value} {unit}' for unit, value in costs.items())}": costs,
         "task id: inference needs the task of each input":
             any(line.needs_task_id for line in lines),
         f"samples per task: {samples}": samples and "samples_per_task" not in frame.labels,

@@ -1,21 +1,27 @@
 """The frame of results as text: tables with their sentences, and the files of a report."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from fusion_bench_featcal.errors import ReportError
 from fusion_bench_featcal.files import prepare_directory, write_atomic
 
-from .advice import Comparison, average_of, task_verdicts
 from .against import against
 from .columns import AVERAGE
 from .frame import Frame, FrameLine, is_lower_better
-from .joining import Results, grouped
+from .joining import Results
 from .lines import LINES_FILE, RUN_FILE, lines_csv, table_csv
 from .names import short_label
-from .sentences import sentences, verdicts
+from .sentences import (
+    COSTS,
+    compare_repair,
+    cost_texts,
+    sentences,
+    single_repair,
+    verdicts,
+)
 from .statistics import Difference
 from .tables import (
     ABSENT,
@@ -29,7 +35,6 @@ from .tables import (
     share_text,
 )
 
-_MIB = 2**20
 _LETTERS = 14  # of a task where the table is wider than the terminal
 
 
@@ -46,9 +51,26 @@ def shorten(names: Iterable[str], letters: int) -> dict[str, str]:
 
 
 def tables_of(frame: Frame, width: int | None = None) -> list[Table]:
-    """Return a table for each suite.
+    """Return the tables of each suite: of its tasks if it has a single repair, else of its models.
 
-    Its columns are the settings that differ, average, gain, share, worst task, costs, and tasks.
+    Arguments are those of `model_tables`.
+    """
+    tables = []
+    for suite, suite_frame in frame.by_suite().items():
+        repair = single_repair(suite_frame)
+        if repair is None:
+            tables += model_tables(suite_frame, width)
+            continue
+        scored = compare_repair(repair, suite_frame).tables()
+        tables += [replace(table, title=f"{suite}: {table.title}") for table in scored]
+    return tables
+
+
+def model_tables(frame: Frame, width: int | None = None) -> list[Table]:
+    """Return a table for each suite, with a line per model.
+
+    Its columns are the settings that differ, average, gain, gap closed, worst task, costs, and
+    tasks.
 
     Args:
         frame: The frame.
@@ -69,14 +91,15 @@ def _make_table(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
     columns: list[tuple[str, Callable[[FrameLine], str]]] = [
         (AVERAGE, lambda line: unit.value(line.values.get(AVERAGE))),
         ("gain", lambda line: unit.gain(line.gain, len(line.rows))),
-        ("share", lambda line: share_text(line.share)),
-        ("worst task", lambda line: _worst_text(line, names, unit)),
-        ("seconds", lambda line: _cost_text(line, "seconds", 1, ".1f")),
-        ("MiB", lambda line: _cost_text(line, "peak_rss_bytes", _MIB, ".0f")),
-        ("GPU\nMiB", lambda line: _cost_text(line, "peak_accelerator_bytes", _MIB, ".0f")),
-        ("GPU\nWh", lambda line: _cost_text(line, "gpu_energy_wh", 1, ".3g")),
-        ("task\nid", lambda line: _yes_no(line.needs_task_id)),
+        ("gap\nclosed", lambda line: share_text(line.share)),
+        ("worst task", lambda line: names[line.worst.task] if line.worst else ABSENT),
+        ("its gap\nclosed", lambda line: share_text(line.worst.share if line.worst else None)),
     ]
+    columns += [
+        (cost.replace(" ", "\n"), lambda line, cost=cost: cost_texts(line).get(cost, ABSENT))
+        for cost in COSTS
+    ]
+    columns.append(("task\nid", lambda line: _yes_no(line.needs_task_id)))
     columns += [(names[t], lambda line, t=t: unit.value(line.values.get(t))) for t in frame.tasks]
     cells = [(head, [text(line) for line in frame.lines]) for head, text in columns]
     settings = [
@@ -98,59 +121,8 @@ def _heading(line: FrameLine) -> str:
     return f"+ {row.name}" if row.is_repair and row.merger else row.name
 
 
-def _worst_text(line: FrameLine, names: Mapping[str, str], unit: Unit) -> str:
-    """Write the worst task with its share of the gap and its value, such as `dtd 45 % 61.2`."""
-    if line.worst is None:
-        return ABSENT
-    task, share, value = line.worst
-    texts = [names.get(task, task), share_text(share), unit.value(value)]
-    return " ".join(text for text in texts if text != ABSENT)
-
-
 def _yes_no(value: bool | None) -> str:
     return ABSENT if value is None else "yes" if value else "no"
-
-
-def _cost_text(line: FrameLine, name: str, unit: float, form: str) -> str:
-    value = line.cost.get(name)
-    return ABSENT if value is None else format(value / unit, form)
-
-
-def comparison_tables(
-    comparisons: Sequence[Comparison], *, has_experts: bool = True
-) -> list[Table]:
-    """Return a table for each metric: a line per task and, of several, one for their average.
-
-    Args:
-        comparisons: The tasks.
-        has_experts: Whether they have experts. If not, `expert` is the score of the base, and
-            titles begin with "not calibrated on".
-    """
-    verdicts, tables = task_verdicts(comparisons), list[Table]()
-    for metric, group in grouped(comparisons, lambda comparison: comparison.metric).items():
-        unit = Unit.of(metric)
-        lines = [
-            (c.task, [str(c.examples or ABSENT), *map(unit.value, (c.expert, c.merged, c.repaired)),
-                      unit.difference(c.gain), verdicts[c.task]])
-            for c in group
-        ]  # fmt: skip
-        if len(group) > 1 and (gain := average_of([c.gain for c in group])):
-            columns = zip(*((c.expert, c.merged, c.repaired) for c in group), strict=True)
-            means = [None if None in column else fmean(column) for column in columns]
-            cells = [ABSENT, *map(unit.value, means), unit.difference(gain), ""]
-            lines.append((AVERAGE, cells))
-        title = f"{'' if has_experts else 'not calibrated on: '}{metric}"
-        title += ", %" * (unit.factor == 100) + " (lower is better)" * is_lower_better(metric)
-        heads = [
-            "test\nexamples",
-            "expert" if has_experts else "base",
-            "merged",
-            "repaired",
-            "gain",
-            "verdict",
-        ]
-        tables.append(Table(title, heads, lines))
-    return tables
 
 
 # ---- tables and sentences
@@ -194,7 +166,7 @@ def markdown(frame: Frame) -> str:
 def latex(frame: Frame) -> str:
     """Return the tables as LaTeX, with the verdicts, the legend and the notes as comments."""
     heads, is_lower = (AVERAGE, *frame.tasks), is_lower_better(frame.metric)
-    tables = [table.latex(heads, is_lower_better=is_lower) for table in tables_of(frame)]
+    tables = [table.latex(heads, is_lower_better=is_lower) for table in model_tables(frame)]
     first = latex_comment([*verdicts(frame), r"The tables need \usepackage{booktabs}."])
     return "\n\n".join([first, *tables, latex_comment(sentences(frame))]) + "\n"
 

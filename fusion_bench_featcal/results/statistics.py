@@ -69,14 +69,12 @@ class Difference:
         return self.value < -max(math.inf if self.half is None else self.half, least)
 
 
-def mean_difference(
-    differences: NDArray[Any], added: Mapping[float, float] | None = None
-) -> Difference:
+def mean_difference(differences: NDArray[Any]) -> Difference:
     """Return the mean of one difference per example, `[examples]`, with Student's interval.
 
-    A single example has no interval. `added` is that of `student`.
+    A single example has no interval.
     """
-    half, p = student(differences, added) if len(differences) > 1 else (None, None)
+    half, p = student(differences) if len(differences) > 1 else (None, None)
     return Difference(float(np.mean(differences)), half, 1, p)
 
 
@@ -163,22 +161,16 @@ def common_seeds(row: BySeed, other: BySeed) -> list[object]:
     return sorted(seeds, key=str)
 
 
-def student(
-    values: Sequence[float] | NDArray[Any], added: Mapping[float, float] | None = None
-) -> tuple[float, float]:
+def student(values: Sequence[float] | NDArray[Any]) -> tuple[float, float]:
     """Return half of Student's 95 % interval of the mean of draws, and the p-value of its t test.
 
-    Args:
-        values: Two or more draws.
-        added: As in `ADDED_DIFFERENCES`, for differences of flags.
+    `values` are two or more draws.
     """
     from scipy import stats  # slow to import
 
     count, mean = len(values), float(np.mean(values))
-    plain = float(np.var(values, ddof=1)) / count, 0.0
-    variance, shift = _extended_mean(np.asarray(values), added) if added else plain
-    error = math.sqrt(variance)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error + abs(shift)
+    error = math.sqrt(float(np.var(values, ddof=1)) / count)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
     p = float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error else float(mean == 0)
     return half, p
 

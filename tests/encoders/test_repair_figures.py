@@ -81,17 +81,21 @@ def test_examples_give_advice_a_table_and_a_card(encoders: Any, capsys: Any, tmp
     }  # fmt: skip
     repaired: Any = repaired_by(encoders, evaluator=examples)
     out, scores = capsys.readouterr().out, repaired.repair_scores
-    assert out.startswith(f"{scores.advice}\nMRR@10, %\n")
+    assert out.startswith(f"{scores.advice.sentence}\nMRR@10, %\n")
     assert "\nnot calibrated on: MRR@10, %\n" in out and out.count("\nother ") == 1
     (math,), (other,) = scores.comparisons, scores.further
-    assert math.task == "math" and math.examples == 32 and other.expert is None
+    assert math.task == "math" and math.examples == 32
     rows = examples["math"]
     scorer: Any = encoder_scorer(encoders[2], rows, str)
     values = [scorer.score(model).value for model in (encoders[1]["math"], encoders[2], repaired)]
     assert [math.expert, math.merged, math.repaired] == values
+    scorer = encoder_scorer(encoders[2], examples["other"], str)
+    assert other.expert == scorer.score(encoders[0]).value  # the base's
     repaired.save_pretrained(str(tmp_path / "saved"))
     card = (tmp_path / "saved" / "README.md").read_text()
-    assert f"\n\n{scores.advice}\n\n## Use\n\n```python\nfrom sentence_transformers" in card
+    assert (
+        f"\n\n{scores.advice.sentence}\n\n## Use\n\n```python\nfrom sentence_transformers" in card
+    )
     assert "| math | 32 | " in card and "library_name: sentence-transformers" in card
     assert "pipeline_tag: sentence-similarity" in card
     for wrong, message in ({"math": [("a", "b")]}, "name the texts of"), ({"x": rows}, "experts"):

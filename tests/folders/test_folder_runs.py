@@ -327,7 +327,7 @@ def test_strict_saves_only_where_no_task_is_worse(copied, folder, capsys):
     )
     assert "Give more test examples with --eval NAME=FILE" in advice
     assert [line.split()[-1] for line in screen.splitlines() if line[:4] in ("one ", "two ")] == [
-        "level"
+        "unclear"
     ] * 2
     write_rows(folder / "one.jsonl", sentences("one", ROWS)[:1] * ROWS)  # an interval of 0
     noise: Any = scatter(llama_model(), 5, 2.0)  # an expert of nothing
@@ -397,7 +397,10 @@ def test_without_scores_warnings_come_first(copied):
     (folder / "link.jsonl").symlink_to("one.jsonl")
     done = featcal(*words(folder, *PAPER, data=("one.jsonl", "link.jsonl")))
     assert done.code == 0, done.err
-    advice = "Check the warnings first. Cannot tell whether the model is better: no scores. Give"
+    advice = (
+        "Check the warnings first. Cannot tell whether the repaired model is "
+        "better than the merged model: no scores. Give"
+    )
     warning = "warning: --data one and --data two are the same data\n"
     assert done.out.index(advice) < done.out.index(warning)
     assert "two: not scored, as its rows have no label" in done.out

@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from reports import make_run
 
-from fusion_bench_featcal.results import accuracy_frame
+from fusion_bench_featcal.data.comparing import compare_scores
+from fusion_bench_featcal.data.scoring import Score
+from fusion_bench_featcal.results import accuracy_frame, statistics
 from fusion_bench_featcal.results.advice import (
     BETTER,
     FEW,
@@ -19,14 +22,15 @@ from fusion_bench_featcal.results.advice import (
     USE,
     WEAK,
     WORSE,
+    Advice,
+    Averages,
     Comparison,
     advise,
-    average_of,
     task_verdicts,
 )
 from fusion_bench_featcal.results.figures import estimate_of
 from fusion_bench_featcal.results.names import ACCURACY, LOSS
-from fusion_bench_featcal.results.show import comparison_tables
+from fusion_bench_featcal.results.repair_scores import RepairScores
 from fusion_bench_featcal.results.statistics import Difference, mean_difference
 from fusion_bench_featcal.results.tables import ABSENT
 
@@ -53,6 +57,21 @@ def compared(
         rest=difference(gap - gain, half),
         **options,
     )
+
+
+def advice_on(comparisons: list[Comparison], **options: Any) -> Advice:
+    """Return the advice with the averages of independent tasks."""
+    if len({comparison.metric for comparison in comparisons}) > 1:
+        return advise(comparisons, Averages(), **options)
+
+    def average(differences: list[Any]) -> Difference:
+        value = sum(d.value for d in differences) / len(differences)
+        if any(d.half is None for d in differences):
+            return Difference(value, None, 1, None)
+        return difference(value, math.hypot(*(d.half for d in differences)) / len(differences))
+
+    averages = (average([getattr(c, name) for c in comparisons]) for name in Averages._fields)
+    return advise(comparisons, Averages(*averages), **options)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +104,7 @@ def compared(
     ],
 )  # fmt: skip
 def test_a_sentence_says_what_to_do(comparisons, options, kind, sentence):
-    advice = advise(comparisons, **options)
+    advice = advice_on(comparisons, **options)
     assert advice.kind == kind and sentence in advice.sentence
 
 
@@ -105,7 +124,7 @@ def test_exchanged_models_exchange_better_and_worse(seed: int, shift: float) -> 
     verdicts = task_verdicts(there)
     assert task_verdicts(back) == {t: exchanged.get(v, v) for t, v in verdicts.items()}
     if BETTER in verdicts.values():
-        assert advise(back).kind == REJECT
+        assert advice_on(back).kind == REJECT
 
 
 def test_one_of_many_tasks_needs_more_evidence_than_a_single_one() -> None:
@@ -127,24 +146,38 @@ def test_the_loss_decides_where_the_metric_does_not() -> None:
     assert task_verdicts([compared(0.0, loss=clear)])["a"] == "worse (loss)"
     assert task_verdicts([compared(0.0, loss=small)])["a"] == LEVEL
     assert task_verdicts([compared(0.1, loss=clear)])["a"] == BETTER
-    assert advise([compared(0.0, loss=clear)]).sentence.endswith(
+    assert advice_on([compared(0.0, loss=clear)]).sentence.endswith(
         "a (+0.0 ± 2.0 points, loss +0.300 ± 0.100)"
     )
 
 
-def test_an_average_has_the_interval_of_independent_tasks() -> None:
-    mean = average_of([difference(0.2, 0.03), difference(0.1, 0.04)])
-    assert mean is not None and mean.half is not None
-    assert math.isclose(mean.value, 0.15) and math.isclose(mean.half, 0.025)
-    assert average_of([difference(0.2), None]) is None and average_of([]) is None
-    without = average_of([difference(0.2), difference(0.1, None)])
-    assert without is not None and without.half is None
+def test_averages_have_the_intervals_of_independent_tasks() -> None:
+    """Those of flags are the intervals of reports, and other metrics have Student's."""
+
+    def scores(right: int, metric: str = ACCURACY) -> dict[str, Score]:
+        flags = {task: torch.arange(n) < right for task, n in (("a", 40), ("b", 60))}
+        terms = None if metric == ACCURACY else 0.1
+        return {
+            task: Score(0.5, 1 - f.double(), f, metric=metric, terms=terms and terms * f.double())
+            for task, f in flags.items()
+        }
+
+    _, (gain, gap, rest) = compare_scores(scores(30), scores(20), scores(25))
+    report = statistics.difference(*(
+        {None: {t: s.compared.numpy() for t, s in scores(right).items()}} for right in (25, 20)
+    ))  # fmt: skip
+    assert gain == report and gap is not None and gap.value > gain.value
+    tasks, (gain, _, _) = compare_scores({}, scores(20, "MRR@10"), scores(25, "MRR@10"))
+    halves = [task.gain.half or 0.0 for task in tasks]
+    assert gain and gain.half and math.isclose(gain.half, math.hypot(*halves) / 2)
+    assert compare_scores({}, {}, {}) == ([], Averages()) and rest is not None
 
 
 def test_a_table_for_each_metric_fits_80_columns(capsys) -> None:
     tasks = [compared(0.1 * i, f"a-long-task-name-{i}") for i in range(4)]
     tasks.append(compared(0.1, "loss", metric=LOSS, examples=None))
-    accuracy, loss = comparison_tables(tasks)
+    advice = Advice(UNCLEAR, "")
+    accuracy, loss = RepairScores(advice, tasks, difference(0.15)).tables()
     accuracy.show()
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and lines[-1].split()[:5] == [

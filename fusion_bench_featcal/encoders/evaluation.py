@@ -1,8 +1,8 @@
-"""Advice, table and card of a repair in Python, the same as those of `featcal calibrate`."""
+"""Scores and card of a repair in Python, the same as those of `featcal calibrate`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusion_bench_featcal.data.comparing import compare_scores
 from fusion_bench_featcal.data.scoring import Score
@@ -12,49 +12,35 @@ from fusion_bench_featcal.encoders.scores import encoder_scorer
 from fusion_bench_featcal.encoders.texts import TextRow, text_rows
 from fusion_bench_featcal.models.cards import CardHead, card_text
 from fusion_bench_featcal.results import Frame
-from fusion_bench_featcal.results.advice import Comparison, advise
 from fusion_bench_featcal.results.names import ACCURACY, row_of_rule
+from fusion_bench_featcal.results.repair_scores import RepairScores
 from fusion_bench_featcal.results.run import Facts
-from fusion_bench_featcal.results.show import comparison_tables
-from fusion_bench_featcal.results.tables import print_lines
 from fusion_bench_featcal.rules.rule import Rule
 from fusion_bench_featcal.settings.rules import BY_NAME
 
-MORE = "Give more test examples"
 
+def score_models(
+    scorers: Mapping[str, EncoderScorer], models: tuple[Any, Any, Any], experts: Mapping[str, Any]
+) -> RepairScores:
+    """Return the scores of all models on the tasks' test examples.
 
-class RepairScores(NamedTuple):
-    """Scores of a repair on test examples.
-
-    Attributes:
-        advice: A sentence on what to do.
-        comparisons: Scores of expert, merged and repaired model for each task with an expert.
-        further: The same for tasks without an expert, which the advice does not count.
+    Args:
+        scorers: Task -> scorer of its test examples.
+        models: The merged model, the repaired model, and the base or None.
+        experts: Task -> its expert. A scored task may have none.
     """
 
-    advice: str
-    comparisons: Sequence[Comparison]
-    further: Sequence[Comparison] = ()
+    def score(model: Any, tasks: Sequence[str]) -> dict[str, Score]:
+        return {task: scorers[task].score(model) for task in tasks}
 
-    @classmethod
-    def from_scores(
-        cls,
-        experts: Mapping[str, Score],
-        merged: Mapping[str, Score],
-        repaired: Mapping[str, Score],
-    ) -> "RepairScores":
-        """Compare the models. At least one task has an expert."""
-        comparisons = compare_scores(experts, merged, repaired)
-        main = [c for c in comparisons if c.task in experts]
-        further = [c for c in comparisons if c.task not in experts]
-        return cls(advise(main, more_examples=MORE, further=further).sentence, main, further)
-
-    def show(self) -> None:
-        """Print the advice and the tables."""
-        print_lines([self.advice])
-        further = comparison_tables(self.further, has_experts=False)
-        for table in [*comparison_tables(self.comparisons), *further]:
-            table.show()
+    (merged, repaired, base), tasks = models, [task for task in scorers if task in experts]
+    others = [task for task in scorers if task not in experts]
+    tuned = {task: scorers[task].score(experts[task]) for task in tasks}
+    comparisons, averages = compare_scores(tuned, score(merged, tasks), score(repaired, tasks))
+    without_expert = (score(model, others) if model else {} for model in (base, merged, repaired))
+    further, _ = compare_scores(*without_expert)
+    advice = "Give more test examples"
+    return RepairScores.advised(comparisons, averages, further, more_examples=advice)
 
 
 def open_scorers(
@@ -113,9 +99,7 @@ def repair_card(
         None if base is None else _location(base),
         {task: _location(expert) for task, expert in experts.items()},
         Frame(ACCURACY),
-        advice=[scores.advice],
-        comparisons=scores.comparisons,
-        further=scores.further,
+        scores=scores,
         merger={"merged model": _location(merged)},
         head=CardHead(library, type(model).__name__),
     )
