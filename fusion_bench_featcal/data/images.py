@@ -60,8 +60,12 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         self.has_labels, self._labels = label_column is not None, None
         self._rows, self._image_column, self._label_column = rows, image_column, label_column
         self._changes: tuple[PictureChange, ...] = ()
-        if isinstance(rows, ImageItems):
-            self._view(rows)
+        if isinstance(rows, ImageItems):  # possibly with other class names
+            self.name = f"{name} ({rows.name})"
+            self._rows, self._changes, self._values = rows._rows, rows._changes, rows._values
+            self._image_column, self._label_column = rows._image_column, rows._label_column
+            self.has_labels = self.has_labels and rows.has_labels
+            self.classnames = self.classnames or rows.classnames
         elif isinstance(rows, datasets.Dataset) and rows.format["type"] != "custom":
             self._read_table(rows)
         if self.has_labels and self._values is not None:
@@ -85,14 +89,6 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         if label is not None and self.has_labels:
             names = getattr(table.features[label], "names", None)
             self._values = list(table.with_format(None)[label]), names
-
-    def _view(self, items: "ImageItems") -> None:
-        """View the rows of other items, possibly with other class names."""
-        self.name = f"{self.name} ({items.name})"
-        self._rows, self._changes, self._values = items._rows, items._changes, items._values
-        self._image_column, self._label_column = items._image_column, items._label_column
-        self.has_labels = self.has_labels and items.has_labels
-        self.classnames = self.classnames or items.classnames
 
     def changed(self, change: PictureChange) -> "ImageItems":
         """Return the items with pictures changed by a function of picture and position."""

@@ -158,21 +158,15 @@ def encode_labels(
         classnames = sort_names(texts)
     chosen = list(classnames if classnames is not None else names or ())
     if names is not None:
+        moved = [n for n, name in enumerate(names) if name in chosen and chosen.index(name) != n]
         if set(names) <= set(chosen) and len(set(chosen)) == len(chosen):
             label_names = dict(enumerate(names))
             values = [label_names.get(v, v) if isinstance(v, int) else v for v in values]
-        else:
-            _warn_of_other_numbers(names, chosen, data)
-    indices = class_indices(values, chosen or None, lambda n: f"{data}, item {n}", are_own=True)
-    return indices, chosen or None
-
-
-def _warn_of_other_numbers(names: Sequence[str], classnames: Sequence[str], data: str) -> None:
-    """Warn if a class name has another index in the data."""
-    for number, name in enumerate(names):
-        if name in classnames and classnames[number : number + 1] != [name]:
+        elif moved:
+            name = names[moved[0]]
             log.warning(
                 "%s: class %r has number %d there and %d in the class names, which is used",
-                data, name, number, classnames.index(name),
+                data, name, moved[0], chosen.index(name),
             )  # fmt: skip
-            return
+    indices = class_indices(values, chosen or None, lambda n: f"{data}, item {n}", are_own=True)
+    return indices, chosen or None
