@@ -8,28 +8,16 @@ from typing import TYPE_CHECKING
 from fusion_bench_featcal.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from fusion_bench_featcal.data.corruptions import corrupted
-    from fusion_bench_featcal.data.images import load_images
-    from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool
-    from fusion_bench_featcal.tasks.encoder_pool import EncoderTaskPool
-    from fusion_bench_featcal.tasks.harness import LMEvalTaskPool
-    from fusion_bench_featcal.tasks.open_clip import OpenClipTaskPool
-    from fusion_bench_featcal.tasks.speech_pool import SpeechTaskPool
-    from fusion_bench_featcal.tasks.text_pool import TextTaskPool
-    from fusion_bench_featcal.tasks.text_rows import load_chats, load_glue
-
-__all__ = [
-    "ClipTaskPool",
-    "EncoderTaskPool",
-    "LMEvalTaskPool",
-    "OpenClipTaskPool",
-    "SpeechTaskPool",
-    "TextTaskPool",
-    "corrupted",
-    "load_chats",
-    "load_glue",
-    "load_images",
-]
+    from fusion_bench_featcal.data.corruptions import corrupted as corrupted
+    from fusion_bench_featcal.data.images import load_images as load_images
+    from fusion_bench_featcal.tasks.clip_pool import ClipTaskPool as ClipTaskPool
+    from fusion_bench_featcal.tasks.encoder_pool import EncoderTaskPool as EncoderTaskPool
+    from fusion_bench_featcal.tasks.harness import LMEvalTaskPool as LMEvalTaskPool
+    from fusion_bench_featcal.tasks.open_clip import OpenClipTaskPool as OpenClipTaskPool
+    from fusion_bench_featcal.tasks.speech_pool import SpeechTaskPool as SpeechTaskPool
+    from fusion_bench_featcal.tasks.text_pool import TextTaskPool as TextTaskPool
+    from fusion_bench_featcal.tasks.text_rows import load_chats as load_chats
+    from fusion_bench_featcal.tasks.text_rows import load_glue as load_glue
 
 __getattr__ = lazy_names(
     __name__,

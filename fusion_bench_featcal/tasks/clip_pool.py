@@ -21,7 +21,6 @@ from fusion_bench_featcal.data.images import ImageItems
 from fusion_bench_featcal.data.pictures import Processor, stack_pixels, to_pixels
 from fusion_bench_featcal.data.scoring import Score, Tests
 from fusion_bench_featcal.errors import CalibrationError
-from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.tasks.definition import OpenTask, TaskDefinition, open_task, parse_tasks
 from fusion_bench_featcal.tasks.item_pool import ItemPool
@@ -81,7 +80,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         Raises:
             ValueError: For unknown keys, unfit values, or a task with two data.
         """
-        refuse_unknown(fusion_bench, ClipTaskPool._config_mapping.values(), "taskpool.")
+        self._check_keys(fusion_bench)
         loader = {"batch_size": 128, **(dataloader_kwargs or {})}
         for key in ("shuffle", "drop_last"):
             if loader.get(key):
@@ -211,14 +210,14 @@ class PixelItems(Dataset[tuple[Tensor, int]]):
         return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        stored, label = self.items.read(index)
-        if label is None:
+        item = self.items[index]
+        if "label" not in item:
             raise CalibrationError(
                 f"{self.items.row_name(index)} has no label, so accuracy cannot be measured. Check "
                 "label_column"
             )
-        picture = self.items.picture(stored, index)
-        return to_pixels(picture, self.processor, self.items.row_name(index)), label
+        pixels = to_pixels(item["image"], self.processor, self.items.row_name(index))
+        return pixels, item["label"]
 
 
 def _collate(name: str, batch: Sequence[tuple[Tensor, int]]) -> LabelledImages:

@@ -33,7 +33,7 @@ from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.fusionbench.run_settings import plain_config
 from fusion_bench_featcal.models.hub import fetch
-from fusion_bench_featcal.settings.fields import check_values, is_integer, is_text_list, setting
+from fusion_bench_featcal.settings.fields import check_values, is_text_list, setting
 from fusion_bench_featcal.streams.inputs import check_token_ids, to_device
 from fusion_bench_featcal.tasks.item_pool import ItemPool
 
@@ -124,11 +124,9 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
         Raises:
             ValueError: For unknown keys or tasks, and values that are not accepted.
         """
-        refuse_unknown(unknown, EncoderTaskPool._config_mapping.values(), "taskpool.")
+        self._check_keys(unknown, batch_size=batch_size)
         if pooling is not None:
             refuse_unknown([pooling], MODES, "taskpool.pooling=")
-        if not is_integer(batch_size, 1):
-            raise ValueError(f"taskpool.batch_size must be a whole number >= 1, got {batch_size!r}")
         super().__init__()
         self._test_datasets, self._base_model = test_datasets, base_model
         self._processor, self._pooling, self.batch_size = processor, pooling, batch_size
@@ -238,7 +236,12 @@ def _open_texts(source: object, name: str, head: Head, tokenized: Any, size: int
     _require_labels(values, name)
     names = head.class_names or rows.classes(LABEL)
     labels, classes = encode_labels(values, None, names, name)
-    texts = [_read_text(rows, index) for index in range(len(rows))]
+    texts = [rows.read(index).prompt for index in range(len(rows))]
+    for index, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise CalibrationError(
+                f"{rows.row_name(index)}: the text is empty, or no text. Remove the row"
+            )
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     batches = cache(lambda: tokenized([texts[index] for index in order]))
 
@@ -251,16 +254,6 @@ def _open_texts(source: object, name: str, head: Head, tokenized: Any, size: int
         return batches()
 
     return EncoderTask(name, classes or [], labels, checked, order)
-
-
-def _read_text(rows: TextRows, index: int) -> str:
-    """Read the text of an example. Raises a CalibrationError with its name if there is none."""
-    text = rows.read(index).prompt
-    if not isinstance(text, str) or not text.strip():
-        raise CalibrationError(
-            f"{rows.row_name(index)}: the text is empty, or no text. Remove the row"
-        )
-    return text
 
 
 def _open_images(source: object, name: str, head: Head, processor: Any, size: int) -> EncoderTask:

@@ -1,6 +1,6 @@
 """Base of this package's task pools: keys, loading, and evaluation with per-example results."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from statistics import fmean
@@ -20,6 +20,7 @@ from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.config_checks import refuse_missing_paths
 from fusion_bench_featcal.fusionbench.processors import build_part
 from fusion_bench_featcal.run.progress import progress_bar
+from fusion_bench_featcal.settings.fields import is_integer
 
 
 def open_rows(task: str, rows: object, setting: str) -> TextRows:
@@ -62,6 +63,17 @@ class ItemPool(LightningFabricMixin):
         super().__init__(*args, **kwargs)
         self.item_correct: dict[str, Tensor] = {}
         self.test_dataloaders: dict[str, Any] = {}
+
+    def _check_keys(self, unknown: Iterable[str], **counts: object) -> None:
+        """Refuse unknown keys of the pool, and counts that are no whole numbers from 1.
+
+        Raises:
+            ValueError: Naming key and value.
+        """
+        refuse_unknown(unknown, self._config_mapping.values(), "taskpool.")
+        for key, value in counts.items():
+            if not is_integer(value, 1):
+                raise ValueError(f"taskpool.{key} must be a whole number >= 1, got {value!r}")
 
     @cached_property
     def opened(self) -> dict[str, Any]:

@@ -17,9 +17,7 @@ from fusion_bench_featcal.data.tables import parent_folder
 from fusion_bench_featcal.data.text_limits import end_tokens, positions_of
 from fusion_bench_featcal.data.text_samples import Seq2SeqTextEncoder
 from fusion_bench_featcal.data.transcripts import TranscriptScorer
-from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.fusionbench.processors import load_part
-from fusion_bench_featcal.settings.fields import is_integer
 from fusion_bench_featcal.tasks.item_pool import ItemPool, open_rows
 
 
@@ -58,9 +56,7 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
         Raises:
             ValueError: For unknown keys, and values that are not accepted.
         """
-        refuse_unknown(unknown, SpeechTaskPool._config_mapping.values(), "taskpool.")
-        if not is_integer(batch_size, 1):
-            raise ValueError(f"taskpool.batch_size must be a whole number >= 1, got {batch_size!r}")
+        self._check_keys(unknown, batch_size=batch_size)
         super().__init__()
         self._test_datasets, self._processor = test_datasets, processor
         self.batch_size = batch_size

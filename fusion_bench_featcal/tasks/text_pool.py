@@ -32,7 +32,6 @@ from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.fusionbench.pool_models import PoolModels
 from fusion_bench_featcal.fusionbench.processors import load_part
 from fusion_bench_featcal.settings import FeatCalSettings
-from fusion_bench_featcal.settings.fields import is_integer
 from fusion_bench_featcal.tasks.item_pool import ItemPool, open_rows
 
 
@@ -83,15 +82,12 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         Raises:
             ValueError: For unknown keys or metrics, and values out of range.
         """
-        refuse_unknown(unknown, TextTaskPool._config_mapping.values(), "taskpool.")
+        lengths = {"max_new_tokens": max_new_tokens, "max_length": max_length}
+        lengths = {key: value for key, value in lengths.items() if value is not None}
+        self._check_keys(unknown, batch_size=batch_size, **lengths)
         self.metrics: dict[str, Metric] = dict(metrics or {})
         for task, metric in self.metrics.items():
             refuse_unknown([metric], METRICS, f"taskpool.metrics.{task}=")
-        lengths = {"max_new_tokens": max_new_tokens, "max_length": max_length}
-        lengths = {key: value for key, value in lengths.items() if value is not None}
-        for key, value in {"batch_size": batch_size, **lengths}.items():
-            if not is_integer(value, 1):
-                raise ValueError(f"taskpool.{key} must be a whole number >= 1, got {value!r}")
         super().__init__()
         self._test_datasets = test_datasets
         self._tokenizer = tokenizer
