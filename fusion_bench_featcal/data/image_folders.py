@@ -1,7 +1,7 @@
 """Tables of image files, with labels if there are any, from folders and tables of images."""
 
-import os
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 
 import datasets
@@ -33,7 +33,8 @@ def read_folder(
     """Return a table of the images in a folder, and the split or None."""
     if is_saved(root):
         return load_saved(root, split, usual_split), split
-    images = _find_images(root)
+    files = map(Path, glob("**", root_dir=root, recursive=True))  # without hidden ones
+    images = sorted(f for f in files if f.suffix.lower() in IMAGE_SUFFIXES and (root / f).is_file())
     folders = sort_names({image.parts[0] for image in images if len(image.parts) > 1})
     if split is None and folders and {*folders} <= SPLIT_FOLDERS:
         if usual_split is None:
@@ -52,17 +53,6 @@ def read_folder(
         folder, images = root / split, [Path(*i.parts[1:]) for i in images if i.parts[0] == split]
     table = _read_metadata(folder, images, image_column, label)
     return (_list_classes(folder, images) if table is None else table), split
-
-
-def _find_images(folder: Path) -> list[Path]:
-    """Return the sorted relative paths of all image files in a folder, without hidden files."""
-    files = (
-        Path(place, name).relative_to(folder)
-        for place, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if Path(name).suffix.lower() in IMAGE_SUFFIXES
-    )
-    return sorted(file for file in files if not any(part[0] == "." for part in file.parts))
 
 
 def _read_metadata(

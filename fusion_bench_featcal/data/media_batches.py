@@ -1,13 +1,12 @@
 """Samples that combine texts with images or sounds, one per batch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_featcal.data.generation import logits_and_targets
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_samples import TextEncoder
 from fusion_bench_featcal.streams.inputs import check_token_ids
@@ -47,10 +46,6 @@ class MediaBatches(ABC):
         for text, batch in zip(self.texts, self, strict=True):
             check_token_ids(batch, model, lambda _, name=text.name: name)
             yield batch
-
-    def logits_and_targets(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return logits and target tokens of a batch, as `generation.logits_and_targets`."""
-        return logits_and_targets(model, batch)
 
     def encode_target(self, row: Any) -> Tensor:
         """Return the labels of an example, `[1, tokens]`."""

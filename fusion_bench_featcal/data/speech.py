@@ -123,12 +123,6 @@ class SpeechBatches(MediaBatches):
         })  # fmt: skip
         return torch.tensor([labels])
 
-    def logits_and_targets(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return logits and target tokens. The first tokens are no words and do not count."""
-        logits, targets = super().logits_and_targets(model, batch)
-        targets[:, : len(self.prefix)] = NO_TARGET
-        return logits, targets
-
     @cached_property
     def prefix(self) -> list[int]:
         """Tokens between the start token and all texts, such as the language."""

@@ -7,11 +7,12 @@ import torch
 from transformers import BatchFeature
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-from fusion_bench_featcal.data.generation import GREEDY, row_losses
+from fusion_bench_featcal.data.generation import GREEDY, logits_and_targets, row_losses
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.data.speech import SpeechBatches
 from fusion_bench_featcal.data.text_limits import positions_of
 from fusion_bench_featcal.data.word_errors import speech_library, text_normalizer, word_errors
+from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.results.names import WORD_ERRORS
 from fusion_bench_featcal.streams.inputs import check_token_ids
@@ -50,7 +51,8 @@ class TranscriptScorer:
             labels, prefixes = batch.pop("labels"), torch.tensor([prefix] * len(chunk))
             # Sounds are encoded once, for losses and transcripts.
             inputs: Any = {"encoder_outputs": model.get_encoder()(**batch)}
-            logits, targets = batches.logits_and_targets(model, inputs | {"labels": labels})
+            logits, targets = logits_and_targets(model, inputs | {"labels": labels})
+            targets[:, : len(batches.prefix)] = NO_TARGET  # the first tokens are no words
             losses.append(row_losses(logits, targets))
             inputs |= {"decoder_input_ids": prefixes.to(labels.device), "max_new_tokens": limit}
             tokens = model.generate(**inputs, **GREEDY)
