@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,17 +119,10 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         is_own = self._is_own(task)
         return self._setting_of_data.format(task) if is_own else super()._setting(task)
 
-    @cached_property
-    def opened(self) -> dict[str, Any]:
-        """Task -> its test data. The processors are loaded as well.
-
-        Raises:
-            ValueError: Also if a task has no class names, or FusionBench has others.
-        """
+    def _load_processors(self) -> None:
         self.processor = load_part("taskpool.processor", self._processor, CLIPProcessor)
         images = self.processor if self._data_processor is None else self._data_processor
         self.data_processor = load_part("taskpool.data_processor", images, CLIPProcessor)
-        return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> Any:
         definition = self._definitions.get(task, TaskDefinition())

@@ -163,15 +163,12 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
             )
         return self.reader.pooling
 
-    @cached_property
-    def opened(self) -> dict[str, EncoderTask]:
-        """Task -> its test data. The processor and heads in files are loaded as well."""
+    def _load_processors(self) -> None:
         is_image = (self.folder / "preprocessor_config.json").is_file()
         kind = AutoImageProcessor if is_image else AutoTokenizer
         source = str(self.folder) if self._processor is None else self._processor
         self.processor = load_part("taskpool.processor", source, kind)
         self._is_text = hasattr(self.processor, "model_max_length")
-        return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> EncoderTask:
         head, size = self.heads.setdefault(task, Head()), self.batch_size

@@ -79,15 +79,22 @@ class ItemPool(LightningFabricMixin):
     def opened(self) -> dict[str, Any]:
         """Task -> its opened test data for all evaluations. The first example is read.
 
+        Tokenizers and processors are loaded as well.
+
         Raises:
             CalibrationError: If data cannot be loaded or are empty, or a first example is unusable.
-            ValueError: If a task has no data.
+            ValueError: If a task has no data. For images also if it has no class names, or
+                FusionBench has others.
         """
+        self._load_processors()
         opened = {}
         for task, data in self.test_data.items():
             setting = self._setting(task)
             opened[task] = self._open(task, build_part(setting, data), setting)
         return opened
+
+    def _load_processors(self) -> None:
+        """Load what converts test data to inputs. The default needs nothing."""
 
     def _open(self, task: str, rows: object, setting: str) -> Any:
         """Open a task's examples, and read the first one."""

@@ -1,7 +1,6 @@
 """`SpeechTaskPool`: speech models, scored by the words of their transcripts."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 from transformers import AutoProcessor
@@ -61,11 +60,8 @@ class SpeechTaskPool(ItemPool, BaseTaskPool):
         self._test_datasets, self._processor = test_datasets, processor
         self.batch_size = batch_size
 
-    @cached_property
-    def opened(self) -> dict[str, Any]:
-        """Task -> its test data. The processor is loaded as well."""
+    def _load_processors(self) -> None:
         self.processor = load_part("taskpool.processor", self._processor, AutoProcessor)
-        return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> list[Speech]:
         home, opened = parent_folder(rows), open_rows(task, rows, setting)

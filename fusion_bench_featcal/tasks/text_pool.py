@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -96,11 +96,8 @@ class TextTaskPool(ItemPool, BaseTaskPool):
         self.max_length = max_length
         self._batches: dict[tuple[str, bool], tuple[TextBatches, list[int]]] = {}
 
-    @cached_property
-    def opened(self) -> dict[str, Any]:
-        """Task -> its test data. The tokenizer is loaded as well."""
+    def _load_processors(self) -> None:
         self.tokenizer = load_part("taskpool.tokenizer", self._tokenizer, AutoTokenizer)
-        return super().opened
 
     def _open(self, task: str, rows: object, setting: str) -> TextRows:
         opened = open_rows(task, rows, setting)
