@@ -1,6 +1,7 @@
 """Experts stored as adapters of PEFT, which PEFT itself merges, one module at a time."""
 
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,9 +174,7 @@ class AdapterExpert(SourceView):
 
 def _base_name(name: str) -> str:
     """Return a tensor's name without the parts that PEFT inserts."""
-    for inserted in ("token_adapter.", "base_layer.", "original_module."):
-        name = name.replace(inserted, "")
-    return name
+    return re.sub(r"(token_adapter|base_layer|original_module)\.", "", name)
 
 
 def _is_wrapped(module: object) -> bool:

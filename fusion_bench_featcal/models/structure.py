@@ -1,9 +1,12 @@
 """Structures of models, and their filling."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from fusion_bench_featcal.experts import ExpertSource, LazyModel
+from fusion_bench_featcal.families import head_of
 
 
 def untie(model: nn.Module, stored: ExpertSource) -> None:
@@ -13,16 +16,15 @@ def untie(model: nn.Module, stored: ExpertSource) -> None:
         model: A model without weights.
         stored: Its weights.
     """
-    find = getattr(model, "get_output_embeddings", lambda: None)
-    if (head := find()) is None:
+    head: Any = head_of(model)
+    if head is None:
         return
     head_name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
     tensors = model.state_dict(keep_vars=True).items()
     tied = [name for name, tensor in tensors if tensor is head.weight and name != head_name]
     tied = [name for name in tied if name in stored.names()]
-    if head_name not in stored.names() or not tied:
-        return
-    if not torch.equal(stored.tensor(head_name), stored.tensor(tied[-1])):
+    is_stored = head_name in stored.names() and tied
+    if is_stored and not torch.equal(stored.tensor(head_name), stored.tensor(tied[-1])):
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
 
