@@ -67,7 +67,7 @@ def corrupted(
             picture = ImageOps.scale(picture, size / min(picture.size), Image.Resampling.BICUBIC)
         return corrupt(picture, corruption, severity, seeded_random(seed, task, position))
 
-    return ImageItems(data, name=f"data of corruption {corruption}").changed(change)
+    return ImageItems(data, name=f"data of corruption {corruption}", change=change)
 
 
 def corrupt(

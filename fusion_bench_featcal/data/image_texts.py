@@ -1,5 +1,6 @@
 """Samples of texts with images, converted by the model's processor, one per batch."""
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,11 +54,8 @@ def _read_turns(text: Text) -> list[Turn]:
 
 def _split_at_marks(content: str) -> list[dict[str, str]]:
     """Split a text into text parts, with an image part in place of each mark."""
-    first, *others = content.split(IMAGE_MARK)
-    parts = [{"type": "text", "text": first}]
-    for text in others:
-        parts += [{"type": "image"}, {"type": "text", "text": text.removeprefix("\n")}]
-    return [part for part in parts if part.get("text") != ""]
+    texts = [text for text in re.split(f"({IMAGE_MARK})\n?", content) if text]
+    return [{"type": "image"} if t == IMAGE_MARK else {"type": "text", "text": t} for t in texts]
 
 
 @dataclass(eq=False)

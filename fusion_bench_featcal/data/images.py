@@ -1,6 +1,5 @@
 """`ImageItems`: any dataset as pictures. `load_images`: folders, tables and hub datasets."""
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,10 +45,12 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         image_column: str = "image",
         label_column: str | None = "label",
         classnames: Sequence[str] | None = None,
+        change: PictureChange | None = None,
     ) -> None:
         """View a `datasets` table, or a dataset of mappings or tuples (image, label).
 
-        For further arguments see `load_images`.
+        Pictures are changed by `change`, a function of picture and position. For further arguments
+        see `load_images`.
 
         Raises:
             ValueError: If the column of the images does not exist.
@@ -59,10 +60,11 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         self.name, self.classnames = name, None if classnames is None else list(classnames)
         self.has_labels, self._labels = label_column is not None, None
         self._rows, self._image_column, self._label_column = rows, image_column, label_column
-        self._changes: tuple[PictureChange, ...] = ()
+        self._changes = () if change is None else (change,)
         if isinstance(rows, ImageItems):  # possibly with other class names
             self.name = f"{name} ({rows.name})"
-            self._rows, self._changes, self._values = rows._rows, rows._changes, rows._values
+            self._rows, self._values = rows._rows, rows._values
+            self._changes = (*rows._changes, *self._changes)
             self._image_column, self._label_column = rows._image_column, rows._label_column
             self.has_labels = self.has_labels and rows.has_labels
             self.classnames = self.classnames or rows.classnames
@@ -89,12 +91,6 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         if label is not None and self.has_labels:
             names = getattr(table.features[label], "names", None)
             self._values = list(table.with_format(None)[label]), names
-
-    def changed(self, change: PictureChange) -> "ImageItems":
-        """Return the items with pictures changed by a function of picture and position."""
-        items = copy.copy(self)
-        items._changes = (*self._changes, change)
-        return items
 
     @property
     def labels(self) -> Sequence[int]:

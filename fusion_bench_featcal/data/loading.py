@@ -1,7 +1,5 @@
 """Errors in loading data, tokenizers and models."""
 
-from datasets.config import HF_HUB_OFFLINE
-
 from fusion_bench_featcal.models.hub import hub_cause
 
 
@@ -14,7 +12,4 @@ def unloadable(error: Exception) -> str | None:
         return cause
     if not isinstance(error, OSError | ValueError | KeyError | TypeError):
         return None
-    text = f"it cannot be loaded: {str(error).rstrip('.')}."
-    if not (HF_HUB_OFFLINE and isinstance(error, OSError)):
-        return text
-    return f"{text} HF_HUB_OFFLINE is set: only local files and what is in the cache are found."
+    return f"it cannot be loaded: {str(error).rstrip('.')}."
