@@ -6,11 +6,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import file_digest
-from hashlib import new as new_hash
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +16,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.block import causes, first_line
@@ -112,7 +111,14 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
     """
     models = hub_models(locations, weights=weights)
     if lacking := [model for model in models.values() if model.missing]:
-        _announce(lacking)
+        sizes = [size for model in lacking for size in model.missing.values()]
+        names = lacking[0].location if len(lacking) == 1 else pluralize(len(lacking), "model")
+        text = f"{names}: {pluralize(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
+        if sum(sizes) > free_space(Path(constants.HF_HUB_CACHE)):
+            raise CalibrationError(f"{text}: {_no_room()}")
+        print(f"downloading {text}, to {constants.HF_HUB_CACHE}", file=sys.stderr)
+        if not sys.stderr.isatty():
+            disable_progress_bars()
     for model in lacking:
         (repo_id, revision), new = _parts(model.location), [*model.missing]
         try:
@@ -130,12 +136,10 @@ def fetch_all(locations: Mapping[str, str], *, weights: bool = True) -> dict[str
 def _check_bytes(model: HubModel, name: str) -> None:
     """Refuse and remove a downloaded file whose size or hash is not the hub's."""
     file, expected = (model.folder / name).resolve(), model.hashes.get(name)
-    size = file.stat().st_size
     with file.open("rb") as stream:
         is_large = len(expected or "") == 64
-        start = b"" if is_large else b"blob %d\0" % size
-        digest = file_digest(stream, partial(new_hash, "sha256" if is_large else "sha1", start))
-    if size != model.files[name] or digest.hexdigest() != (expected or digest.hexdigest()):
+        digest = sha_fileobj(stream).hex() if is_large else git_hash(stream.read())
+    if file.stat().st_size != model.files[name] or digest != (expected or digest):
         file.unlink()
         raise CalibrationError(
             f"{model.option}: {name} has arrived with other bytes than the hub's, and was removed. "
@@ -249,18 +253,6 @@ def patiently(call: Callable[[], T]) -> T:
             log.info("the hub is busy (%d). The next try is in %d s", status, wait)
             time.sleep(wait)
     return call()
-
-
-def _announce(models: Sequence[HubModel]) -> None:
-    """Print the number and bytes of all files to download, and refuse them if the disk is full."""
-    sizes = [size for model in models for size in model.missing.values()]
-    names = models[0].location if len(models) == 1 else pluralize(len(models), "model")
-    text = f"{names}: {pluralize(len(sizes), 'file')}, {bytes_text(sum(sizes))}"
-    if sum(sizes) > free_space(Path(constants.HF_HUB_CACHE)):
-        raise CalibrationError(f"{text}: {_no_room()}")
-    print(f"downloading {text}, to {constants.HF_HUB_CACHE}", file=sys.stderr)
-    if not sys.stderr.isatty():
-        disable_progress_bars()
 
 
 def hub_error(error: BaseException, option: str, *, is_lookup: bool = False) -> CalibrationError:
