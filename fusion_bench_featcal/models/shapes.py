@@ -210,11 +210,10 @@ def shapes_of(folder: str | Path, *, tokens: int, option: str = "the model in") 
     names = [site.name for block in modules.values() for site in block.sites] + mixtures
     if mixtures:  # the default one needs bfloat16 here, and its products are not counted
         model.set_experts_implementation("batched_mm")
-    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}.values()
     blocks = map(model.get_submodule, modules)
     sizes = {  # before the tensors are replaced, which unties them
         "parameters": sum(p.numel() for p in model.parameters()),
-        "bytes": sum(t.nbytes for t in tensors),
+        "bytes": sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
         "block_bytes": max(sum(p.nbytes for p in block.parameters()) for block in blocks),
     }
     counter = FlopCounterMode(display=False)
