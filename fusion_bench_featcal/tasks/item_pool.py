@@ -54,6 +54,7 @@ class ItemPool(LightningFabricMixin):
 
     _is_setup = False
     _program: Any  # the program that created the pool, or None; set by FusionBench
+    _config_mapping: Any  # attribute -> key of the pool, set by each pool's class
     _test_datasets: Mapping[str, Any] | None
     _setting_of_data = "taskpool.test_datasets.{}"
     _keys_by_task: Sequence[str] = ()  # attributes that map tasks to values
