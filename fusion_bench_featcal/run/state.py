@@ -27,7 +27,7 @@ from fusion_bench_featcal.experts.model_config import check_same_function
 from fusion_bench_featcal.experts.pairing import refuse_more_blocks
 from fusion_bench_featcal.experts.similarity import warn_about_unrelated_models
 from fusion_bench_featcal.experts.working_model import WorkingModel, offloaded
-from fusion_bench_featcal.families import STACK, Family, resolve_family, stages_of, text_tower
+from fusion_bench_featcal.families import STACK, resolve_family, stages_of, text_tower
 from fusion_bench_featcal.families.check import compare_with_model
 from fusion_bench_featcal.modules.block_modules import BlockModules, find_all_modules
 from fusion_bench_featcal.modules.models import (
@@ -150,12 +150,23 @@ def prepare_calibration(
     if family is STACK and text_tower(model) is not None:
         family = towers_of(model, samples, runtime)
     stages = stages_of(family, inputs.merged)
-    head_reads_first = validate_family(model, rule, family, stages, runtime, samples)
+    # The family must give the model's outputs on the longest sample and the one after it. If the
+    # head uses only the first position of the last block's output, no other one counts there.
+    priority = _, task, number, sample = longest_sample(samples, family, model)
+    batch, needs_first = samples[task][number], rule.counts_read_positions_only
+    few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
+    with error_context(task=task), runtime.autocast():
+        few = to_device(few, device_of(model))
+        reads_first = compare_with_model(family, model, stages, few, needs_first=needs_first)
+    head_reads_first = processes.value_of_min(priority, reads_first)
     processes.doing = "the models"
     modules = find_all_modules(
         inputs.merged, stages, options.modules, calibrate_norm=rule.calibrate_norm
     )
-    warn_about_dtype(rule, inputs.merged, stages[0][0], runtime)
+    with runtime.autocast():
+        features = dtype_of_features(inputs.merged, stages[0][0], runtime.device)
+    if warning := rule.dtype_warning(features):
+        logger.warning(warning)
     base, experts = open_models(inputs, working, rule, processes, stages)
     order = expert_tensor_names(working.module, stages, modules, runs_experts=rule.runs_experts)
     budget, tasks = options.expert_read_budget, list(inputs.experts)
@@ -239,38 +250,6 @@ def divided_samples(
             f"{option('batch_size')}"
         )
     return samples
-
-
-def warn_about_dtype(rule: Rule, merged: nn.Module, block: str, runtime: Runtime) -> None:
-    """Log the rule's warning about the dtype of a block's features, if it has one."""
-    with runtime.autocast():
-        warning = rule.dtype_warning(dtype_of_features(merged, block, runtime.device))
-    if warning:
-        logger.warning(warning)
-
-
-def validate_family(
-    model: nn.Module,
-    rule: Rule,
-    family: Family,
-    stages: Sequence[Sequence[str]],
-    runtime: Runtime,
-    samples: Mapping[str, list[Batch]],
-) -> bool:
-    """Compare the family with the model's forward pass on the longest sample and the one after it.
-
-    Returns:
-        Whether the head uses only the first position of the last block's output, so that only
-        this position counts there.
-    """
-    priority = _, task, number, sample = longest_sample(samples, family, model)
-    batch = samples[task][number]
-    few = part_of(batch.inputs, batch.samples, slice(sample, sample + COMPARED_SAMPLES))
-    needs_first = rule.counts_read_positions_only
-    with error_context(task=task), runtime.autocast():
-        few = to_device(few, device_of(model))
-        first = compare_with_model(family, model, stages, few, needs_first=needs_first)
-    return runtime.processes.value_of_min(priority, first)
 
 
 def open_models(

@@ -1,8 +1,6 @@
 """Turns of a rule over groups of modules, their sums over tasks, and their solves."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -124,7 +122,13 @@ def add_task(
     if not state.sum_task(task, tensors):
         return
     experts = {group: task_sums[group].expert for group in moments}
-    add = partial(_add_moments, task, sums, experts, moments, checks)
+
+    @exact_products()
+    def add() -> None:
+        for group, parts in moments.items():
+            sums[group].add(task, experts[group], *parts)
+            checks.add(task, group.label, parts, sums[group].tensors())
+
     if not state.processes.divides_batches(state.tasks):
         add()
         return
@@ -132,19 +136,6 @@ def add_task(
         for part in parts:
             part.rows = None  # they are those of this process only
     waiting.append(add)
-
-
-@exact_products()
-def _add_moments(
-    task: str,
-    sums: Mapping[Group, GroupSums],
-    experts: Mapping[Group, Any],
-    moments: Mapping[Group, list[Moments] | list[NormMoments]],
-    checks: Checks,
-) -> None:
-    for group, parts in moments.items():
-        sums[group].add(task, experts[group], *parts)
-        checks.add(task, group.label, parts, sums[group].tensors())
 
 
 @exact_products()
