@@ -42,14 +42,11 @@ class Checkpoint:
 
     Attributes:
         is_complete: Whether an earlier run has finished all blocks.
+        weights: The calibrated weights in files, or None if there are no files.
     """
 
     is_complete = False
-
-    @property
-    def weights(self) -> FinishedBlocks | None:
-        """Return the calibrated weights in files, or None if there are no files."""
-        return None
+    weights: FinishedBlocks | None = None
 
     def start(
         self, digests: Digests, blocks: Iterable[str], merged: ExpertSource, progress: Progress
@@ -111,11 +108,6 @@ class CheckpointFolder(Checkpoint):
         self._finished: list[str] = []
         self._logged = 0
 
-    @property
-    def weights(self) -> FinishedBlocks:
-        """Return the calibrated weights in files."""
-        return self._blocks
-
     def start(
         self, digests: Digests, blocks: Iterable[str], merged: ExpertSource, progress: Progress
     ) -> None:
@@ -131,7 +123,7 @@ class CheckpointFolder(Checkpoint):
         Raises:
             CalibrationError: If a block belongs to another run, or its file is damaged.
         """
-        self._blocks = FinishedBlocks(self.folder, digests())
+        self._blocks = self.weights = FinishedBlocks(self.folder, digests())
         self._converted = ConvertedSource(self._blocks, merged.joined)
         self._files = {block: BLOCK.format(number) for number, block in enumerate(blocks)}
         present = [block for block, file in self._files.items() if (self.folder / file).exists()]
