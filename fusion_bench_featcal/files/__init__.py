@@ -169,11 +169,9 @@ def temporary_neighbour(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Remove a file or folder, ignoring errors. It may be missing."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)  # does nothing to files and links
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def digest_file(path: Path) -> str | None:
