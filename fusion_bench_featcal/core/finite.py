@@ -57,8 +57,4 @@ def read_back(values: Sequence[Tensor]) -> list[float]:
     Returns:
         All entries, in order.
     """
-    if not values:
-        return []
-    if any(value.ndim for value in values):
-        return torch.cat([value.reshape(-1) for value in values]).tolist()
-    return torch.stack(list(values)).tolist()
+    return torch.cat([value.reshape(-1) for value in values]).tolist() if values else []

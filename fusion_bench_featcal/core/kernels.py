@@ -44,7 +44,7 @@ def onednn_works() -> bool:
     random = partial(torch.randn, generator=generator, dtype=torch.float32)
     x, weight, bias = random((3, 5, 7)), random((4, 7)), random((4,))
     try:
-        product = _onednn_linear(x, weight, bias)
+        product = onednn_linear(x, weight, bias)
         return bool(torch.allclose(product, functional.linear(x, weight, bias), atol=1e-5))
     except (RuntimeError, AttributeError, TypeError):  # no such operator, or another signature
         return False
@@ -103,7 +103,7 @@ class _LinearThroughOnednn(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         if func is functional.linear and not kwargs and _fits(args):
-            return _onednn_linear(*args)
+            return onednn_linear(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -124,23 +124,20 @@ def _fits(tensors: Sequence[Any]) -> bool:
     )
 
 
-def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x weight' + bias`, computed by oneDNN.
+
+    Args:
+        x: `[..., n]`, contiguous: oneDNN is extremely slow on transposed views.
+        weight: `[d, n]`, contiguous.
+        bias: `[d]`, or None for zeros.
+
+    Returns:
+        `[..., d]`.
+    """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def multiplies_rows_by_onednn(tensor: Tensor) -> bool:
     """Return whether sums over rows of tensors like this use oneDNN in this context."""
     return _kernel.get() == ONEDNN and tensor.dtype == torch.float32 and tensor.is_cpu
-
-
-def multiply_transposed(first: Tensor, second: Tensor) -> Tensor:
-    """Return `first second'`, computed by oneDNN.
-
-    Args:
-        first: `[m, n]`, contiguous: oneDNN is extremely slow on transposed views.
-        second: `[d, n]`, contiguous.
-
-    Returns:
-        `[m, d]`.
-    """
-    return _onednn_linear(first, second)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxtyping import Float
 from torch import Tensor
 
-from fusion_bench_featcal.core.kernels import multiplies_rows_by_onednn, multiply_transposed
+from fusion_bench_featcal.core.kernels import multiplies_rows_by_onednn, onednn_linear
 
 COLUMN_BLOCKS = 16
 """Largest number of strips of a Gram matrix's lower triangle. 16 are 17/32 of the product."""
@@ -49,7 +49,7 @@ def multiply_by_rows(first: Float[Tensor, "m n"], second: Float[Tensor, "d n"]) 
     """Return `A B'`, `[m, d]`."""
     if not multiplies_rows_by_onednn(first):
         return first @ second.T
-    return multiply_transposed(first.contiguous(), second)
+    return onednn_linear(first.contiguous(), second)
 
 
 def factor_of(rows: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def add_product(matrix: Tensor, first: Tensor, second: Tensor, weight: float = 1
     if multiplies_rows_by_onednn(matrix):
         # oneDNN does not add to a matrix. Its product is a further matrix, which strips keep small.
         for total, part in in_parts(max(1, LARGEST_PRODUCT // matrix.shape[1]), matrix, first):
-            total.add_(multiply_transposed(part, second), alpha=weight)
+            total.add_(onednn_linear(part, second), alpha=weight)
     else:
         matrix.addmm_(first.T, second, alpha=weight)
 
