@@ -32,7 +32,14 @@ def check_pool_models(models: PoolModels, fabric: Fabric) -> None:
             entry is not a model.
         ValueError: If an expert's name cannot be a task's name.
     """
-    _check_precision(fabric)
+    # Pools load models in stored dtypes, which a precision such as bf16-true would convert.
+    precision = str(fabric.strategy.precision.precision)
+    if precision != "32-true" and not precision.endswith("-mixed"):
+        raise CalibrationError(
+            f"fabric.precision={precision} has no effect on a pool's models, which keep the dtype "
+            "that they are loaded in. Set fabric.precision=32-true, bf16-mixed or 16-mixed, or the "
+            "models' dtype: torch_dtype of every entry of modelpool.models"
+        )
     platform = getattr(models.pool, "_platform", "hf")
     if platform not in ("hf", "huggingface"):
         raise CalibrationError(f"modelpool.platform={platform}: download the models, name folders")
@@ -68,18 +75,6 @@ def open_pool_models(models: PoolModels) -> None:
     labels |= {name: f"expert {name!r}" for name in models.experts}
     opened = {label: models[name] for name, label in labels.items() if name in models}
     compare_configs({n: getattr(m.module, "config", m.config) for n, m in opened.items()})
-
-
-def _check_precision(fabric: Fabric) -> None:
-    """Refuse a precision that would convert models, because pools load them in stored dtypes."""
-    precision = str(fabric.strategy.precision.precision)
-    if precision == "32-true" or precision.endswith("-mixed"):
-        return
-    raise CalibrationError(
-        f"fabric.precision={precision} has no effect on a pool's models, which keep the dtype that "
-        "they are loaded in. Set fabric.precision=32-true, bf16-mixed or 16-mixed, or the models' "
-        "dtype: torch_dtype of every entry of modelpool.models"
-    )
 
 
 def check_experts(models: PoolModels, family: object = None) -> list[str]:

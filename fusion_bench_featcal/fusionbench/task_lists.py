@@ -76,7 +76,9 @@ def expand_task_lists(config: DictConfig) -> bool:
     """
     pools = {key: config.get(key) for key in _POOLS if OmegaConf.is_dict(config.get(key))}
     contents: dict[str, Any] = {k: OmegaConf.to_container(pools[k], resolve=False) for k in pools}
-    with_lists = {key for key, content in contents.items() if _has_star_entries(content)}
+    with_lists = {
+        key for key, content in contents.items() if expand_entries(content, ()) != content
+    }
     if not with_lists:
         return False
     modelpool = contents.get("modelpool", {})
@@ -115,12 +117,3 @@ def _with_task_name(node: object, task: str) -> object:
     if isinstance(node, list):
         return [_with_task_name(item, task) for item in node]
     return node.replace(EACH, task) if isinstance(node, str) else node
-
-
-def _has_star_entries(node: object) -> bool:
-    """Return whether a node of a config contains a key `*`."""
-    if isinstance(node, list):
-        return any(map(_has_star_entries, node))
-    return isinstance(node, Mapping) and (
-        EACH in node or any(map(_has_star_entries, node.values()))
-    )
