@@ -137,13 +137,9 @@ def load_processor() -> Any:
 
 
 def register_class_names() -> None:
-    """Register class names and prompts of all tasks with FusionBench, if it is installed."""
-    try:
-        from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
-    except ModuleNotFoundError as error:
-        if error.name != "fusion_bench":
-            raise
-        return
+    """Register class names and prompts of all tasks with FusionBench."""
+    from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
+
     table: dict[str, object] = CLIPTemplateFactory._dataset_mapping
     for name in TASKS:
         if name not in table:
