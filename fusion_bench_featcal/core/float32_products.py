@@ -1,7 +1,7 @@
 """Precision of torch's float32 matrix products, independent of the caller's global settings."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,22 +15,37 @@ _PER_BACKEND = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Context without TF32 or bfloat16 in float32 matrix products."""
-    with _allowing(dict.fromkeys(_MATMULS, EXACT)):
+def exact_products(backends: Sequence[Backend] = _MATMULS) -> Iterator[None]:
+    """Context without TF32 or bfloat16 in float32 products, by default those of matrices.
+
+    torch raises if its older and its newer interface for this are mixed. The newer one also reads
+    settings made by the older one, so it is used if torch has it.
+    """
+    if not _PER_BACKEND:
+        with _exact_by_older_functions(backends):
+            yield
+        return
+    before = {backend: _module(backend).fp32_precision for backend in backends}
+    for backend in backends:
+        _module(backend).fp32_precision = EXACT
+    try:
         yield
+    finally:
+        for backend, precision in before.items():
+            # "none" inherits from torch.backends.fp32_precision, and reads as the inherited value.
+            _module(backend).fp32_precision = "none"
+            if _module(backend).fp32_precision != precision:
+                _module(backend).fp32_precision = precision
 
 
-@contextmanager
-def convolving_as_multiplying() -> Iterator[None]:
-    """Context in which convolutions use no lower precision than matrix products may use.
+def convolving_as_multiplying() -> AbstractContextManager[None]:
+    """Return a context in which convolutions use no lower precision than matrix products may use.
 
     cuDNN's convolutions use TF32 by default. A patch embedding would then be less precise than all
     other layers.
     """
     pairs = zip(_MATMULS, _CONVOLUTIONS, strict=True)
-    with _allowing({conv: EXACT for matmul, conv in pairs if precision_of(matmul) == EXACT}):
-        yield
+    return exact_products([conv for matmul, conv in pairs if precision_of(matmul) == EXACT])
 
 
 def products_in_force() -> dict[str, str]:
@@ -50,42 +65,17 @@ def precision_of(backend: Backend) -> str:
     return legacy.get(torch.get_float32_matmul_precision(), EXACT)
 
 
-@contextmanager
-def _allowing(precisions: Mapping[Backend, str]) -> Iterator[None]:
-    """Context with a precision for each backend.
-
-    torch raises if its older and its newer interface for this are mixed. The newer one also reads
-    settings made by the older one, so it is used if torch has it.
-    """
-    if not _PER_BACKEND:
-        with _allowing_by_older_functions(precisions):
-            yield
-        return
-    before = {backend: _module(backend).fp32_precision for backend in precisions}
-    for backend, precision in precisions.items():
-        _module(backend).fp32_precision = precision
-    try:
-        yield
-    finally:
-        for backend, precision in before.items():
-            # "none" inherits from torch.backends.fp32_precision, and reads as the inherited value.
-            _module(backend).fp32_precision = "none"
-            if _module(backend).fp32_precision != precision:
-                _module(backend).fp32_precision = precision
-
-
 def _module(backend: Backend) -> Any:
     return getattr(getattr(torch.backends, backend[0]), backend[1])
 
 
 @contextmanager
-def _allowing_by_older_functions(precisions: Mapping[Backend, str]) -> Iterator[None]:
+def _exact_by_older_functions(backends: Sequence[Backend]) -> Iterator[None]:
     matmul, conv = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    if ("cuda", "matmul") in precisions:
-        is_short = precisions["cuda", "matmul"] == "tf32"
-        torch.set_float32_matmul_precision("high" if is_short else "highest")
-    if ("cudnn", "conv") in precisions:
-        torch.backends.cudnn.allow_tf32 = precisions["cudnn", "conv"] == "tf32"
+    if ("cuda", "matmul") in backends:
+        torch.set_float32_matmul_precision("highest")
+    if ("cudnn", "conv") in backends:
+        torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
