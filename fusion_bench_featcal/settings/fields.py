@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args
@@ -66,7 +66,7 @@ class Settings:
     """Base of dataclasses of settings, which are checked at construction.
 
     Raises:
-        ValueError: If a value is not accepted, or two settings contradict each other.
+        ValueError: If a value is not accepted.
     """
 
     def __post_init__(self) -> None:
@@ -76,12 +76,6 @@ class Settings:
             convert, value = field.metadata["convert"], values[field.name]
             if convert is not None and value is not None:
                 object.__setattr__(self, field.name, convert(value))
-        if clashes := list(self.clashes()):
-            raise ValueError("; ".join(clashes))
-
-    def clashes(self) -> Iterable[str]:
-        """Return a phrase for each setting that contradicts another one."""
-        return ()
 
     @property
     def by_name(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Options of a calibration besides models, samples and a rule: keywords of `calibrate`."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypedDict
 
@@ -94,11 +94,11 @@ class Options(Draw, Blocks):
     )
     resume: bool = setting(False, "Go on from finished blocks, if there are any.")
 
-    def clashes(self) -> Iterator[str]:
-        """Yield a phrase if `resume` has no folder."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.resume and self.checkpoint_dir is None:
             folder = option("checkpoint_dir")
-            yield f"{option('resume')} needs {folder}, the folder that keeps the blocks"
+            raise ValueError(f"{option('resume')} needs {folder}, the folder that keeps the blocks")
 
     def with_rule(self, rule: object, **changes: Any) -> Self:
         """Return the options with changes by name, and the rule's values in place of null."""
