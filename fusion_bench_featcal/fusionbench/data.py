@@ -19,13 +19,12 @@ from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.data.speech import SpeechBatches, read_speech
 from fusion_bench_featcal.data.tables import load_texts, parent_folder, split_location
 from fusion_bench_featcal.data.text_batches import TextBatches
-from fusion_bench_featcal.data.text_limits import NO_LIMIT
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.config_checks import check_tasks_have_data
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
+from fusion_bench_featcal.fusionbench.pool_models import PoolModels, load_pool_model
 from fusion_bench_featcal.fusionbench.processors import is_of_speech, text_encoder_class
 from fusion_bench_featcal.models.hub import note_data_set
 from fusion_bench_featcal.settings import FeatCalSettings
@@ -39,11 +38,8 @@ def calibration_batches(
     task_names: Sequence[str],
     settings: FeatCalSettings,
     processor: Any,
-    *,
+    models: PoolModels,
     device: torch.device | str | None = None,
-    positions: int = NO_LIMIT,
-    ends: frozenset[int] = frozenset(),
-    start: int | None = None,
 ) -> dict[str, object]:
     """Draw every task's calibration samples from a model pool.
 
@@ -57,10 +53,8 @@ def calibration_batches(
         settings: The settings for samples.
         processor: Result of `load_input_processor`: a tokenizer, a transformers processor, or a
             callable from an RGB picture to a tensor `[channels, height, width]`.
+        models: The pool's models, whose files limit texts and name special tokens.
         device: Device on which experts generate targets, by default the one they are loaded on.
-        positions: Number of positions of text models, the result of `positions_of`.
-        ends: End tokens of text models, the result of `end_tokens`.
-        start: Start token of the decoders of speech models.
 
     Returns:
         Task name -> batches `{"pixel_values": [batch, channels, height, width]}`, floating point,
@@ -85,19 +79,20 @@ def calibration_batches(
         )
     if encoder_class is not None and settings.calibration_corruption is not None:
         raise CalibrationError(f"{name} has texts: set method.calibration_corruption=null")
-    batches = {}
+    batches, encoder = {}, None
+    if encoder_class is not None:
+        tokenizer = processor.tokenizer if is_of_sounds else processor
+        encoder = encoder_class(tokenizer, settings.max_length, models.positions, models.ends)
     for task in task_names:
         rows = _open_data_set(modelpool, task, split, settings)
         indices = draw_samples(len(rows), task, settings)
-        if encoder_class is None:
+        if encoder is None:
             batches[task] = ImageBatches(rows, indices, size, processor)
-            continue
-        tokenizer = processor.tokenizer if is_of_sounds else processor
-        encoder = encoder_class(tokenizer, settings.max_length, positions, ends)
-        if is_of_sounds:
+        elif is_of_sounds:
             home = parent_folder(_entry(modelpool, task, split))
             sounds = [read_speech(rows, index, home) for index in indices]
-            batches[task] = SpeechBatches(sounds, processor.feature_extractor, encoder, start)
+            extractor, start = processor.feature_extractor, models.start
+            batches[task] = SpeechBatches(sounds, extractor, encoder, start)
         else:
             load_expert = partial(load_pool_model, modelpool, task)
             batches[task] = TextBatches(rows, indices, settings, encoder, load_expert, device)

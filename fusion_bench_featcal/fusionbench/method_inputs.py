@@ -21,7 +21,6 @@ from fusion_bench_featcal.fusionbench.data import calibration_batches, with_cali
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.fusionbench.processors import (
     generates_text,
-    is_of_speech,
     load_input_processor,
     text_encoder_class,
 )
@@ -118,21 +117,12 @@ class MethodInputs:
         """
         pool = with_calibration_data(self.modelpool, settings)
         reads_texts = text_encoder_class(pool) is not None
-        positions = self.models.positions if reads_texts else NO_LIMIT
         if settings.max_length is None and reads_texts and self.pooling is not None:
-            most, _ = longest_text(self.processor, positions)
+            most, _ = longest_text(self.processor, self.models.positions)
             cut = min(most, self.pooling.max_length or NO_LIMIT)
             settings = settings.replace(max_length=cut if cut < NO_LIMIT else None)
-        return calibration_batches(
-            pool,
-            pool.model_names,
-            settings,
-            self.processor,
-            device=self.fabric.device,
-            positions=positions,
-            ends=self.models.ends if reads_texts else frozenset(),
-            start=self.models.start if is_of_speech(pool) else None,
-        )
+        tasks, device = pool.model_names, self.fabric.device
+        return calibration_batches(pool, tasks, settings, self.processor, self.models, device)
 
     def require_base(self, purpose: str, instead: str = "") -> None:
         """Refuse a pool without a base model.

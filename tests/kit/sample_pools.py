@@ -1,5 +1,6 @@
 """Pools that are nothing but datasets, and the samples that a calibration draws from them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from tiny_texts import WORDS, word_tokenizer
 from transformers import CLIPImageProcessor
 
 from fusion_bench_featcal import FeatCalSettings
+from fusion_bench_featcal.data.text_limits import NO_LIMIT
 from fusion_bench_featcal.fusionbench.data import calibration_batches
 
 # A processor of transformers that only rescales.
@@ -32,7 +34,8 @@ TEXT_POOLS = {
 
 def batches_of(pool: Any, tasks: Any, processor: Any, **settings: Any) -> Any:
     """Batches that a calibration draws from a pool, by task."""
-    return calibration_batches(pool, tasks, FeatCalSettings(**settings), processor)
+    models: Any = SimpleNamespace(positions=NO_LIMIT, ends=frozenset(), start=None)
+    return calibration_batches(pool, tasks, FeatCalSettings(**settings), processor, models)
 
 
 def image_batches(rows: Any, processor: Any = RESCALE, **settings: Any) -> Any:
