@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, zip_longest
 from typing import Any
@@ -14,9 +14,9 @@ from fusion_bench_featcal.rules.rule import GroupSums
 from fusion_bench_featcal.run.routed_experts import calibrate_mixture
 from fusion_bench_featcal.run.state import CalibrationState
 from fusion_bench_featcal.run.trust import Trust, measure_trust, with_trust
-from fusion_bench_featcal.run.turns import add_task, empty_sums_of, solve, tensor_getter, turns_of
+from fusion_bench_featcal.run.turns import add_task, empty_sums, solve, tensor_getter, turns_of
 from fusion_bench_featcal.streams.checks import Checks
-from fusion_bench_featcal.streams.task_sums import TaskSums, empty_task_sums
+from fusion_bench_featcal.streams.task_sums import empty_task_sums
 
 NO_SAMPLE = (math.inf, "", 0)
 """Lowest priority, for a process without samples in the stage."""
@@ -115,28 +115,12 @@ def collect(
     Raises:
         CalibrationError: If sums are empty or not finite, naming task and module.
     """
-    sums = empty_sums_of(state, block, turn)
-    checks, waiting = Checks(block), list[Callable[[], None]]()
-    for task, task_sums in sums_by_task(state, block, turn, first_turn_groups):
-        add_task(state, block, task, sums, task_sums, checks, waiting)
-        # The generator still refers to this dict. Clearing it frees the task's Gram matrices and
-        # the copies of its expert's parameters before the next task allocates its own.
-        task_sums.clear()
-    for add in waiting:
-        add()
-    # Once per turn, as each check waits for the device.
-    checks.run(state.processes.gather)
-    return sums
-
-
-def sums_by_task(
-    state: CalibrationState,
-    block: str,
-    turn: Sequence[Group],
-    first_turn_groups: Sequence[Group] | None,
-) -> Iterator[tuple[str, dict[Group, TaskSums]]]:
-    """Yield each task with sums over its samples in this process. Arguments as for `collect`."""
     model, rule, streams = state.model, state.rule, state.streams
+    checks, waiting = Checks(block), list[Callable[[], None]]()
+    current, tail = tensor_getter(state, block), streams.family.tail
+    base = None if state.base is None else state.base.tensor
+    # Modules of the tail get no base, because its head may differ.
+    sums = {g: empty_sums(state, g, current, None if g.name in tail else base) for g in turn}
     runs_expert = first_turn_groups is not None and streams.runs_experts
     needed = [name for group in turn for name in group.parameters]
     names = streams.tensors_of(block) if runs_expert else needed
@@ -153,7 +137,7 @@ def sums_by_task(
             elif runs_expert and (next_block := streams.next_block(block)):
                 state.experts[tasks[0]].read_ahead(streams.tensors_of(next_block))
             options = model, expert, rule, state.dtype
-            sums = {group: empty_task_sums(group, *options) for group in turn}
+            task_sums = {group: empty_task_sums(group, *options) for group in turn}
             if not runs_expert:
                 stack.close()  # the sums have copies of the expert's parameters
             for batch in streams.iter_batches(task):
@@ -163,13 +147,21 @@ def sums_by_task(
                     streams.run_expert_block(batch, block, expert, recorded_modules)
                 if turn:
                     inputs = streams.inputs_of(task, batch, block, turn)
-                    for group in sums:
+                    for group in task_sums:
                         with group.place(block, task), exact_products():
-                            sums[group].add(batch, inputs[group.name])
+                            task_sums[group].add(batch, inputs[group.name])
                     del inputs  # frees memory before the next batch runs
         if first_turn_groups is not None:
             state.progress.step()
-        yield task, sums
+        add_task(state, block, task, sums, task_sums, checks, waiting)
+        # Frees the task's Gram matrices and the copies of its expert's parameters before the next
+        # task allocates its own.
+        del task_sums
+    for add in waiting:
+        add()
+    # Once per turn, as each check waits for the device.
+    checks.run(state.processes.gather)
+    return sums
 
 
 def log_block(

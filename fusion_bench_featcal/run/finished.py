@@ -59,7 +59,8 @@ class FinishedBlocks(SafetensorsExpert):
         facts = {"run": self._run, "records": records, "digests": digests}
         metadata = {name: json.dumps(fact) for name, fact in facts.items()}
         with writing(self._folder / file, sum(tensor.nbytes for tensor in tensors.values())):
-            seal = {"seal": _seal(file, metadata)}
+            # The seal contains the name, since files may be exchanged.
+            seal = {"seal": digest_json([file, metadata])}
             write_tensors(self._folder / file, tensors, metadata | seal)
         self.open(file)
 
@@ -73,7 +74,7 @@ class FinishedBlocks(SafetensorsExpert):
             metadata = self._open(self._folder / file)
             seal = metadata.pop("seal", "")
             metadata.pop("format", None)
-            if seal != _seal(file, metadata):
+            if seal != digest_json([file, metadata]):
                 raise CalibrationError("its header was changed, or it is no finished block")
             run, digests = json.loads(metadata["run"]), json.loads(metadata["digests"])
             if digests.keys() != {*self.names_in(self._folder / file)}:
@@ -131,11 +132,6 @@ class FinishedBlocks(SafetensorsExpert):
 def _damage(error: Exception) -> str | None:
     is_known = isinstance(error, OSError | SafetensorError | ValueError | KeyError)
     return f"it cannot be used: {error}" if is_known else None
-
-
-def _seal(file: str, metadata: Mapping[str, str]) -> str:
-    """Return the digest of a file's metadata and its name, since files may be exchanged."""
-    return digest_json([file, metadata])
 
 
 def writing(path: Path, size: int) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -88,7 +87,23 @@ def stages_in_order(
         for name, module in model.named_modules()
         if is_linear(module) and not name.startswith(inside) and module is not head
     ]
-    received, calls = partial(_received_by, lists[-1], model, inputs), list[str]()
+    decoder, calls = lists[-1], list[str]()
+
+    def received(hooks: Mapping[str, Callable[..., Any]]) -> list[Tensor]:
+        """Return what the decoder's blocks receive in a pass with forward hooks, unchanged."""
+        hidden = list[Tensor]()
+
+        def skipped(name: str, call: Call) -> Tensor:
+            hidden.append(call.hidden)
+            if name == decoder[-1]:
+                raise stop_forward()
+            return as_skipped_output(call.hidden, STACK.entries)
+
+        handles = (model.get_submodule(n).register_forward_hook(h) for n, h in hooks.items())
+        with evaluating(model), skipping(model, decoder, skipped), stoppable(*handles):
+            call_model(model, inputs)
+        return hidden
+
     whole = received({n: lambda *_, n=n: calls.append(n) for n in (*first, *linear)})
     stages = list[list[str]]()
     for name in calls:
@@ -98,28 +113,3 @@ def stages_in_order(
             changed = received({name: lambda *call: -call[-1]})
             stages += [[name]] if not all(map(torch.equal, whole, changed)) else []
     return stages
-
-
-def _received_by(
-    blocks: Sequence[str], model: nn.Module, inputs: Any, hooks: Mapping[str, Callable[..., Any]]
-) -> list[Tensor]:
-    """Return what blocks receive if none of them changes it.
-
-    Args:
-        blocks: Their names.
-        model: The model.
-        inputs: Its inputs.
-        hooks: Module -> its forward hook in this pass.
-    """
-    received = list[Tensor]()
-
-    def skipped(name: str, call: Call) -> Tensor:
-        received.append(call.hidden)
-        if name == blocks[-1]:
-            raise stop_forward()
-        return as_skipped_output(call.hidden, STACK.entries)
-
-    handles = (model.get_submodule(n).register_forward_hook(hook) for n, hook in hooks.items())
-    with evaluating(model), skipping(model, blocks, skipped), stoppable(*handles):
-        call_model(model, inputs)
-    return received

@@ -1,6 +1,6 @@
 """Turns of a rule over groups of modules, their sums over tasks, and their solves."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -78,18 +78,6 @@ def empty_sums(
         return StatisticsSums(group.in_features, current(f"{group.name}.running_mean"))
     origin = None if base is None else group.stack_weights(base, state.dtype)
     return state.rule.sums(group, group.stack_weights(current, state.dtype), origin)
-
-
-def empty_sums_of(
-    state: CalibrationState, block: str, groups: Iterable[Group]
-) -> dict[Group, GroupSums]:
-    """Return sums over no task for groups of a block.
-
-    Modules of the tail get no base, because its head may differ.
-    """
-    current, tail = tensor_getter(state, block), state.streams.family.tail
-    base = None if state.base is None else state.base.tensor
-    return {g: empty_sums(state, g, current, None if g.name in tail else base) for g in groups}
 
 
 def tensor_getter(state: CalibrationState, block: str) -> TensorGetter:
