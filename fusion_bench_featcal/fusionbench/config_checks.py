@@ -71,8 +71,12 @@ def check_config(config: DictConfig) -> None:
         if entries[data]:  # else the pool's class may have data
             available = entries[data] | (settings.calibration_data or {})
             check_tasks_have_data(tasks, available, settings.calibration_split)
-    taskpool: Any = pool.get("default_taskpool") or {}
-    _check_tasks(taskpool if isinstance(taskpool, Mapping) else {}, tasks)
+    taskpool: Any = pool.get("default_taskpool")
+    names = (taskpool.get("tasks") or ()) if isinstance(taskpool, Mapping) else ()
+    without_tests = [expert for expert in tasks if expert not in names]
+    for name in names:  # an expert without a task may have a similar name
+        if name not in tasks and (hint := nearest_hint(name, without_tests)):
+            raise ValueError(f"default_taskpool.tasks.{name}: no expert has this name{hint}")
     refuse_missing_paths(entries)
 
 
@@ -133,15 +137,6 @@ def check_tasks_have_data(tasks: Iterable[str], available: Iterable[str], split:
                 f"with method=featcal +method.calibration_data.{task} (a path, a hub id or a data "
                 f"set's config). The pool's {split}_datasets are: {', '.join(available) or 'none'}."
             )
-
-
-def _check_tasks(taskpool: Mapping[str, Any], experts: list[str]) -> None:
-    """Refuse an unknown task whose name is similar to that of an expert without a task."""
-    names = taskpool.get("tasks") or ()
-    free = [expert for expert in experts if expert not in names]
-    for name in names:
-        if name not in experts and (hint := nearest_hint(name, free)):
-            raise ValueError(f"default_taskpool.tasks.{name}: no expert has this name{hint}")
 
 
 def refuse_missing_paths(groups: Mapping[str, Mapping[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -252,7 +252,11 @@ def explained(error: BaseException) -> ValueError:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, name = error.missing_cfg_file.partition("/")
-        hint = nearest_hint(name, [*(error.options or ()), *_configs_of(group)])
+        # Hydra's error leaves out this package's configs in subfolders.
+        package = Path(__file__).parents[1]
+        folders = (package / "config" / group, package.parent / "config" / group)
+        files = (file.relative_to(f).with_suffix("") for f in folders for file in f.rglob("*.yaml"))
+        hint = nearest_hint(name, [*(error.options or ()), *(file.as_posix() for file in files)])
         return ValueError(f"there is no config {error.missing_cfg_file}{hint}")
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         root = cause.parent_node
@@ -267,11 +271,3 @@ def explained(error: BaseException) -> ValueError:
         added = f". To add it, write +{cause.full_key}=..."
         return ValueError(f"{cause.full_key} is unknown{hint or added}")
     return ValueError(" ".join(f"{error} {cause or ''}".split()))
-
-
-def _configs_of(group: str) -> Iterator[str]:
-    """Yield this package's configs of a group. Hydra's error leaves out those in subfolders."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "config" / group, package.parent / "config" / group):
-        for file in folder.rglob("*.yaml"):
-            yield file.relative_to(folder).with_suffix("").as_posix()

@@ -66,17 +66,17 @@ def load_input_processor(models: PoolModels) -> Any:
     modelpool = models.pool
     stored = {name: expert.folders for name, expert in models.experts.items() if expert.folders}
     folders = {f"expert {n!r} (modelpool.models.{n})": f[-1].folder for n, f in stored.items()}
-    if is_of_speech(modelpool):
-        processor = _load_entry(models, "processor", AutoProcessor)
-        check_processors(processor, "modelpool.processor", folders)
-        return processor
-    if text_encoder_class(modelpool) is not None:
+    is_of_sounds = is_of_speech(modelpool)
+    if text_encoder_class(modelpool) is not None and not is_of_sounds:
         tokenizer = _load_entry(models, "tokenizer", AutoTokenizer)
         load_tokenizers(tokenizer, "modelpool.tokenizer", folders)  # raises
         return tokenizer
     is_clip = hasattr(modelpool, "load_clip_model")
-    processor = _load_entry(models, "processor", CLIPProcessor if is_clip else AutoImageProcessor)
+    image_class = CLIPProcessor if is_clip else AutoImageProcessor
+    processor = _load_entry(models, "processor", AutoProcessor if is_of_sounds else image_class)
     check_processors(processor, "modelpool.processor", folders)
+    if is_of_sounds:
+        return processor
     first = models.first
     config = first.config or {}
     channels = (config.get("vision_config") or config).get("num_channels")

@@ -1,6 +1,5 @@
 """A method's use of FusionBench's program: its task pool, its mergers, its machine."""
 
-import copy
 import logging
 import re
 from contextlib import redirect_stdout
@@ -32,27 +31,11 @@ print_log = logging.getLogger("fusion_bench.prints")  # in the log file only (co
 _LOAD_METHOD = "fusion_bench.compat.method.load_algorithm_from_config"
 
 
-def take_default_taskpool(program: FabricModelFusionProgram) -> None:
-    """Give a program the model pool's default task pool, or None, if none was named.
-
-    An explicit `taskpool=dummy` on the command line disables evaluation.
-
-    Raises:
-        ValueError: If a task of a task pool of this package has no test data.
-    """
-    if isinstance(program.taskpool, DummyTaskPool):
-        program.taskpool, default = None, program._modelpool.get("default_taskpool")
-        words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-        if any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words):
-            log.info("taskpool=dummy: nothing is evaluated")
-        elif default is not None:
-            log.debug("evaluating on the model pool's default_taskpool")
-            program.taskpool = program._instantiate_and_setup(default)
-    getattr(program.taskpool, "test_data", None)  # raises before anything is merged
-
-
 def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -> None:
     """Prepare a run of any method: choose the task pool, check and fill the log directory.
+
+    If no task pool was named, the model pool's default one is used. An explicit `taskpool=dummy` on
+    the command line disables evaluation.
 
     Args:
         program: The running program. Without a program, nothing is done.
@@ -63,7 +46,8 @@ def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -
         ReportError: If the directory cannot be written.
         CalibrationError: If the program has several processes and the method is not featcal, or the
             disk has too little room for the model.
-        ValueError: If `merged_model_save_path` is unusable.
+        ValueError: If `merged_model_save_path` is unusable, or a task of a task pool of this
+            package has no test data.
     """
     if program is None:
         return
@@ -73,8 +57,16 @@ def prepare_run(program: FabricModelFusionProgram | None, log_dir: str | None) -
             f"this method runs in one process, not in {fabric.world_size}: set fabric.devices=1 "
             "(method=featcal runs in several)"
         )
-    take_default_taskpool(program)
+    if isinstance(program.taskpool, DummyTaskPool):
+        program.taskpool, default = None, program._modelpool.get("default_taskpool")
+        words = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+        if any(re.match(r"\+*taskpool(@\w+)?=", word) for word in words):
+            log.info("taskpool=dummy: nothing is evaluated")
+        elif default is not None:
+            log.debug("evaluating on the model pool's default_taskpool")
+            program.taskpool = program._instantiate_and_setup(default)
     taskpool: Any = program.taskpool
+    getattr(taskpool, "test_data", None)  # raises before anything is merged
     if hasattr(taskpool, "_fabric_instance"):
         # With a log directory FusionBench's task pools write a report of each evaluation there.
         taskpool._fabric_instance = single_process_fabric(fabric, first=False)
@@ -141,15 +133,12 @@ def _pool_for_merging(modelpool: BaseModelPool) -> BaseModelPool:
     A merging method may change models in place, but base and experts are needed afterwards. Most
     of FusionBench's methods refuse integers, so BatchNorm's counts are float32 in all models.
     """
-    modelpool = local_pool(modelpool)
-    pool = copy.copy(modelpool)
-    load: Any = pool.load_model
+    pool: Any = local_pool(modelpool)
+    load = pool.load_model
     pool.load_model = lambda *args, **kw: convert_batch_counts(torch.float32, load(*args, **kw))
-    if not modelpool.has_instance_models:
-        return pool
-    models: Any = {
-        name: copied_module(entry) if isinstance(entry, nn.Module) else entry
-        for name, entry in modelpool._models.items()
-    }
-    pool._models = models
+    if pool.has_instance_models:
+        pool._models = {
+            name: copied_module(entry) if isinstance(entry, nn.Module) else entry
+            for name, entry in pool._models.items()
+        }
     return pool

@@ -95,12 +95,10 @@ def share_model(model: nn.Module | None, processes: Processes, device: torch.dev
     gathered = processes.gather(None if model is None else _pickle_without_values(model))
     shared = pickle.loads(gathered[0] or b"") if model is None else model
     for tensor in _stored_tensors(shared):
-        if model is None:
-            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
         travelling = tensor.detach().to(device).contiguous()
         processes.broadcast(travelling, 0)
         if model is None:
-            tensor.data.copy_(travelling)
+            tensor.data = travelling.cpu()
     return shared
 
 

@@ -142,17 +142,15 @@ class Report:
             is_partial = 0 < len(unscored) < len(facts.samples)
             if is_partial and text not in {note.text for note in self.run.notes}:
                 self.run.note(Note(NOTE, text))
-        self._add(name, evaluation, facts, cost)
+        self._add(name, evaluation or PoolEvaluation({}, {}, None), facts, cost)
         return evaluation
 
     def _add(
-        self, name: str, evaluation: PoolEvaluation | None, facts: Facts, cost: Cost | None = None
+        self, name: str, evaluation: PoolEvaluation, facts: Facts, cost: Cost | None = None
     ) -> None:
-        """Add results, None without a task pool, under the conditions of this run."""
-        correct = None if evaluation is None else evaluation.correct
-        scores = {} if evaluation is None else evaluation.scores
-        costs = None if cost is None else cost.as_dict()
-        row = self.run.add_model(name, scores, facts, correct=correct, cost=costs)
+        """Add results under the conditions of this run."""
+        scores, costs = evaluation.scores, None if cost is None else cost.as_dict()
+        row = self.run.add_model(name, scores, facts, correct=evaluation.correct, cost=costs)
         row.conditions |= self._conditions
         if row.is_repair:
             taken = row.settings | self._conditions
