@@ -6,38 +6,23 @@ from typing import Any
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
-from fusion_bench import BaseModelPool
 from fusion_bench.modelpool import CausalLMPool as FusionBenchPool
 from omegaconf import OmegaConf
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts.model_config import text_config
-from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModel
+from fusion_bench_featcal.fusionbench.pool_models import NAME, PoolModel, ProcessorPool
 
 VOCABULARIES = ("refuse", "common_rows")
 
 
-class SpeechPool(BaseModelPool):
+class SpeechPool(ProcessorPool):
     """A pool of speech models, such as Whisper, with the processor of their sounds and texts.
 
-    Rows of its datasets have `audio`, a file or its bytes, and `text`. Relative paths start at the
-    folder of the table.
+    The processor has a feature extractor and a tokenizer. Rows of its datasets have `audio`, a file
+    or its bytes, and `text`. Relative paths start at the folder of the table.
     """
-
-    _config_mapping = BaseModelPool._config_mapping | {"_processor": "processor"}
-
-    def __init__(self, models: Any, *, processor: Any = None, **kwargs: Any) -> None:
-        """Set up the pool.
-
-        Args:
-            models: Model name -> configuration with `_target_`, or a module.
-            processor: Feature extractor and tokenizer: a folder, a hub id, a configuration or the
-                object.
-            **kwargs: As for FusionBench's pool.
-        """
-        super().__init__(models, **kwargs)
-        self._processor = processor
 
 
 class CausalLMPool(FusionBenchPool):

@@ -152,6 +152,23 @@ class PoolModel:
         return load_pool_model(self.pool, self.name) if self.files is None else self.files
 
 
+class ProcessorPool(BaseModelPool):
+    """A pool with the processor of its models' inputs."""
+
+    _config_mapping = BaseModelPool._config_mapping | {"_processor": "processor"}
+
+    def __init__(self, models: Any, *, processor: Any = None, **kwargs: Any) -> None:
+        """Set up the pool. Nothing is loaded.
+
+        Args:
+            models: Model name -> configuration with `_target_`, or a module.
+            processor: A folder, a hub id, a configuration or the object.
+            **kwargs: As for FusionBench's pool.
+        """
+        super().__init__(models, **kwargs)
+        self._processor = processor
+
+
 class PoolModels(dict[str, PoolModel]):
     """All models of a pool by name, for a whole run."""
 

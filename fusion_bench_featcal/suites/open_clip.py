@@ -13,9 +13,9 @@ from torch import Tensor, cat, nn
 import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 
 # isort: split
-from fusion_bench import BaseModelPool
 from fusion_bench.utils import instantiate
 
+from fusion_bench_featcal.fusionbench.pool_models import ProcessorPool
 from fusion_bench_featcal.suites import image
 
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -38,19 +38,12 @@ _BLOCK = {
 }
 
 
-class OpenClipPool(BaseModelPool):
+class OpenClipPool(ProcessorPool):
     """A pool of open_clip models with the processor for their images.
 
     FusionBench's OpenCLIP pool needs Python 3.12 and reads pickles. Models are modules, or
     configurations whose `_target_` returns one.
     """
-
-    _config_mapping = BaseModelPool._config_mapping | {"_processor": "processor"}
-
-    def __init__(self, models: Any, *, processor: Any = None, **kwargs: Any) -> None:
-        """Store the configurations of models, by name, and processor. Nothing is loaded."""
-        super().__init__(models, **kwargs)
-        self._processor = processor
 
     def load_processor(self) -> Any:
         """Return the processor."""
@@ -76,7 +69,13 @@ def load_tower(name: str) -> nn.Module:
     Raises:
         ImportError: If open_clip cannot be imported.
     """
-    transformer = _open_clip_transformer()
+    try:
+        transformer: Any = import_module("open_clip.transformer")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision does not fit torch
+        raise ImportError(
+            "the OpenCLIP suite needs open_clip, which cannot be imported "
+            f"({str(error).splitlines()[0]}): pip install 'fusion_bench_featcal[openclip]'"
+        ) from error
     config = json.loads(Path(image.path(), "config.json").read_text(encoding="utf-8"))
     vision = config["vision_config"]
     tower = transformer.VisionTransformer(
@@ -135,13 +134,3 @@ def to_open_clip(vision: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             converted[f"{block}.{_BLOCK[module]}.{leaf}"] = tensor
     return converted
-
-
-def _open_clip_transformer() -> Any:
-    try:
-        return import_module("open_clip.transformer")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision does not fit torch
-        raise ImportError(
-            "the OpenCLIP suite needs open_clip, which cannot be imported "
-            f"({str(error).splitlines()[0]}): pip install 'fusion_bench_featcal[openclip]'"
-        ) from error
