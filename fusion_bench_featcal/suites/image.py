@@ -77,11 +77,6 @@ class ImageArrays:
         return [self.template.format(name) for name in self.classnames]
 
 
-def find_task(name: str) -> ImageTask:
-    """Return the task of a name. A ValueError lists the names."""
-    return pick(TASKS, name, "image task")
-
-
 @cache
 def load_arrays(name: str) -> ImageArrays:
     """Read one task's file. It stays in memory (at most 15 MB for all eight tasks).
@@ -89,7 +84,7 @@ def load_arrays(name: str) -> ImageArrays:
     Raises:
         ValueError: If there is no such task.
     """
-    file = suite_path(f"images/{find_task(name).name}.npz")
+    file = suite_path(f"images/{pick(TASKS, name, 'image task').name}.npz")
     with np.load(file, allow_pickle=False) as stored:
         return ImageArrays(
             images=stored["images"],
@@ -113,7 +108,7 @@ def load_split(task: str, split: str, most: int | None = None) -> ComputedRows:
     register_class_names()
     grey, labels = arrays.rows(split)
     chosen = evenly_spaced(len(labels), most)
-    paint = find_task(task).paint
+    paint = TASKS[task].paint
 
     def item(index: int) -> dict[str, Any]:
         position = chosen[index]

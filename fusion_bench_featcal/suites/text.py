@@ -65,11 +65,6 @@ def plain_words(text: str) -> str:
     return " ".join(re.findall(r"\w+|[^\w\s]", ascii_only.lower()))
 
 
-def find_task(name: str) -> TextTask:
-    """Return the task of a name. A ValueError lists the names."""
-    return pick(TASKS, name, "text task")
-
-
 @cache
 def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
     """Read a task's file: split -> pairs of text and label as published, in file order.
@@ -79,7 +74,8 @@ def load_rows(name: str) -> dict[str, list[tuple[str, str]]]:
     """
     from pyarrow import parquet
 
-    table = parquet.read_table(suite_path(f"text-mini/{find_task(name).name}.parquet"))
+    file = suite_path(f"text-mini/{pick(TASKS, name, 'text task').name}.parquet")
+    table = parquet.read_table(file)
     rows: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     columns = (table.column(column).to_pylist() for column in ("text", "label", "split"))
     for text, label, split in zip(*columns, strict=True):
@@ -104,7 +100,7 @@ def load_text_split(name: str, split: str, style: str = "capitals", most: int | 
     """
     from datasets import ClassLabel, Dataset, Features, Value
 
-    task, splits = find_task(name), load_rows(name)
+    splits, task = load_rows(name), TASKS[name]
     rows = pick(splits, split, f"{name} split")
     rows = [rows[index] for index in evenly_spaced(len(rows), most)]
     if pick(STYLES, style, "style") == "classes":

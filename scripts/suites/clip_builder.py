@@ -114,7 +114,7 @@ class ClipBuilder(Builder):
     def finetune(self, model: CLIPModel, task: str) -> None:
         """Train the vision tower on the task's ink and paper."""
         recipe, generator = self.recipe, stage_generator(self.seed, task)
-        data, colours = load_training_set(task), image.find_task(task)
+        data, colours = load_training_set(task), image.TASKS[task]
         with torch.no_grad():
             heads = model.logit_scale.exp() * text_embeddings(model, self._prompts(task))
 

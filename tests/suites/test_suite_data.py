@@ -29,7 +29,7 @@ def test_pictures_are_in_the_tasks_colours_and_in_one_split(task):
     # notMNIST has fonts that differ in name only; ORIGINS.md says so
     shared = set(train).intersection(test)
     assert sum(picture in shared for picture in test) == (14 if task == "mini_notmnist" else 0)
-    colours, item = image.find_task(task), image.load_split(task, "test")[3]
+    colours, item = image.TASKS[task], image.load_split(task, "test")[3]
     pixels = np.asarray(item["image"])
     assert item["image"].mode == "RGB" and pixels.shape == (28, 28, 3)
     low, high = (np.minimum(colours.paper, colours.ink), np.maximum(colours.paper, colours.ink))
