@@ -145,28 +145,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _Stopped(Exception):
-    """Ends a forward pass that is only needed up to a block. Caught inside this package."""
+class ForwardStopped(Exception):
+    """Ends a forward pass that is only needed up to a block. `stoppable` catches it."""
 
 
 @contextmanager
 def stoppable(*hooks: Any) -> Iterator[None]:
-    """Context in which a hook may end a forward pass by raising `stop_forward()`.
+    """Context in which a hook may end a forward pass by raising `ForwardStopped`.
 
     Args:
         *hooks: Handles of hooks, which are removed after the pass.
     """
     try:
-        with suppress(_Stopped):
+        with suppress(ForwardStopped):
             yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def stop_forward() -> Exception:
-    """Return the exception that `stoppable` catches."""
-    return _Stopped()
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -201,7 +196,7 @@ def captured(model: nn.Module, inputs: Any, block: str) -> Call:
 
     def capture(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(call_of(args, kwargs))
-        raise stop_forward()
+        raise ForwardStopped
 
     hook = model.get_submodule(block).register_forward_pre_hook(capture, with_kwargs=True)
     with stoppable(hook):

@@ -1,6 +1,7 @@
 """Comparison of a family's steps with the model's forward pass on some samples."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from fusion_bench_featcal.errors.place import error_context, message_of
 from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import (
     Family,
+    ForwardStopped,
     call_model,
     evaluating,
     hidden_output,
-    stop_forward,
     stoppable,
 )
 
@@ -111,23 +112,20 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
     """
     outputs: list[tuple[str, Tensor]] = []
 
-    def note(name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            remedy = "Write a family for such blocks (docs/models.md)"
-            with error_context(
-                type(model).__name__, name, cause=message_of(TypeError), remedy=remedy
-            ):
-                outputs.append((name, hidden_output(output).clone()))
-            if len(outputs) > len(blocks):  # a block runs again
-                raise stop_forward()
-
-        return hook
+    def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        remedy = "Write a family for such blocks (docs/models.md)"
+        with error_context(type(model).__name__, name, cause=message_of(TypeError), remedy=remedy):
+            outputs.append((name, hidden_output(output).clone()))
+        if len(outputs) > len(blocks):  # a block runs again
+            raise ForwardStopped
 
     def stop_behind(_: nn.Module, __: Any) -> None:
         if len(outputs) >= len(blocks):
-            raise stop_forward()
+            raise ForwardStopped
 
-    hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in blocks]
+    hooks = [
+        model.get_submodule(name).register_forward_hook(partial(note, name)) for name in blocks
+    ]
     inside = tuple(f"{name}." for name in blocks)
     # A head of language models is by far larger than all that the comparison needs.
     hooks += [

@@ -14,7 +14,7 @@ from fusion_bench_featcal.families.base import (
     names_of,
     without_cache,
 )
-from fusion_bench_featcal.families.stack import Stack, StackCall
+from fusion_bench_featcal.families.stack import EveryPosition, StackCall
 
 _DECODER_INPUTS = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
 ENCODED = (
@@ -24,7 +24,7 @@ ENCODED = (
 """Modules of decoders' blocks that receive the encoder's output."""
 
 
-class EncoderDecoder(Stack):
+class EncoderDecoder(EveryPosition):
     """The encoder's blocks, then the decoder's, which begin after the encoder is calibrated."""
 
     name = "encoder_decoder"
@@ -78,10 +78,6 @@ class EncoderDecoder(Stack):
                 "have other positions than these: give batches of one length or of one sample"
             )
         return None
-
-    def reads_first(self, model: nn.Module, inputs: Any) -> bool:
-        """Return False, as the output has a position for each of the decoder's."""
-        return False
 
 
 class Whisper(EncoderDecoder):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def skipping(
     replaced = [module.__dict__.get("forward") for module in modules]  # by some other library
     try:
         for name, module in zip(blocks, modules, strict=True):
-            module.forward = lambda *args, name=name, **kwargs: run(name, *args, **kwargs)
+            module.forward = partial(run, name)
         yield
     finally:
         for module, forward in zip(modules, replaced, strict=True):

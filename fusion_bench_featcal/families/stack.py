@@ -14,12 +14,12 @@ from fusion_bench_featcal.errors.words import option
 from fusion_bench_featcal.families.base import (
     Call,
     Family,
+    ForwardStopped,
     Masks,
     call_model,
     hidden_output,
     labelled_rows,
     mask_named,
-    stop_forward,
     stoppable,
     without_cache,
 )
@@ -160,12 +160,12 @@ class Stack(Family):
                 is_leaf = not list(model.get_submodule(name).children())
                 return features if is_leaf else as_skipped_output(features, self.entries)
             if name in after:  # the inputs do not run the stage
-                raise stop_forward()
+                raise ForwardStopped
             if hidden is not None and _differ(call.hidden, hidden):
                 added[name] = call.hidden - hidden
             calls[name], hidden = call, call.hidden
             if name == blocks[-1]:
-                raise stop_forward()
+                raise ForwardStopped
             return as_skipped_output(call.hidden, self.entries)
 
         with skipping(model, [*before, *blocks, *after], output), stoppable():
@@ -233,10 +233,8 @@ class Stack(Family):
             hidden[:, 1:] *= -1
             return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
-        is_image = False
-        if isinstance(inputs, Mapping):
-            inputs = {name: value for name, value in inputs.items() if name != "labels"}
-            is_image = "pixel_values" in inputs
+        inputs = self.model_inputs(inputs)
+        is_image = isinstance(inputs, Mapping) and "pixel_values" in inputs
 
         def scored() -> Any:
             output = call_model(model, inputs)
@@ -263,7 +261,7 @@ class ImageTower(Stack):
 
 
 class EveryPosition(Stack):
-    """A stack whose head, outside of the model, reads more than the first position."""
+    """A stack whose head, in or outside of the model, reads more than the first position."""
 
     def reads_first(self, model: nn.Module, inputs: Any) -> bool:
         """Return False: all positions of the last block's output count."""

@@ -19,7 +19,7 @@ from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.families.base import stages_of
 from fusion_bench_featcal.models.model_files import ModelFiles
 from fusion_bench_featcal.modules.block_modules import find_all_modules
-from fusion_bench_featcal.modules.groups import Group, find_groups, group_of_slot, record
+from fusion_bench_featcal.modules.groups import Group, find_groups, group_of, record
 from fusion_bench_featcal.modules.mixtures import Mixture
 from fusion_bench_featcal.results.tables import Table
 from fusion_bench_featcal.rules.plus import RIDGES
@@ -257,7 +257,7 @@ def _shape(group: Group, x: Tensor) -> GroupShape:
 def _routed(model: nn.Module, mixture: Mixture, rows: int) -> Iterator[GroupShape]:
     """Yield the shapes of a mixture's two matrices, whose routed experts share the rows."""
     for site in mixture.sites:
-        matrix = group_of_slot(site, 0, lambda name: model.get_parameter(name)[0])
+        matrix = group_of((site,), lambda name: model.get_parameter(name)[0], site.name)
         yield GroupShape(rows, matrix.in_features, *matrix.out_features, experts=mixture.slots)
 
 

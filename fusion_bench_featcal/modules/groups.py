@@ -13,7 +13,8 @@ from torch.nn.functional import group_norm, layer_norm
 from fusion_bench_featcal.core.linear import Linear, at_least_float32
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.place import error_context
-from fusion_bench_featcal.families.base import stop_forward, stoppable
+from fusion_bench_featcal.families.base import ForwardStopped, stoppable
+from fusion_bench_featcal.modules.models import tensors_under
 from fusion_bench_featcal.modules.sites import Site, exclusion
 
 
@@ -59,7 +60,7 @@ def record(
         x = recorded.arguments[name][0]
         versions.append((name, x, x._version))
         if len(versions) == len(names) and not to_end:
-            raise stop_forward()
+            raise ForwardStopped
 
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
@@ -220,35 +221,31 @@ def find_groups(
         first = inputs.setdefault((id(x), alone), name)
         key = first, rows_of(name), site.has_bias, site.patches
         members.setdefault(key, []).append(site)
-    return [_group_of(model, tuple(call_sites), key[0]) for key, call_sites in members.items()]
+    get = tensors_under(model, block).__getitem__
+    return [group_of(tuple(call_sites), get, key[0]) for key, call_sites in members.items()]
 
 
-def _group_of(model: nn.Module, sites: tuple[Site, ...], first: str) -> Group:
-    if sites[0].kind == "statistics":
-        mean = model.get_buffer(f"{sites[0].name}.running_mean")
-        return Group(sites, True, len(mean), (len(mean),), mean.dtype, first)
-    matrices = [site.oriented(model.get_parameter(site.weight_name)) for site in sites]
-    return Group(
-        sites,
-        biased=sites[0].has_bias,
-        in_features=matrices[0].shape[-1],
-        out_features=tuple(map(len, matrices)),
-        dtype=matrices[0].dtype,
-        shared_input=first,
-    )
-
-
-def group_of_slot(site: Site, slot: int, get: Callable[[str], Tensor]) -> Group:
-    """Return a matrix of one routed expert as a group.
+def group_of(
+    sites: tuple[Site, ...],
+    get: Callable[[str], Tensor],
+    shared_input: str,
+    slot: int | None = None,
+) -> Group:
+    """Return modules with one input as a group.
 
     Args:
-        site: The matrix.
+        sites: The modules, or the matrix of one routed expert.
+        get: Returns a parameter or buffer by name, or the routed expert's part of it.
+        shared_input: Name of the first module in the block that received the same tensor.
         slot: Number of the routed expert.
-        get: Returns its part of a parameter, by the parameter's name.
     """
-    weight = site.oriented(get(site.weight_name))
-    outputs, inputs = weight.shape
-    return Group((site,), site.has_bias, inputs, (outputs,), weight.dtype, site.name, slot)
+    if sites[0].kind == "statistics":
+        weights = [get(f"{sites[0].name}.running_mean")]
+    else:
+        weights = [site.oriented(get(site.weight_name)) for site in sites]
+    first, sizes = weights[0], tuple(map(len, weights))
+    biased, width = sites[0].has_bias, first.shape[-1]
+    return Group(sites, biased, width, sizes, first.dtype, shared_input, slot)
 
 
 def normalised(module: Any, site: Site, x: Tensor) -> Tensor:

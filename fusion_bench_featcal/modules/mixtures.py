@@ -6,7 +6,6 @@ A slot is the index of one routed expert: two matrices with a gate or an activat
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -64,12 +63,10 @@ def is_mixture(module: Any) -> bool:
 
 def mixture_of(name: str, module: Any, patterns: Sequence[str] | None) -> Mixture:
     """Return a module as a mixture, of which patterns select matrices."""
-    site = partial(
-        Site, kind="linear", has_bias=module.has_bias, transposed=module.is_transposed,
-        is_stacked=True,
-    )  # fmt: skip
-    leaves = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    entry, exit = (site(f"{name}.{leaf}") for leaf in leaves)
+    entry, exit = (
+        Site(f"{name}.{leaf}", "linear", module.has_bias, module.is_transposed, is_stacked=True)
+        for leaf in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    )
     sites = tuple(one for one in (entry, exit) if is_selected(one.name, patterns))
     return Mixture(name, len(module.down_proj), entry, exit, sites)
 

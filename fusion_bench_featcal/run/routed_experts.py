@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion_bench_featcal.core.float32_products import exact_products
 from fusion_bench_featcal.experts import LazyModel, set_module_tensor
-from fusion_bench_featcal.modules.groups import Group, group_of_slot
+from fusion_bench_featcal.modules.groups import Group, group_of
 from fusion_bench_featcal.modules.mixtures import Mixture
 from fusion_bench_featcal.modules.models import refuse_overflow
 from fusion_bench_featcal.rules.rule import GroupSums
@@ -98,7 +98,7 @@ class RoutedExpert:
     def turns(self) -> list[Sequence[Group]]:
         """The rule's turns over its matrices."""
         sites = self.mixture.sites
-        groups = [group_of_slot(site, self.number, self.current) for site in sites]
+        groups = [group_of((site,), self.current, site.name, self.number) for site in sites]
         return turns_of(self.state.rule, groups)
 
     def current(self, name: str) -> Tensor:

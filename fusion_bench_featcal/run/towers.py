@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.errors.place import error_context
-from fusion_bench_featcal.families.base import Call, call_model, evaluating, stop_forward, stoppable
+from fusion_bench_featcal.families.base import (
+    Call,
+    ForwardStopped,
+    call_model,
+    evaluating,
+    stoppable,
+)
 from fusion_bench_featcal.families.lists import find_stages, head_of, other_towers
 from fusion_bench_featcal.families.skipping import as_skipped_output, skipping
 from fusion_bench_featcal.families.stack import STACK, Stack
@@ -96,7 +102,7 @@ def stages_in_order(
         def skipped(name: str, call: Call) -> Tensor:
             hidden.append(call.hidden)
             if name == decoder[-1]:
-                raise stop_forward()
+                raise ForwardStopped
             return as_skipped_output(call.hidden, STACK.entries)
 
         handles = (model.get_submodule(n).register_forward_hook(h) for n, h in hooks.items())

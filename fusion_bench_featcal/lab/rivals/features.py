@@ -8,8 +8,9 @@ from transformers import CLIPModel
 
 from fusion_bench_featcal.data.embeddings import Pooling
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.experts import source_of
 from fusion_bench_featcal.families import Family, head_of
-from fusion_bench_featcal.families.base import call_model, stop_forward, stoppable
+from fusion_bench_featcal.families.base import ForwardStopped, call_model, stoppable
 from fusion_bench_featcal.fusionbench.pool_models import BASE_MODEL, PoolModels
 from fusion_bench_featcal.models.hub import fetch
 from fusion_bench_featcal.streams.batch import CountedPositions, Positions
@@ -57,7 +58,7 @@ def _capture(model: nn.Module, register: Callable[..., object], inputs: object) 
 
     def stop(*args: object) -> None:
         captured.append(args[-1])
-        raise stop_forward()
+        raise ForwardStopped
 
     with stoppable(register(stop)):
         call_model(model, inputs)
@@ -81,9 +82,7 @@ def find_final_norm(models: PoolModels, final_norm: str | None) -> str:
         CalibrationError: If the base's weights have none of that name.
     """
     model = models.base or next(iter(models.experts.values()))
-    source = model.source()
-    weights = source.state_dict() if isinstance(source, nn.Module) else source.names()
-    modules = {weight.rpartition(".")[0] for weight in weights}
+    modules = {weight.rpartition(".")[0] for weight in source_of(model.source()).names()}
     names = FINAL_NORMS if final_norm is None else (final_norm,)
     if not modules.intersection(names):
         raise CalibrationError(
