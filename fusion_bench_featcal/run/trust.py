@@ -72,7 +72,7 @@ def with_trust(state: CalibrationState, trust: Trust) -> CalibrationState:
     streams, counts = state.streams, dict[tuple[str, str], int]()
     for task in streams.tasks:
         counts[task, "samples"] = streams.num_samples(task)
-        counts[task, "augmented"] = streams.num_augmented_samples(task)
+        counts[task, "augmented"] = sum(batch.samples for batch in streams.tasks[task])
     counts = state.processes.sum_counts(counts)
     for task in dict.fromkeys(task for task, _ in counts):
         familiar = min(max(trust.by_task.get(task, FAMILIAR) / FAMILIAR, LEAST), 1.0)

@@ -31,17 +31,15 @@ class Checks:
             compares_tasks: Whether a task's inputs may not be almost zero beside other tasks'.
         """
         self._block, self._compares_tasks = block, compares_tasks
-        self._places: list[tuple[str, str]] = []
-        self._figures: list[tuple[list[Tensor], ...]] = []
+        self._added: list[tuple[str, str, tuple[list[Tensor], ...]]] = []
 
     def add(self, task: str, module: str, sums_of_task: list[Any], sums: list[Tensor]) -> None:
         """Add a task's sums for a group, which a module names, and the sums over tasks so far."""
-        self._places.append((task, module))
         tensors = [*sums, *(tensor for part in sums_of_task for tensor in part.tensors())]
         counts = [part.count for part in sums_of_task]
         compared = sums_of_task[:1] if self._compares_tasks else []
         norms = [part.gram_norm() for part in compared if isinstance(part, Moments)]
-        self._figures.append((finiteness(tensors), counts, norms))
+        self._added.append((task, module, (finiteness(tensors), counts, norms)))
 
     def run(self, gather: Callable[[Any], list[Any]]) -> None:
         """Check all sums.
@@ -82,9 +80,9 @@ class Checks:
 
     def _read(self) -> list[tuple[str, str, bool, float, float]]:
         """Return tasks and modules, if sums are not finite, number of rows, and Gram norm."""
-        tensors = (tensor for parts in self._figures for part in parts for tensor in part)
+        tensors = (tensor for *_, parts in self._added for part in parts for tensor in part)
         numbers, read = iter(read_back(list(tensors))), list[tuple[str, str, bool, float, float]]()
-        for (task, module), parts in zip(self._places, self._figures, strict=True):
+        for task, module, parts in self._added:
             signs, counts, norms = ([next(numbers) for _ in part] for part in parts)
             broken = not all(map(math.isfinite, signs))
             read.append((task, module, broken, sum(counts), norms[0] if norms else 1.0))

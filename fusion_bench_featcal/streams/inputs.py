@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.core.finite import all_finite
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import NO_TARGET
+from fusion_bench_featcal.families.lists import is_encoder_decoder
 
 _BATCHES = (Tensor, Mapping, tuple)
 
@@ -124,8 +125,8 @@ def check_token_ids(inputs: Any, model: nn.Module, label_of: Callable[[int], str
     size = vocabulary_size(model)
     if size is None or not isinstance(inputs, Mapping):
         return
-    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    for name in ("input_ids", "decoder_input_ids", *(("labels",) if decodes else ())):
+    labels = ("labels",) if is_encoder_decoder(model) else ()
+    for name in ("input_ids", "decoder_input_ids", *labels):
         ids = inputs.get(name)
         if not isinstance(ids, Tensor):
             continue

@@ -110,7 +110,7 @@ class HostStorage(DeviceStorage):
             if type(tensor) is not Tensor or not tensor.numel():
                 return tensor
             data, order = packed(tensor)
-            copy = StoredTensor(self.put(data), tensor.shape, order)
+            copy = StoredTensor(self.kept(data), tensor.shape, order)
             stored[id(tensor)] = tensor, tensor._version, copy
             return copy
 
@@ -118,12 +118,9 @@ class HostStorage(DeviceStorage):
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Return a copy of a contiguous tensor in this storage."""
-        return self.put(tensor)
-
-    def put(self, data: Tensor) -> Tensor:
-        """Return a copy of contiguous entries in this storage."""
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
-        return host.copy_(data, non_blocking=True)
+        is_pinned = tensor.device.type == "cuda"
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+        return host.copy_(tensor, non_blocking=True)
 
 
 def storage_for(activations: str, device: torch.device) -> DeviceStorage:

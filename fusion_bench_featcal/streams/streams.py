@@ -213,10 +213,6 @@ class Streams:
         """Return the number of a task's samples, without copies, for the log."""
         return sum(batch.samples for batch in self.tasks[task] if not batch.copy)
 
-    def num_augmented_samples(self, task: str) -> int:
-        """Return the number of a task's samples, including copies."""
-        return sum(batch.samples for batch in self.tasks[task])
-
     def record_largest(
         self, block: str, names: Sequence[str]
     ) -> tuple[Recorded, CountedPositions, tuple[int, str, int]]:
