@@ -3,16 +3,16 @@
 import json
 import textwrap
 from dataclasses import Field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from fusion_bench_featcal.settings.fields import accepted_values, settings_of, yaml_word
 
 _WIDTH = 80
 _RUNS = {
-    "featcal": "algorithm.FeatCalAlgorithm",
-    "compare": "lab.compare.ComparisonAlgorithm",
-    "diagnose": "lab.diagnosis.DiagnosisAlgorithm",
+    "featcal": "fusion_bench_featcal.algorithm.FeatCalAlgorithm",
+    "compare": "fusion_bench_featcal.lab.compare.ComparisonAlgorithm",
+    "diagnose": "fusion_bench_featcal.lab.diagnosis.DiagnosisAlgorithm",
 }
 """`method=<name>` -> its class, for methods that are not baselines."""
 
@@ -26,14 +26,9 @@ def method_names() -> list[str]:
 
 def settings_of_method(method: str) -> list[Field[object]]:
     """Return the settings that a method's FusionBench class declares."""
-    algorithm: Any
-    if method in _RUNS:
-        module, _, name = _RUNS[method].rpartition(".")
-        algorithm = getattr(import_module(f"fusion_bench_featcal.{module}"), name)
-    else:
-        from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
+    from fusion_bench_featcal.lab.rivals.standalone import ALGORITHMS
 
-        algorithm = ALGORITHMS[method]
+    algorithm: Any = resolve_name(_RUNS[method]) if method in _RUNS else ALGORITHMS[method]
     return [field for kind in algorithm.settings_classes for field in settings_of(kind)]
 
 

@@ -4,12 +4,13 @@ from fusion_bench_featcal.lazy import lazy_names
 
 _MODULES = {
     "CorrectedModel": "corrected_model", "DCMerge": "dc_merge",
-    "Distillation": "distillation", "ESM": "esm", "HARC": "harc", "Lot": "lot",
-    "LARV": "larv", "Polish": "fine_tuning", "ProbSurgery": "surgery", "ReACT": "react",
+    "Distillation": "distillation", "ESM": "esm", "HARC": "harc", "LARV": "larv",
+    "Lot": "lot", "Polish": "fine_tuning", "ProbSurgery": "surgery", "ReACT": "react",
     "RegMean": "regmean", "RegMeanPlusPlus": "regmean", "RidgeSurgery": "ridge_surgery",
     "SWUDI": "swudi", "Surgery": "surgery", "SurgeryV2": "surgery",
 }  # fmt: skip
-_ALGORITHMS = [f"{name}Algorithm" for name in ("Method", *_MODULES) if name != "CorrectedModel"]
+METHODS = [name for name in _MODULES if name != "CorrectedModel"]
+_ALGORITHMS = [f"{name}Algorithm" for name in ("Method", *METHODS)]
 
 # FusionBench and torch are slow to import.
 __getattr__ = lazy_names(

@@ -7,18 +7,7 @@ from typing import ClassVar
 from fusion_bench_featcal.fusionbench.method import Method, MethodResult
 from fusion_bench_featcal.fusionbench.post_merging_algorithm import PostMergingAlgorithm
 from fusion_bench_featcal.fusionbench.run_settings import MergedBy, plain_config
-from fusion_bench_featcal.lab.rivals.dc_merge import DCMerge
-from fusion_bench_featcal.lab.rivals.distillation import Distillation
-from fusion_bench_featcal.lab.rivals.esm import ESM
-from fusion_bench_featcal.lab.rivals.fine_tuning import Polish
-from fusion_bench_featcal.lab.rivals.harc import HARC
-from fusion_bench_featcal.lab.rivals.larv import LARV
-from fusion_bench_featcal.lab.rivals.lot import Lot
-from fusion_bench_featcal.lab.rivals.react import ReACT
-from fusion_bench_featcal.lab.rivals.regmean import RegMean, RegMeanPlusPlus
-from fusion_bench_featcal.lab.rivals.ridge_surgery import RidgeSurgery
-from fusion_bench_featcal.lab.rivals.surgery import ProbSurgery, Surgery, SurgeryV2
-from fusion_bench_featcal.lab.rivals.swudi import SWUDI
+from fusion_bench_featcal.lab import rivals
 from fusion_bench_featcal.results.run import Facts
 
 
@@ -56,21 +45,9 @@ def _algorithm(method_class: type[Method]) -> type[MethodAlgorithm]:
     return type(f"{method_class.__name__}Algorithm", (MethodAlgorithm,), members)
 
 
-DCMergeAlgorithm = _algorithm(DCMerge)
-DistillationAlgorithm = _algorithm(Distillation)
-ESMAlgorithm = _algorithm(ESM)
-HARCAlgorithm = _algorithm(HARC)
-LARVAlgorithm = _algorithm(LARV)
-LotAlgorithm = _algorithm(Lot)
-PolishAlgorithm = _algorithm(Polish)
-ProbSurgeryAlgorithm = _algorithm(ProbSurgery)
-ReACTAlgorithm = _algorithm(ReACT)
-RegMeanAlgorithm = _algorithm(RegMean)
-RegMeanPlusPlusAlgorithm = _algorithm(RegMeanPlusPlus)
-RidgeSurgeryAlgorithm = _algorithm(RidgeSurgery)
-SWUDIAlgorithm = _algorithm(SWUDI)
-SurgeryAlgorithm = _algorithm(Surgery)
-SurgeryV2Algorithm = _algorithm(SurgeryV2)
+_METHOD_CLASSES = [getattr(rivals, name) for name in rivals.METHODS]
+ALGORITHMS = {cls.option: _algorithm(cls) for cls in _METHOD_CLASSES}
+"""Name on the command line, `method=<option>` -> class."""
 
-ALGORITHMS = {cls.method_class.option: cls for cls in MethodAlgorithm.__subclasses__()}
-"""Name on the command line, `method=<option>` -> class, for all classes above."""
+# YAML names the classes, such as `SurgeryAlgorithm`.
+globals().update({cls.__name__: cls for cls in ALGORITHMS.values()})
