@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.embeddings import token_mean
 from fusion_bench_featcal.families import resolve_family
-from fusion_bench_featcal.families.base import hidden_output
+from fusion_bench_featcal.families.base import hidden_output, stoppable
 from fusion_bench_featcal.lab.rivals.sites import CorrectedFeature
 
 
@@ -49,25 +50,19 @@ def corrected_outputs(
     """
     means: list[Tensor] = []
 
-    def hook(correct: nn.Module) -> Any:
-        def replace(_: nn.Module, __: Any, output: Any) -> Any:
-            states = hidden_output(output)
-            corrected = correct(states.float())
-            means.append(token_mean(corrected, mask))
-            corrected = corrected.to(states.dtype)
-            return corrected if isinstance(output, Tensor) else (corrected, *output[1:])
+    def correct(correction: nn.Module, _: nn.Module, __: Any, output: Any) -> Any:
+        states = hidden_output(output)
+        corrected = correction(states.float())
+        means.append(token_mean(corrected, mask))
+        corrected = corrected.to(states.dtype)
+        return corrected if isinstance(output, Tensor) else (corrected, *output[1:])
 
-        return replace
-
-    handles = [
-        model.get_submodule(name).register_forward_hook(hook(correction))
+    hooks = [
+        model.get_submodule(name).register_forward_hook(partial(correct, correction))
         for name, correction in zip(names, corrections, strict=False)
     ]
-    try:
+    with stoppable(*hooks):
         yield means
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def blocks_of(model: nn.Module) -> list[str]:

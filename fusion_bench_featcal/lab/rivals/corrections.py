@@ -190,3 +190,13 @@ class FeatureCorrection(SampleSettings, Texts):
         corrections = model.get_submodule("corrections").named_modules()
         sizes = {n: sum(p.numel() for p in m.parameters(recurse=False)) for n, m in corrections}
         return {name: size for name, size in sizes.items() if size}
+
+
+class ClosedFormCorrection(FeatureCorrection):
+    """A correction in closed form, which by default is fitted on calibration samples."""
+
+    stream: str = setting(
+        "calibration",
+        "`calibration` fits on samples that FeatCal draws, `test_tta` on those of the test split.",
+        choices=("test_tta", "calibration"),
+    )

@@ -91,18 +91,24 @@ class HARC(
             self.routers(model)
         super().open(inputs)
 
+    @torch.no_grad()
     def routers(self, model: nn.Module) -> Routers:
-        """Return the routers of a model.
+        """Return the routers: linear maps beside routed experts, with a logit for each of them.
 
         Raises:
-            CalibrationError: If it has none.
+            CalibrationError: If the model has none.
         """
-        if routers := find_routers(model):
-            return routers
-        raise CalibrationError(
-            f"{self.name} fits routers of mixtures, and {type(model).__name__} has none (a linear "
-            "map named `gate` or `router` beside `experts`): leave it out"
-        )
+        routers = dict[str, Sequence[str]]()
+        for name, module in model.named_modules():
+            owner, _, leaf = name.rpartition(".")
+            if is_router(model.get_submodule(owner), leaf) and (site := router_site(name, module)):
+                routers[name] = site.names
+        if not routers:
+            raise CalibrationError(
+                f"{self.name} fits routers of mixtures, and {type(model).__name__} has none (a "
+                "linear map named `gate` or `router` beside `experts`): leave it out"
+            )
+        return routers
 
     @isolated_torch_state()
     @torch.no_grad()
@@ -199,17 +205,6 @@ def conjugate_gradients(
         before, size = size, float(residual.square().sum())
         direction, steps = residual + size / before * direction, steps + 1
     return solution, steps, (size / start) ** 0.5 if start else 0.0
-
-
-@torch.no_grad()
-def find_routers(model: nn.Module) -> Routers:
-    """Return the routers: linear maps beside routed experts, with a logit for each of them."""
-    routers = dict[str, Sequence[str]]()
-    for name, module in model.named_modules():
-        owner, _, leaf = name.rpartition(".")
-        if is_router(model.get_submodule(owner), leaf) and (site := router_site(name, module)):
-            routers[name] = site.names
-    return routers
 
 
 def router_matrix(get: Callable[[str], Tensor], names: Sequence[str]) -> Tensor:

@@ -10,8 +10,8 @@ from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.lab.rivals.corrected_model import ALL_TASKS
 from fusion_bench_featcal.lab.rivals.correction_modules import AffineModule
 from fusion_bench_featcal.lab.rivals.corrections import (
+    ClosedFormCorrection,
     CorrectionData,
-    FeatureCorrection,
     FittedCorrections,
 )
 from fusion_bench_featcal.lab.rivals.matrices import nearest_orthogonal
@@ -19,7 +19,7 @@ from fusion_bench_featcal.settings.fields import is_mapping_to, setting
 from fusion_bench_featcal.settings.rules import is_factor
 
 
-class ReACT(FeatureCorrection, option="react", source="AAAI 2026, arXiv 2511.10943"):
+class ReACT(ClosedFormCorrection, option="react", source="AAAI 2026, arXiv 2511.10943"):
     """ReACT: one matrix after the model, which maps its features to all experts' features.
 
     It is a ridge regression with a rotation as anchor, in closed form. With `task_id` there is one
@@ -39,11 +39,6 @@ class ReACT(FeatureCorrection, option="react", source="AAAI 2026, arXiv 2511.109
         "Wishes for the one matrix of all tasks, {task: weight}. Others have 1.",
         accepts="a mapping of tasks to numbers above 0",
         check=lambda value: is_mapping_to(is_factor, value),
-    )
-    stream: str = setting(
-        "calibration",
-        "`calibration` fits on samples that FeatCal draws, `test_tta` on those of the test split.",
-        choices=("test_tta", "calibration"),
     )
 
     def fit_all(self, training_data: Mapping[str, CorrectionData]) -> FittedCorrections:

@@ -9,8 +9,8 @@ from torch import Tensor
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.lab.rivals.correction_modules import AffineModule
 from fusion_bench_featcal.lab.rivals.corrections import (
+    ClosedFormCorrection,
     CorrectionData,
-    FeatureCorrection,
     FittedCorrections,
 )
 from fusion_bench_featcal.settings.fields import setting
@@ -21,7 +21,7 @@ GRID = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
 """Values of `ridge_lambda` that `auto` tries: 1e-4 to 1e2, two per decade."""
 
 
-class RidgeSurgery(FeatureCorrection, option="ridge_surgery", source="ours"):
+class RidgeSurgery(ClosedFormCorrection, option="ridge_surgery", source="ours"):
     """Ridge surgery: an affine correction of each task's final feature in closed form.
 
     Nothing is trained. It needs the task's name at inference.
@@ -33,11 +33,6 @@ class RidgeSurgery(FeatureCorrection, option="ridge_surgery", source="ours"):
         "of a grid with the least leave-one-out error, which takes two samples per task.",
         ge=0,
         choices=("auto",),
-    )
-    stream: str = setting(
-        "calibration",
-        "`calibration` fits on samples that FeatCal draws, `test_tta` on those of the test split.",
-        choices=("test_tta", "calibration"),
     )
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Surgery, ProbSurgery and SurgeryV2: small trained modules per task correct features."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,11 +70,16 @@ class Surgery(
         joint = adam(nn.ModuleList(modules.values()).parameters())
         is_joint = self.optimizer == "joint"
         optimizers = {t: joint if is_joint else adam(m.parameters()) for t, m in modules.items()}
-        next_losses = {t: self._losses(t, modules[t], data) for t, data in training_data.items()}
+        batches = {
+            task: training.shuffled_batches(len(data.inputs), self.batch_size, self.seed, task)
+            for task, data in training_data.items()
+        }
+        noise = {t: training.task_generator(self.seed, t, "noise") for t in training_data}
         losses: dict[str, list[Tensor]] = {task: [] for task in training_data}
         for _ in range(self.steps):
-            for task in next_losses:
-                loss = next(next_losses[task])
+            for task, data in training_data.items():
+                indices = next(batches[task]).to(data.inputs.device)
+                loss = self.loss(modules[task], data, indices, noise[task])
                 # Zeros instead of None, so that Adam also moves the other tasks' modules.
                 optimizers[task].zero_grad(set_to_none=False)
                 loss.backward()
@@ -85,13 +90,6 @@ class Surgery(
             training.check_trained(task_modules.parameters(), name, self.learning_rate)
         curves = {task: training.curve_of(values) for task, values in losses.items()}
         return {task: [*task_modules] for task, task_modules in modules.items()}, curves
-
-    def _losses(self, task: str, modules: nn.ModuleList, data: CorrectionData) -> Iterator[Tensor]:
-        """Yield the loss of each update, computed on request."""
-        samples, device = len(data.inputs), data.inputs.device
-        noise = training.task_generator(self.seed, task, "noise")
-        for indices in training.shuffled_batches(samples, self.batch_size, self.seed, task):
-            yield self.loss(modules, data, indices.to(device), noise)
 
 
 class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("rank",)):
