@@ -14,7 +14,8 @@ from fusion_bench_featcal.settings.fields import (
     setting,
 )
 
-_CONFIGS = "a mapping of names to configs"
+_NAMES: Any = {"accepts": "a list of names", "check": is_text_list}
+_CONFIGS: Any = {"accepts": "a mapping of names to configs", "check": is_mapping}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +23,12 @@ class ComparisonSettings(PoolDraw):
     """Settings of `method=compare`. `grid.cells_of` checks the names."""
 
     upstreams: Sequence[str] | None = setting(
-        None,
-        "Mergers to run, from upstream_mergers. Null: the default ones.",
-        accepts="a list of names",
-        check=is_text_list,
+        None, "Mergers to run, from upstream_mergers. Null: the default ones.", **_NAMES
     )
     post_merging: Sequence[str] | None = setting(
         None,
         "Methods to run on each merged model, from post_merging_methods. Null: the default ones.",
-        accepts="a list of names",
-        check=is_text_list,
+        **_NAMES,
     )
     references: Sequence[str] = setting(
         REFERENCES,
@@ -53,10 +50,10 @@ class ComparisonSettings(PoolDraw):
         accepts="a folder's path",
     )
     upstream_mergers: Mapping[str, Any] | None = setting(
-        None, "Configs of FusionBench methods, by name.", accepts=_CONFIGS, check=is_mapping
+        None, "Configs of FusionBench methods, by name.", **_CONFIGS
     )
     post_merging_methods: Mapping[str, Any] | None = setting(
-        None, "Configs with `_target_` by name.", accepts=_CONFIGS, check=is_mapping
+        None, "Configs with `_target_` by name.", **_CONFIGS
     )
     default_rows: Mapping[str, Sequence[str]] | None = setting(
         None,
@@ -64,9 +61,7 @@ class ComparisonSettings(PoolDraw):
         accepts="a mapping of upstreams and post_merging to lists of names",
         check=lambda value: is_mapping_to(is_text_list, value),
     )
-    reads_test: Sequence[str] | None = setting(
-        None, "Mergers that use the test split.", accepts="a list of names", check=is_text_list
-    )
+    reads_test: Sequence[str] | None = setting(None, "Mergers that use the test split.", **_NAMES)
     notes: Mapping[str, str] | None = setting(
         None,
         "Footnotes of the tables, by merger or method.",
