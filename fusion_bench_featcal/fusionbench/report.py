@@ -37,7 +37,7 @@ from fusion_bench_featcal.results import (
     versions,
     write_run,
 )
-from fusion_bench_featcal.results.names import INPUTS, REFERENCES
+from fusion_bench_featcal.results.names import INPUTS, NO_EXPERT, REFERENCES
 from fusion_bench_featcal.results.notes import FAILED, NOTE, Note
 from fusion_bench_featcal.results.rows import with_average
 from fusion_bench_featcal.results.run import Facts, conditions_of
@@ -85,6 +85,7 @@ class Report:
         label = len(inputs.modelpool.model_names) if tasks_label is None else tasks_label
         self._conditions = {"precision": precision, "tasks": label, **digest_pools(inputs)}
         self._base_method = dict(plain_config(base_method) or {})
+        self._experts = frozenset(inputs.modelpool.model_names)
         self._failed: dict[str, Exception] = {}
 
     def warn(self, notes: Sequence[str]) -> None:
@@ -148,8 +149,16 @@ class Report:
     def _add(
         self, name: str, evaluation: PoolEvaluation, facts: Facts, cost: Cost | None = None
     ) -> None:
-        """Add results under the conditions of this run."""
-        scores, costs = evaluation.scores, None if cost is None else cost.as_dict()
+        """Add results under the conditions of this run.
+
+        Tasks without an expert get metrics of their own, unless no task has one.
+        """
+        costs, scores = None if cost is None else cost.as_dict(), dict[str, dict[str, float]]()
+        for metric, by_task in evaluation.scores.items():
+            has_experts = not self._experts.isdisjoint(by_task)
+            for task, value in by_task.items():
+                is_apart = has_experts and task not in self._experts
+                scores.setdefault(metric + NO_EXPERT * is_apart, {})[task] = value
         row = self.run.add_model(name, scores, facts, correct=evaluation.correct, cost=costs)
         row.conditions |= self._conditions
         if row.is_repair:
@@ -183,15 +192,15 @@ class Report:
             del base  # frees it before the experts
         if EXPERTS not in names or taskpool is None:
             return
-        experts = pool.model_names
-        tasks = self._tasks or task_names(taskpool) or self.run.tasks or list(experts)
-        if missing := [task for task in tasks if task not in experts]:
-            note = f"no row of experts: the model pool has none for {', '.join(missing)}"
-            self.run.note(Note(NOTE, note))
-            return
+        tasks = self._tasks or task_names(taskpool) or self.run.tasks or pool.model_names
+        if missing := [task for task in tasks if task not in self._experts]:
+            text = f"{', '.join(missing)}: no expert in the model pool, so in no average"
+            self.run.note(Note(NOTE, text))
+            tasks = [task for task in tasks if task in self._experts]
         log.info("evaluating experts, each on its own task")
         evaluations = (evaluate(taskpool, load_pool_model(pool, t), [t]) for t in tasks)
-        self._add(EXPERTS, join_evaluations(evaluations), Facts())
+        if tasks:
+            self._add(EXPERTS, join_evaluations(evaluations), Facts())
 
     def close(self, folder: Path | None) -> Frame:
         """Sort the results, write them to a folder, and return the frame of their accuracies.

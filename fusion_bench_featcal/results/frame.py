@@ -13,7 +13,15 @@ from fusion_bench_featcal.errors import ReportError
 
 from .columns import AVERAGE, COST, ROW_COLUMNS, setting_column, value_column
 from .joining import SAMPLES, Results, as_key, grouped, join, label
-from .names import ACCURACY, BASE, EXPERTS, TASK_ID, TEST_CONDITIONS
+from .names import (
+    ACCURACY,
+    BASE,
+    EXPERTS,
+    NO_EXPERT,
+    REFERENCES,
+    TASK_ID,
+    TEST_CONDITIONS,
+)
 from .notes import Note
 from .rows import Row, with_average
 from .run import Run
@@ -102,7 +110,8 @@ class FrameLine:
     @property
     def has_flags(self) -> bool:
         """True if every test example has a flag."""
-        return self.metric == ACCURACY and all(row.correct for row in self.rows)
+        is_accuracy = self.metric.removesuffix(NO_EXPERT) == ACCURACY
+        return is_accuracy and all(row.correct for row in self.rows)
 
     def by_seed(self, has_flags: bool) -> BySeed:
         """Return seed -> task -> flags per example, or one value of the whole test set."""
@@ -278,11 +287,11 @@ def _make_lines(results: Results, metric: str) -> list[FrameLine]:
 
 
 def find_partner(line: FrameLine, lines: Iterable[FrameLine], name: str) -> FrameLine | None:
-    """Find the merged model or the experts for a line at its point.
+    """Find the merged model, the experts or the base for a line at its point.
 
     Returns None if there is none, or if the settings fit several.
     """
-    suite, merger = line.first.suite, "" if name == EXPERTS else name
+    suite, merger = line.first.suite, "" if name in REFERENCES else name
     chosen = [
         other
         for other in lines

@@ -12,6 +12,8 @@ ACCURACY, LOSS, WORD_ERRORS = "accuracy", "loss", "word error rate"
 MRR, PRECISION, CORRELATION = "MRR@10", "average precision", "Spearman's correlation"
 PERCENTAGES = (ACCURACY, WORD_ERRORS, MRR, PRECISION, CORRELATION)
 """Metrics that tables show in per cent."""
+NO_EXPERT = " (no expert)"
+"""End of the names of metrics on tasks that have no expert, which count in no average."""
 DRIFT = "relative_drift"
 """Metric of calibrated models, measured on samples: see `Facts.drift`."""
 ROWS_SHARE, ROWS_ENERGY, ROWS_ERROR = "rows_share", "rows_energy", "rows_error"

@@ -1,13 +1,23 @@
 """Sentences on the frame of results: verdicts, the meaning of columns, and notes."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from .advice import WEAK, Averages, Comparison
 from .columns import AVERAGE
 from .frame import LEAST_GAP, Frame, FrameLine, find_partner, paired
 from .joining import grouped
 from .leaders import leaders
-from .names import ACCURACY, BASE, DRIFT, EXPERTS, INPUTS, REFERENCES, label_texts
+from .names import (
+    ACCURACY,
+    BASE,
+    DRIFT,
+    EXPERTS,
+    INPUTS,
+    NO_EXPERT,
+    REFERENCES,
+    label_texts,
+)
 from .notes import WARNING, Note, sentences_of
 from .repair_scores import RepairScores
 from .statistics import Difference, difference
@@ -61,14 +71,33 @@ def compare_repair(line: FrameLine, frame: Frame) -> RepairScores:
         find_partner(line, frame.lines, name) for name in (line.first.merger, EXPERTS, BASE)
     )
     pairs = (line, merged), (experts, merged), (experts, line)
-    comparisons = []
+    other = replace(frame, metric=f"{frame.metric}{NO_EXPERT}")
+    others = (side and replace(side, metric=other.metric) for side in (line, merged, base))
+    return RepairScores.advised(
+        _compare_tasks(line, merged, experts, frame),
+        Averages(*(_compare(*pair, frame) for pair in pairs)),
+        _compare_tasks(*others, other),
+        name=line.first.name,
+        merged=line.first.merger,
+        lead=_compare(experts, base, frame),
+        more_examples="Evaluate on more test examples, or repeat the run with other seeds",
+    )
+
+
+def _compare_tasks(
+    line: FrameLine | None, merged: FrameLine | None, experts: FrameLine | None, frame: Frame
+) -> list[Comparison]:
+    """Compare a repaired model with its merged model and the experts, or the base, by task."""
+    comparisons, pairs = list[Comparison](), ((line, merged), (experts, merged), (experts, line))
+    if line is None or merged is None:
+        return comparisons
     for task in (task for task in line.values if task != AVERAGE):
         gain, gap, rest = (_compare(*pair, frame, task) for pair in pairs)
-        if merged is not None and gain is not None:
+        if gain is not None:
             flags = (line.first.correct or {}).get(task)
             comparison = Comparison(
                 task=task,
-                metric=frame.metric,
+                metric=frame.metric.removesuffix(NO_EXPERT),
                 examples=None if flags is None else len(flags),
                 expert=experts.values.get(task) if experts else None,
                 merged=merged.values[task],
@@ -78,14 +107,7 @@ def compare_repair(line: FrameLine, frame: Frame) -> RepairScores:
                 rest=rest,
             )
             comparisons.append(comparison)
-    return RepairScores.advised(
-        comparisons,
-        Averages(*(_compare(*pair, frame) for pair in pairs)),
-        name=line.first.name,
-        merged=line.first.merger,
-        lead=_compare(experts, base, frame),
-        more_examples="Evaluate on more test examples, or repeat the run with other seeds",
-    )
+    return comparisons
 
 
 def single_repair(frame: Frame) -> FrameLine | None:

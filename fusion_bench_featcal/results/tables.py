@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from .names import PERCENTAGES, REFERENCES
+from .names import NO_EXPERT, PERCENTAGES, REFERENCES
 from .statistics import Difference
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Unit(NamedTuple):
     @classmethod
     def of(cls, metric: str) -> "Unit":
         """Return the unit: per cent for accuracies and the like, plain for losses and others."""
-        return cls(100, 1) if metric in PERCENTAGES else cls(1, 3)
+        return cls(100, 1) if metric.removesuffix(NO_EXPERT) in PERCENTAGES else cls(1, 3)
 
     def value(self, number: float | None) -> str:
         """Write a value."""

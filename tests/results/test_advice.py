@@ -2,16 +2,17 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from reports import make_run
+from reports import LEVELS, featcal, flags, leave_run, make_run
 
 from fusion_bench_featcal.data.comparing import compare_scores
 from fusion_bench_featcal.data.scoring import Score
-from fusion_bench_featcal.results import accuracy_frame, statistics
+from fusion_bench_featcal.results import accuracy_frame, statistics, write_run
 from fusion_bench_featcal.results.advice import (
     BETTER,
     FEW,
@@ -29,7 +30,7 @@ from fusion_bench_featcal.results.advice import (
     task_verdicts,
 )
 from fusion_bench_featcal.results.figures import estimate_of
-from fusion_bench_featcal.results.names import ACCURACY, LOSS
+from fusion_bench_featcal.results.names import ACCURACY, LOSS, NO_EXPERT
 from fusion_bench_featcal.results.repair_scores import RepairScores
 from fusion_bench_featcal.results.statistics import Difference, mean_difference
 from fusion_bench_featcal.results.tables import ABSENT
@@ -193,3 +194,27 @@ def test_intervals_in_figures_end_at_0_and_100_per_cent() -> None:
     assert bars["base"].below == bars["experts"].above == 0.0
     assert bars["base"].above == pytest.approx(bars["experts"].below) != 0
     assert bars["featcal"].below == bars["featcal"].above > 0
+
+
+def test_reports_compare_experts_with_the_base_and_tasks_without_an_expert(tmp_path: Path) -> None:
+    weak = featcal("report", leave_run(tmp_path / "weak", LEVELS | {"base": 0.89})).out
+    assert weak.startswith("No model can be recommended: the experts are not clearly better than")
+    run = make_run()
+    for row, level in zip(run.rows, (0.3, 0.9, 0.6, 0.5), strict=True):
+        if row.name != "experts":
+            row.scores[f"accuracy{NO_EXPERT}"] = {"other": level}
+            assert row.correct is not None
+            row.correct["other"] = flags(level)
+    out = featcal("report", write_run(tmp_path / "run", run)).out
+    assert "But it is worse on other (-10.0 ± 4.4 points), which it was not calibrated" in out
+    table = out.split("not calibrated on: accuracy, %\n")[1].splitlines()
+    assert table[0].split() == ["test"] and table[1].split()[:2] == ["examples", "base"]
+    assert table[3].split() == [
+        "other",
+        "200",
+        "30.0",
+        "60.0",
+        "50.0",
+        *["-10.0", "±", "4.4", "worse"],
+    ]
+    assert "60.0      75.0  +15.0 ± 3.6" in out  # the average is that of the others
