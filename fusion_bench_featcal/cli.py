@@ -144,6 +144,13 @@ def settings_command(options: argparse.Namespace) -> None:
     print(settings_page(names[options.method], as_json=options.json))
 
 
+def list_command(options: argparse.Namespace) -> None:
+    """List methods, mergers, model pools, families and model types."""
+    from fusion_bench_featcal.lab.listing import listing
+
+    print(listing())
+
+
 def suite_path_command(options: argparse.Namespace) -> None:
     """Print the path of the bundled suites, or of one file or folder of them."""
     from fusion_bench_featcal.files.suite_paths import suite_path
@@ -220,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("method", nargs="?", default="featcal", metavar="METHOD")
     settings.add_argument("--json", action="store_true", help="print them as JSON")
 
+    _add_command(commands, "ls", list_command)
     suite = commands.add_parser("suite", help="locate the bundled suites")
     path = _add_command(suite.add_subparsers(**options), "path", suite_path_command)
     path.add_argument("name", nargs="?", default="", metavar="NAME", help="default: all suites")

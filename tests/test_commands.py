@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -276,3 +277,15 @@ def test_plan_reads_sizes_of_downloads_from_the_hub_or_does_without(tmp_path, mo
     assert [tuple(entry.values()) for entry in plan["downloads"]] == [
         ("some/model", 2, 72), ("some/data", 2, 31), ("other/data", 1, 1)
     ]  # fmt: skip
+
+
+def test_ls_lists_names_that_commands_accept() -> None:
+    out = featcal("ls").out
+    groups = re.split(r"^\S.*\n", out, flags=re.M)[1:]
+    methods, mergers, pools, families, types = (re.findall(r"[\w./-]+", group) for group in groups)
+    assert "surgery" in methods and "featcal_baselines/lot" in methods
+    assert all(featcal("settings", method).code == 0 for method in methods)
+    assert {"task_arithmetic", "swudi", "featcal_plus"} < {*mergers}
+    config = Path(__file__).resolve().parents[1] / "config"
+    assert {*pools} == {file.stem for file in (config / "modelpool").iterdir()}
+    assert families[0] == "auto" and "clip_vision_model" in types

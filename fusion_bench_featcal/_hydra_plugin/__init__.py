@@ -62,6 +62,12 @@ def _config_folder(package: str, marker: str, *candidates: str) -> Path | None:
     return next((folder for folder in folders if (folder / marker).is_file()), None)
 
 
+def our_config_folder() -> Path | None:
+    """Return the folder of this package's configs, that of the source tree if there is one."""
+    # An editable install has a stale copy.
+    return _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
+
+
 class FeatCalSearchPath(SearchPathPlugin):
     """Appends our config folder, then FusionBench's, and lets Hydra expand pools' task lists."""
 
@@ -73,8 +79,7 @@ class FeatCalSearchPath(SearchPathPlugin):
             return
         OmegaConf.register_new_resolver("featcal_suite", _install_suite_path(), replace=True)
         OmegaConf.register_new_resolver("featcal_real", _weights_path, replace=True)
-        # The source tree's folder comes first, because an editable install has a stale copy.
-        ours = _config_folder("fusion_bench_featcal", OUR_MARKER, "../config", "config")
+        ours = our_config_folder()
         # FusionBench's command uses ./config as its only folder if it exists.
         candidates = ("../config", "../fusion_bench_config")
         fusion_bench_folder = _config_folder("fusion_bench", FUSION_BENCH_MARKER, *candidates)

@@ -84,6 +84,10 @@ class InMemoryExpert(ExpertSource):
         """Return the shape of one tensor."""
         return tuple(self._tensors[name].shape)
 
+    def nbytes(self, name: str) -> int:
+        """Return the size of one tensor in memory."""
+        return self._tensors[name].nbytes
+
     def tensor(self, name: str) -> Tensor:
         """Return one tensor of the module itself."""
         return self._tensors[name]

@@ -23,7 +23,7 @@ from fusion_bench_featcal.families.t5 import T5
 from fusion_bench_featcal.files.classes import named_class
 
 _FAMILIES = (CLIP, ENCODER_DECODER, LLAMA, OPEN_CLIP, STACK, STAGES, T5, WHISPER)
-_BY_NAME: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
+FAMILIES_BY_NAME: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
 
 # Model types for which `auto` chooses a family before looking at the structure. Tests run each.
 MODEL_TYPES = {
@@ -39,7 +39,8 @@ MODEL_TYPES = {
 _BY_MODEL_TYPE = {kind: family for family, kinds in MODEL_TYPES.items() for kind in kinds}
 
 _KNOWN = (
-    f"auto, {', '.join(_BY_NAME)}, a list of the blocks' names, {{_target_: my_module.MyFamily}}"
+    f"auto, {', '.join(FAMILIES_BY_NAME)}, a list of the blocks' names, "
+    "{_target_: my_module.MyFamily}"
 )
 
 
@@ -95,8 +96,8 @@ def _family(family: Any) -> Family:
         return family
     if isinstance(family, Mapping) and "_target_" in family:
         return _family_of_target(**family)
-    if isinstance(family, str) and family in _BY_NAME:
-        return _BY_NAME[family]
+    if isinstance(family, str) and family in FAMILIES_BY_NAME:
+        return FAMILIES_BY_NAME[family]
     if isinstance(family, list | tuple) and family and all(isinstance(n, str) for n in family):
         return Stack(tuple(family))
     raise ValueError(

@@ -180,11 +180,6 @@ class Evaluation:
         base, *others = (self._further_scores[n] for n in (BASE, report.merger, name))
         further, _ = compare_scores(base, *others)
         further = [c for c in further if c.task != OTHER_TEXT or c.merged < _UNREADABLE]
-        rests = {c.task: c.rest for c in comparisons if c.rest}
-        # A task that ends far from its expert needs nothing if its score is as good.
-        report.notes = [n for n in report.notes if not (
-            n.kind == NOTE and n.row == name and n.task in rests and not rests[n.task].is_above()
-        )]  # fmt: skip
         has_warnings = any(note.kind == WARNING for note in report.notes)
         preset = "--preset plus" if self.opened.settings.rule == "paper" else "other samples"
         scores = RepairScores.advised(
@@ -194,6 +189,7 @@ class Evaluation:
             more_examples=self._more_examples(),
             if_worse=_ADVICE.format(preset),
         )
+        report.notes = scores.without_needless(report.notes)
         sentence = f"{'Check the warnings first. ' * has_warnings}{scores.advice.sentence}"
         self.scores = scores._replace(advice=scores.advice._replace(sentence=sentence))
         verdicts = task_verdicts(comparisons) | task_verdicts(further)

@@ -1,6 +1,6 @@
 """Scores of a repaired model beside those of its experts and of the merged model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ from .advice import Advice, Averages, Comparison, advise, task_verdicts
 from .columns import AVERAGE
 from .frame import is_lower_better
 from .joining import grouped
+from .notes import NOTE, Note
 from .statistics import Difference
 from .tables import ABSENT, Table, Unit, print_lines
 
@@ -39,6 +40,11 @@ class RepairScores(NamedTuple):
         """Return scores with their advice. The options are those of `advise`."""
         advice = advise(comparisons, averages, further=further, **options)  # type: ignore[arg-type]
         return cls(advice, comparisons, averages.gain, further)
+
+    def without_needless(self, notes: Iterable[Note]) -> list[Note]:
+        """Return notes without those on tasks that are as good as their experts."""
+        level = {c.task for c in self.comparisons if c.rest and not c.rest.is_above()}
+        return [note for note in notes if note.kind != NOTE or note.task not in level]
 
     def tables(self) -> list[Table]:
         """Return a table for each metric, with a line per task, and tables of further tasks."""

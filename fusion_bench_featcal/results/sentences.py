@@ -198,6 +198,8 @@ def sentences(frame: Frame) -> list[str]:
     ends = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:]))
     means = [f"means over {ends} seeds"] if counts[-1:] > [1] else []
     chosen = [note for note in frame.notes if not note.is_conclusion]
+    if repair := single_repair(frame):
+        chosen = compare_repair(repair, frame).without_needless(chosen)
     chosen += [*weak_experts(frame), *tasks_below_merged(frame)]
     warnings = [note for note in chosen if note.kind == WARNING]
     others = [note for note in chosen if note.kind != WARNING]
