@@ -83,8 +83,8 @@ def open_transformers(inputs: InputModels) -> Opened:
     if kind in ("seq2seq", SPEECH):
         refuse_languages(models.processor.tokenizers, [source, *models.inputs.experts.values()])
     further = {task: tasks.pop(task) for task in request.further}
-    if kind == "causal" and request.calibrates and not (request.no_eval or further):
-        further = {OTHER_TEXT: open_other_text(models, encoder)}
+    if kind == "causal" and request.calibrates and not request.no_eval:
+        further[OTHER_TEXT] = open_other_text(models, encoder)
     if any(isinstance(task.batches, ImageTextBatches) for task in tasks.values()):
         _refuse_text_models(models)
     notes = notes_of([*models.notes(), *filter(None, [note]), *settings.extremes])
