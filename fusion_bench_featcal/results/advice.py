@@ -25,6 +25,9 @@ NEAR = 0.05
 LEAST_LOSS = 0.01
 """Smallest change of the loss that counts. It changes a right answer's probability by 1 %."""
 
+LEAST_LEAD = 0.01
+"""Smallest lead of the experts over the base, on average, with which methods are told apart."""
+
 BETTER, WORSE, LEVEL, FEW = "better", "worse", "level", "too few"
 USE, KEEP, REJECT, UNCLEAR, WEAK = "use", "keep", "reject", "unclear", "weak experts"
 
@@ -157,10 +160,11 @@ def advise(
     better = [c for c in comparisons if verdicts[c.task].startswith(BETTER)]
     unit = _points(comparisons)
     gain, gap, rest = averages
-    if unit and lead and lead.half is not None and not lead.is_above():
+    if unit and lead and lead.half is not None and not lead.is_above(LEAST_LEAD):
         sentence = (
-            "No model can be recommended: the experts are not clearly better than the base "
-            f"({unit(lead)} on average), so no method can be told from another here"
+            "No model can be recommended: the experts are hardly better than the base "
+            f"({unit(lead)} on average), so no method can be told from another here. "
+            "Check the experts and their data"
         )
         return Advice(WEAK, sentence)
     is_clear = gain is not None and p_value(gain, comparisons[0].metric) <= SURE

@@ -1,6 +1,6 @@
 """Batches of model inputs: mappings, tuples or single tensors, batch first."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,25 +26,6 @@ def part_of(inputs: Any, size: int, samples: slice | Tensor) -> Any:
         return value[samples] if value.ndim > 0 and len(value) == size else value
 
     return _map_tensors(inputs, cut)
-
-
-def joined(batches: Sequence[Any], size: int) -> Any:
-    """Return one batch that joins batches with `size` samples each.
-
-    Raises:
-        ValueError: If they do not fit together.
-    """
-    first = batches[0]
-    if isinstance(first, Mapping):
-        return {key: joined([batch[key] for batch in batches], size) for key in first}
-    if isinstance(first, tuple):
-        return tuple(joined(values, size) for values in zip(*batches, strict=True))
-    if not (isinstance(first, Tensor) and first.ndim > 0 and len(first) == size):
-        return first  # the same for all samples
-    kinds = {f"{list(batch.shape[1:])} {batch.dtype}": len(batch) for batch in batches}
-    if len(kinds) > 1 or any(len(batch) != size for batch in batches):
-        raise ValueError(f"tensors of different kinds: {', '.join(kinds)}")
-    return torch.cat(list(batches))
 
 
 def size_and_rank(label: str, inputs: Any) -> tuple[int, int]:

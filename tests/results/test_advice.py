@@ -100,7 +100,7 @@ def advice_on(comparisons: list[Comparison], **options: Any) -> Advice:
         ([compared(0.001), compared(0.001, "b", metric=LOSS)], {}, UNCLEAR,
          "the merged model: no task differs by more than chance explains"),
         ([compared(0.2)], {"lead": difference(0.01)}, WEAK, "No model can be recommended: the "
-         "experts are not clearly better than the base (+1.0 ± 2.0 points on average)"),
+         "experts are hardly better than the base (+1.0 ± 2.0 points on average)"),
         ([compared(0.2)], {"lead": difference(0.3)}, USE, "better than the merged model on 1"),
     ],
 )  # fmt: skip
@@ -198,7 +198,7 @@ def test_intervals_in_figures_end_at_0_and_100_per_cent() -> None:
 
 def test_reports_compare_experts_with_the_base_and_tasks_without_an_expert(tmp_path: Path) -> None:
     weak = featcal("report", leave_run(tmp_path / "weak", LEVELS | {"base": 0.89})).out
-    assert weak.startswith("No model can be recommended: the experts are not clearly better than")
+    assert weak.startswith("No model can be recommended: the experts are hardly better than")
     run = make_run()
     for row, level in zip(run.rows, (0.3, 0.9, 0.6, 0.5), strict=True):
         if row.name != "experts":
