@@ -16,7 +16,12 @@ from torch import nn
 
 from fusion_bench_featcal.calibration import calibrate_inputs, rule_and_options
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
-from fusion_bench_featcal.encoders.evaluation import open_scorers, repair_card, score_models
+from fusion_bench_featcal.encoders.evaluation import (
+    location_of,
+    open_scorers,
+    repair_card,
+    score_models,
+)
 from fusion_bench_featcal.encoders.evaluators import primary_metric
 from fusion_bench_featcal.encoders.library import KINDS
 from fusion_bench_featcal.encoders.models import transformer_of
@@ -115,9 +120,8 @@ def repair(
     tuned = {t: open_like(merged, user_term("expert", t), one) for t, one in experts.items()}
     origin = None if base is None else open_like(merged, user_term("base"), base)
     if origin is None:
-        sources = (one if isinstance(one, str | Path) else one.transformers_model.name_or_path
-                   for one in experts.values())  # fmt: skip
-        logger.warning(without_base([*map(str, sources)], "base={!r}"))
+        sources = [location_of(expert) for expert in experts.values()]
+        logger.warning(without_base(sources, "base={!r}"))
     examples = _test_examples(evaluator)
     scorers = open_scorers(merged, examples)
     if examples and not {*examples} & {*experts}:

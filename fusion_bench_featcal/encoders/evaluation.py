@@ -96,15 +96,15 @@ def repair_card(
     return card_text(
         row_of_rule(name),
         facts,
-        None if base is None else _location(base),
-        {task: _location(expert) for task, expert in experts.items()},
+        None if base is None else location_of(base),
+        {task: location_of(expert) for task, expert in experts.items()},
         Frame(ACCURACY),
         scores=scores,
-        merger={"merged model": _location(merged)},
+        merger={"merged model": location_of(merged)},
         head=CardHead(library, type(model).__name__),
     )
 
 
-def _location(model: Any) -> str:
+def location_of(model: Any) -> str:
     """Return the folder or hub id of a model."""
     return str(model if isinstance(model, str | Path) else model.transformers_model.name_or_path)

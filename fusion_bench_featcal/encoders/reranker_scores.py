@@ -11,7 +11,6 @@ from fusion_bench_featcal.data.labels import are_unnamed, class_indices
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.library import st
 from fusion_bench_featcal.encoders.scorer import (
-    ACCURACY_TITLE,
     RANKS,
     EncoderScorer,
     jackknife_scorer,
@@ -66,7 +65,7 @@ def _pair_class_scorer(
     def evaluate(model: st.CrossEncoder) -> Score:
         return mean_score(torch.from_numpy(_outputs(model, texts).argmax(1) == np.array(numbers)))
 
-    return EncoderScorer("pairs whose class is right", ACCURACY_TITLE, evaluate)
+    return EncoderScorer("pairs whose class is right", evaluate)
 
 
 def _reranking_scorer(texts: Sequence[tuple[str, ...]]) -> EncoderScorer | str:
@@ -87,7 +86,7 @@ def _reranking_scorer(texts: Sequence[tuple[str, ...]]) -> EncoderScorer | str:
 
     others = f"up to {NEGATIVES} of other rows" if len(texts[0]) == 2 else "the row's negatives"
     measure = f"passages ranked before {others} (MRR@10)"
-    return EncoderScorer(measure, "ranked first % (1 - MRR@10)", evaluate)
+    return EncoderScorer(measure, evaluate)
 
 
 def _samples(texts: Sequence[tuple[str, ...]]) -> Iterator[list[tuple[str, str]]]:

@@ -21,7 +21,6 @@ from fusion_bench_featcal.encoders.targets import Targets, too_few
 from fusion_bench_featcal.results.names import ACCURACY, CORRELATION, PRECISION
 
 RANKS = 10
-ACCURACY_TITLE = "accuracy % (1 - accuracy)"
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,10 @@ class EncoderScorer:
 
     Attributes:
         measure: Description of the metric.
-        title: Names of both scores: a percentage and a loss.
         evaluate: Returns the score of a model.
     """
 
     measure: str
-    title: str
     evaluate: Callable[[Any], Score]
 
     def score(self, model: nn.Module) -> Score:
@@ -71,9 +68,9 @@ def jackknife_scorer(
     """
     if reason := too_few(targets):
         return reason
-    name, title, metric = PRECISION, "AP", average_precision_score
+    name, metric = PRECISION, average_precision_score
     if targets.kind != "binary":
-        name, title, metric = CORRELATION, "Spearman", _correlation
+        name, metric = CORRELATION, _correlation
     values, rows = np.array(targets.values), np.arange(len(targets.values))
 
     def evaluate(model: Encoder) -> Score:
@@ -84,7 +81,7 @@ def jackknife_scorer(
         shares += whole - shares.mean()  # without the jackknife's correction of the metric
         return Score(max(whole, 0.0), 1 - shares, None, metric=name, terms=shares)
 
-    return EncoderScorer(f"{measure} ({name})", f"{title} % (1 - {title})", evaluate)
+    return EncoderScorer(f"{measure} ({name})", evaluate)
 
 
 def _correlation(values: object, outputs: Any) -> float:

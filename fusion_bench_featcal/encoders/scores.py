@@ -19,7 +19,6 @@ from fusion_bench_featcal.encoders.evaluators import evaluation_copy
 from fusion_bench_featcal.encoders.library import Encoder, st
 from fusion_bench_featcal.encoders.reranker_scores import reranker_scorer
 from fusion_bench_featcal.encoders.scorer import (
-    ACCURACY_TITLE,
     RANKS,
     EncoderScorer,
     jackknife_scorer,
@@ -102,7 +101,7 @@ def class_name_scorer(
         losses = F.cross_entropy(logits.double(), numbers, reduction="none")
         return Score(correct.double().mean().item(), losses, correct)
 
-    return EncoderScorer("texts nearest to their class name", "accuracy % (loss)", evaluate)
+    return EncoderScorer("texts nearest to their class name", evaluate)
 
 
 def _embeddings(model: Encoder, calls: Calls) -> list[Any]:
@@ -194,7 +193,7 @@ def _retrieval_scorer(
         hits = belongs[usable].gather(1, nearest).double()
         return mean_score((hits / torch.arange(1, hits.shape[1] + 1)).amax(1), MRR)
 
-    return EncoderScorer(measure, "accuracy@1 % (1 - MRR@10)", evaluate)
+    return EncoderScorer(measure, evaluate)
 
 
 def _triplet_scorer(calls: Calls) -> EncoderScorer:
@@ -207,4 +206,4 @@ def _triplet_scorer(calls: Calls) -> EncoderScorer:
         return Score(shares.mean().item(), 1 - shares, None, terms=shares)
 
     measure = "triplets whose positive is nearer than the negative"
-    return EncoderScorer(measure, ACCURACY_TITLE, evaluate)
+    return EncoderScorer(measure, evaluate)

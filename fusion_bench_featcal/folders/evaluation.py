@@ -12,12 +12,12 @@ from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
 from fusion_bench_featcal.folders.request import Request
-from fusion_bench_featcal.folders.tasks import OTHER_TEXT, Task
+from fusion_bench_featcal.folders.tasks import OTHER_TEXT
 from fusion_bench_featcal.models.hub import commits
 from fusion_bench_featcal.results import EXPERTS, Run, describe_device, versions
 from fusion_bench_featcal.results.advice import REJECT, task_verdicts
-from fusion_bench_featcal.results.names import BASE, INPUTS, MERGED, row_of_rule
-from fusion_bench_featcal.results.notes import NOTE, VERDICT, WARNING, Note, notes_of
+from fusion_bench_featcal.results.names import ACCURACY, BASE, INPUTS, LOSS, MERGED, row_of_rule
+from fusion_bench_featcal.results.notes import VERDICT, WARNING, Note, notes_of
 from fusion_bench_featcal.results.repair_scores import RepairScores
 from fusion_bench_featcal.results.run import Facts
 from fusion_bench_featcal.results.sentences import RARELY
@@ -153,20 +153,15 @@ class Evaluation:
     def _add_row(
         self, name: str, scores: _Scores, facts: Facts, cost: Mapping[str, float] | None = None
     ) -> None:
-        values = {
-            metric: {task: getattr(score, metric) for task, score in scores.items()}
-            for metric in ("accuracy", "loss")
-        }
+        values: dict[str, dict[str, float]] = {}
+        for task, score in scores.items():
+            measured = {ACCURACY: score.accuracy, LOSS: score.loss, score.metric: score.value}
+            for metric, value in measured.items():
+                values.setdefault(metric, {})[task] = value
         flags = {task: score.correct for task, score in scores.items()}
         correct = flags if flags and all(f is not None for f in flags.values()) else None
         row = self.report.add_model(name, values, facts, correct=correct, cost=cost)
         row.conditions[INPUTS] = digest_json(dict(self.digests))[:8]
-
-    @property
-    def title(self) -> str:
-        """Names of both scores: a percentage and a loss."""
-        titles = {task.title for task in self.opened.tasks.values() if task.scorer}
-        return titles.pop() if len(titles) == 1 else "score % (loss)"
 
     def conclude(self) -> bool:
         """Compare the models, and complete the report with the advice.
@@ -203,7 +198,6 @@ class Evaluation:
               for task, text in changes.items()),
             *notes_of(self._notes_on_examples()),
         )  # fmt: skip
-        self.add_note_on_title()
         return bool(comparisons) and scores.advice.kind != REJECT and not has_warnings
 
     def _more_examples(self) -> str:
@@ -226,11 +220,6 @@ class Evaluation:
             yield f"test examples repeat samples: {', '.join(repeating)}"
         if unscored := [name for name in tasks if name not in scored]:
             yield f"not scored: {', '.join(unscored)}"
-
-    def add_note_on_title(self) -> None:
-        """Add a note on the names of both scores, if they are not accuracy and loss."""
-        if self._scorers and self.title != Task.title:
-            self.report.note(Note(NOTE, f"accuracy % (loss) stands for {self.title}"))
 
 
 def _warnings_on_experts(experts: _Scores, merged: _Scores) -> list[Note]:

@@ -247,7 +247,7 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
         tail = models.heads.tail(next(iter(opened.tasks))) if models.heads else ()
         save_folder(result, replace(facts, as_merged=facts.as_merged.without(tail)), evaluation)
     _remove_blocks(request.blocks_folder)
-    show_scores(report, first_notes, evaluation.scores, evaluation.title)
+    show_scores(report, first_notes, evaluation.scores)
     if not is_saved:
         raise NotImproved(
             "--strict: nothing was saved, because a task is worse or there are warnings, and the "
@@ -268,8 +268,7 @@ def _merge_and_save(evaluation: Evaluation) -> None:
     evaluation.add_experts()
     load = partial(models.load_calibrated, result)
     evaluation.add(evaluation.row, load, Facts(), cost.as_dict())
-    evaluation.add_note_on_title()
     report.note(Note(NOTE, _MERGED_ONLY + _SAMPLES_ADD.get(evaluation.row, "")))
     save_folder(result, Facts(), evaluation)
     _remove_blocks(request.blocks_folder)
-    show_scores(report, first_notes, None, evaluation.title)
+    show_scores(report, first_notes, None)

@@ -120,7 +120,6 @@ def _open_task(task: str, request: Request, models: EncoderModels) -> Task:
         sentences.columns.values(),
         notes,
         measure=scorer.measure if scorer else "",
-        title=scorer.title if scorer else Task.title,
     )
 
 

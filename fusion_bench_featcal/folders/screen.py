@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from itertools import chain
 from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
+from pathlib import Path
 
 import datasets
 
@@ -22,12 +24,12 @@ from fusion_bench_featcal.models.hub import HubModel, fetch_all
 from fusion_bench_featcal.models.plan import Plan, check_room, read_within, show_plan
 from fusion_bench_featcal.models.saving import written_bytes
 from fusion_bench_featcal.models.shapes import shapes_of
-from fusion_bench_featcal.results import AVERAGE, Run
+from fusion_bench_featcal.results import Run, frame_of, join
 from fusion_bench_featcal.results.names import row_of_rule
 from fusion_bench_featcal.results.notes import NOTE, WARNING, Note
 from fusion_bench_featcal.results.repair_scores import RepairScores
-from fusion_bench_featcal.results.rows import with_average
-from fusion_bench_featcal.results.tables import Table, print_lines
+from fusion_bench_featcal.results.show import tables_of
+from fusion_bench_featcal.results.tables import print_lines
 from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.streams.samples import number_of_copies
 
@@ -109,26 +111,19 @@ def show_downloads(hub: Mapping[str, HubModel]) -> bool:
     return bool(sizes)
 
 
-def show_scores(report: Run, first_note: int, scores: RepairScores | None, title: str) -> None:
+def show_scores(report: Run, first_note: int, scores: RepairScores | None) -> None:
     """Print the advice, tables of all tasks, all warnings, and notes from the given one on.
 
     Args:
         report: The report.
         first_note: Index of the first note that is not printed yet.
-        scores: The scores. None if the model was only merged. Then the table has accuracies and
-            losses.
-        title: Names of accuracy and loss.
+        scores: The scores. None if the model was only merged. Then there is a table for each
+            metric, with a line for each model.
     """
     print_lines(note.sentence for note in report.notes if note.is_conclusion)
-    tables = scores.tables() if scores else []
-    if scores is None and (accuracy := report.accuracy):
-        loss = {row.name: with_average(row.scores["loss"]) for row in report.rows if row.tasks}
-        lines = [
-            (task, [f"{100 * accuracy[n][task]:.1f} ({loss[n][task]:.3f})" for n in accuracy])
-            for task in [*report.tasks, *([AVERAGE] if len(report.tasks) > 1 else [])]
-        ]
-        tables = [Table(title, [*accuracy], lines)]
-    for table in tables:
+    results = join({Path(): report})
+    frames = [frame_of(results, metric) for metric in results.metrics] if scores is None else []
+    for table in scores.tables() if scores else chain(*map(tables_of, frames)):
         table.show()
     warnings = [note for note in report.notes if note.kind == WARNING]
     notes = [note for note in report.notes[first_note:] if note.kind == NOTE]

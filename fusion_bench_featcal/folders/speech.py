@@ -42,5 +42,4 @@ def open_speech_task(
         read,
         notes,
         measure="word accuracy, 1 - word error rate",
-        title="word accuracy % (loss)",
     )

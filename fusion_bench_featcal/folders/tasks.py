@@ -59,7 +59,6 @@ class Task:
         samples: Number of calibration samples.
         scorer: Scores a model on the test examples, or None if there are none.
         notes: Sentences on the samples.
-        title: Names of both scores: a percentage and a loss.
         has_repeats: Whether test examples repeat calibration samples.
         available: Number of test examples, of which some may not be scored.
     """
@@ -68,7 +67,6 @@ class Task:
     samples: int
     scorer: Scorer | None
     notes: Sequence[str] = ()
-    title: str = "accuracy % (loss)"
     has_repeats: bool = False
     available: int = 0
 
@@ -191,7 +189,6 @@ class TaskData:
         notes: Sequence[str] = (),
         *,
         measure: str = "share of right answers",
-        title: str = Task.title,
     ) -> Task:
         """Return the task with its batches and scorer.
 
@@ -201,13 +198,12 @@ class TaskData:
             columns: The columns that are read.
             notes: Further sentences on the data, without the task's name.
             measure: Description of the accuracy.
-            title: Names of both scores.
         """
         unscored = [f"not scored, as {self.reason}"] if self.reason else []
         task_notes = [f"{self.task}: {note}" for note in (*notes, *unscored)]
         texts = [self._sentence(columns, measure), *self.notes, *task_notes]
         count = len(self.samples.indices)
-        return Task(batches, count, scorer, texts, title, self.has_repeats, self.available)
+        return Task(batches, count, scorer, texts, self.has_repeats, self.available)
 
     def _sentence(self, columns: Iterable[str], measure: str) -> str:
         """Describe the samples, the columns, and the test examples."""

@@ -72,11 +72,13 @@ def compare_repair(line: FrameLine, frame: Frame) -> RepairScores:
     )
     pairs = (line, merged), (experts, merged), (experts, line)
     other = replace(frame, metric=f"{frame.metric}{NO_EXPERT}")
-    others = (side and replace(side, metric=other.metric) for side in (line, merged, base))
+    repaired, before, origin = (
+        side and replace(side, metric=other.metric) for side in (line, merged, base)
+    )
     return RepairScores.advised(
         _compare_tasks(line, merged, experts, frame),
         Averages(*(_compare(*pair, frame) for pair in pairs)),
-        _compare_tasks(*others, other),
+        _compare_tasks(repaired, before, origin, other),
         name=line.first.name,
         merged=line.first.merger,
         lead=_compare(experts, base, frame),

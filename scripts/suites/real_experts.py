@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from fusion_bench_featcal.data.embeddings import Pooling, class_logits
+from fusion_bench_featcal.data.generation import logits_and_targets
 from fusion_bench_featcal.data.speech import SpeechBatches, read_speech
 from fusion_bench_featcal.data.tables import load_texts
 from fusion_bench_featcal.data.text_formats import read_row
@@ -282,7 +283,8 @@ class Whisper(Encoder):
     def scores(self, model: Any, items: Items, head: Any) -> tuple[Tensor, float]:
         """Return loss and accuracy on a batch's words."""
         batch = self.batches.collate([row for row, _ in items])
-        logits, targets = self.batches.logits_and_targets(model, batch)
+        logits, targets = logits_and_targets(model, batch)
+        targets[:, : len(self.batches.prefix)] = NO_TARGET  # the first tokens are no words
         is_target = targets != NO_TARGET
         return loss_and_accuracy(logits[is_target], targets[is_target])
 

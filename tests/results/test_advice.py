@@ -157,9 +157,8 @@ def test_averages_have_the_intervals_of_independent_tasks() -> None:
 
     def scores(right: int, metric: str = ACCURACY) -> dict[str, Score]:
         flags = {task: torch.arange(n) < right for task, n in (("a", 40), ("b", 60))}
-        terms = None if metric == ACCURACY else 0.1
         return {
-            task: Score(0.5, 1 - f.double(), f, metric=metric, terms=terms and terms * f.double())
+            task: Score(0.5, 1 - f.double(), f, 0, metric, None if metric == ACCURACY else f / 10)
             for task, f in flags.items()
         }
 
@@ -167,11 +166,12 @@ def test_averages_have_the_intervals_of_independent_tasks() -> None:
     report = statistics.difference(*(
         {None: {t: s.compared.numpy() for t, s in scores(right).items()}} for right in (25, 20)
     ))  # fmt: skip
-    assert gain == report and gap is not None and gap.value > gain.value
+    assert gain is not None and gap is not None and rest is not None
+    assert gain == report and gap.value > gain.value
     tasks, (gain, _, _) = compare_scores({}, scores(20, "MRR@10"), scores(25, "MRR@10"))
     halves = [task.gain.half or 0.0 for task in tasks]
     assert gain and gain.half and math.isclose(gain.half, math.hypot(*halves) / 2)
-    assert compare_scores({}, {}, {}) == ([], Averages()) and rest is not None
+    assert compare_scores({}, {}, {}) == ([], Averages())
 
 
 def test_a_table_for_each_metric_fits_80_columns(capsys) -> None:
@@ -203,8 +203,7 @@ def test_reports_compare_experts_with_the_base_and_tasks_without_an_expert(tmp_p
     for row, level in zip(run.rows, (0.3, 0.9, 0.6, 0.5), strict=True):
         if row.name != "experts":
             row.scores[f"accuracy{NO_EXPERT}"] = {"other": level}
-            assert row.correct is not None
-            row.correct["other"] = flags(level)
+            row.correct = {**(row.correct or {}), "other": flags(level)}
     out = featcal("report", write_run(tmp_path / "run", run)).out
     assert "But it is worse on other (-10.0 ± 4.4 points), which it was not calibrated" in out
     table = out.split("not calibrated on: accuracy, %\n")[1].splitlines()
