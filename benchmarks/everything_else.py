@@ -65,11 +65,11 @@ def folder_words(suite: str, weights: Path, out: Path) -> list[str]:
         tests = write_split(out / suite, task, "test", STYLES[suite])
         words += ["--expert", f"{task}={suite_path(f'{suite}/{task}')}"]
         words += ["--data", f"{task}={data}", "--eval", f"{task}={tests}"]
+        words += ["--prompt", f"{task}={{}}"] if suite == "minilm" else []
     if suite == "smollm2":
         words += ["--eval", f"{OTHER}={write_split(out / suite, OTHER, 'test', STYLES[suite])}"]
     else:
         words += ["--eval", f"continuations={write_rows(out / suite / 'halves.jsonl', halves())}"]
-        words += ["--prompt", "{}"]
     words += ["--set", f"samples_per_task={SAMPLES}", "--eval-rows", str(TESTS)]
     return [*words, "--out", str(out / suite / "repaired")]
 
@@ -87,7 +87,8 @@ def main() -> None:
         if suite == "clip":
             program = "fusion_bench"
             words = ["method=featcal/plus", "modelpool=clip-vit-mini_TA6"]
-            words += ["taskpool=clip-vit-mini_all8", f"path.log_dir={options.out / 'clip'}"]
+            words += [f"~modelpool.models.{task}" for task in ("mini_latin", "mini_greek")]
+            words.append(f"path.log_dir={options.out / 'clip'}")
         else:
             words = folder_words(suite, options.weights.absolute(), options.out.absolute())
         command = [str(Path(sys.executable).with_name(program)), *words]
