@@ -1,6 +1,6 @@
 """Datasets whose examples are computed when they are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,3 +20,6 @@ class ComputedRows(torch.utils.data.Dataset[Any]):
         if not 0 <= index < self.length:
             raise IndexError(index)
         return self.make(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.make, range(self.length))
