@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from .advice import Advice, Averages, Comparison, advise, task_verdicts
+from .advice import REJECT, Advice, Averages, Comparison, advise, task_verdicts
 from .columns import AVERAGE
 from .frame import is_lower_better
 from .joining import grouped
@@ -42,9 +42,16 @@ class RepairScores(NamedTuple):
         return cls(advice, comparisons, averages.gain, further)
 
     def without_needless(self, notes: Iterable[Note]) -> list[Note]:
-        """Return notes without those on tasks that are as good as their experts."""
-        level = {c.task for c in self.comparisons if c.rest and not c.rest.is_above()}
-        return [note for note in notes if note.kind != NOTE or note.task not in level]
+        """Return notes without those on tasks that are as good as their experts.
+
+        If the model should not be used, notes on how to serve a task better are left out, too.
+        """
+        needless = {
+            c.task
+            for c in self.comparisons
+            if self.advice.kind == REJECT or (c.rest and not c.rest.is_above())
+        }
+        return [note for note in notes if note.kind != NOTE or note.task not in needless]
 
     def tables(self) -> list[Table]:
         """Return a table for each metric, with a line per task, and tables of further tasks."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from .advice import WEAK, Averages, Comparison
+from .advice import REJECT, WEAK, Averages, Comparison
 from .columns import AVERAGE
 from .frame import LEAST_GAP, Frame, FrameLine, find_partner, paired
 from .joining import grouped
@@ -20,7 +20,7 @@ from .names import (
 )
 from .notes import WARNING, Note, sentences_of
 from .repair_scores import RepairScores
-from .statistics import Difference, difference
+from .statistics import LEAST_SEEDS, Difference, difference
 from .tables import Unit
 
 _SHOWN = 0.0005
@@ -75,14 +75,16 @@ def compare_repair(line: FrameLine, frame: Frame) -> RepairScores:
     repaired, before, origin = (
         side and replace(side, metric=other.metric) for side in (line, merged, base)
     )
+    is_single = single_repair(frame) is line  # then the table's heads have no names
+    names = {} if is_single else {"name": line.first.name, "merged": line.first.merger}
     return RepairScores.advised(
         _compare_tasks(line, merged, experts, frame),
         Averages(*(_compare(*pair, frame) for pair in pairs)),
         _compare_tasks(repaired, before, origin, other),
-        name=line.first.name,
-        merged=line.first.merger,
         lead=_compare(experts, base, frame),
         more_examples="Evaluate on more test examples, or repeat the run with other seeds",
+        if_worse="Keep the merged model, or give each task more samples like its own inputs",
+        **names,
     )
 
 
@@ -164,13 +166,15 @@ def legend(frame: Frame) -> list[str]:
     steps = _join_by_text((line, str(line.first.settings.get("steps") or "")) for line in lines)
     has_shares = any(line.share is not None for line in lines)
     costs = cost_texts(repair) if repair else {}
+    has_seeds = any(line.gain and line.gain.seeds >= LEAST_SEEDS for line in lines)
+    varied = f"test examples{' and seeds' * has_seeds}"
     has_worst = any(line.worst for line in lines) and not repair
     meanings = {
         "n: samples per task": "samples_per_task" in frame.labels,
         "inputs: digest of models and data": INPUTS in frame.labels,
         f"{DRIFT}: distance after the last block from the expert's features, relative to them":
             frame.metric == DRIFT,
-        "gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)":
+        f"gain: over the merged model, ± half of its 95 % interval over {varied}":
             any(line.gain for line in lines),
         "gap closed: 0 % is the merged model, 100 % the experts": has_shares and not repair,
         f"worst task: the one with the least {'gap closed' if has_shares else 'gain'}": has_worst,
@@ -200,9 +204,12 @@ def sentences(frame: Frame) -> list[str]:
     ends = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:]))
     means = [f"means over {ends} seeds"] if counts[-1:] > [1] else []
     chosen = [note for note in frame.notes if not note.is_conclusion]
-    if repair := single_repair(frame):
-        chosen = compare_repair(repair, frame).without_needless(chosen)
-    chosen += [*weak_experts(frame), *tasks_below_merged(frame)]
+    repair = single_repair(frame)
+    scores = compare_repair(repair, frame) if repair else None
+    chosen = scores.without_needless(chosen) if scores else chosen
+    chosen += weak_experts(frame)
+    if scores is None or scores.advice.kind != REJECT:  # that advice names them
+        chosen += tasks_below_merged(frame)
     warnings = [note for note in chosen if note.kind == WARNING]
     others = [note for note in chosen if note.kind != WARNING]
     return [

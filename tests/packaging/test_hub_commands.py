@@ -56,7 +56,7 @@ def test_the_literal_command_runs_to_its_table_and_a_second_time_without_downloa
         environment = mirror.environment(tmp_path / "home") | {"OMP_NUM_THREADS": "1"}
         environment |= {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
         text = run(tmp_path / "first", environment)
-        assert re.search(r"(?s)\nexperts .*\ntask_arithmetic .*\n\+ featcal ", text)
+        assert re.search(r"(?s)\n *examples +expert +merged +repaired .*\naverage ", text)
         assert "downloading 9 models: " in text
         names = [name for name in mirror.repositories if not name.startswith("datasets/")]
         sent = {name: mirror.files_sent(name) for name in names}

@@ -38,7 +38,7 @@ EVIL = "<script>alert('&')</script>{{ 7 * 7 }}"
 # Featcal's seeds have 70, 75 and 80 %: half of Student's interval is 12.4, that of examples 3.2,
 # and the added examples change the mean by 0.1.
 TABLE = """\
-Use featcal: it is better than task_arithmetic on average (+15.0 ± 12.9 points), \
+Use the repaired model: it is better than the merged model on average (+15.0 ± 12.9 points), \
 and 15.0 ± 12.9 points below the experts
 toy: accuracy, %
              test                                                 
@@ -48,7 +48,7 @@ cars          200    90.0    60.0      75.0  +15.0 ± 13.4  unclear
 dtd           200    90.0    60.0      75.0  +15.0 ± 13.4  unclear
 average         -    90.0    60.0      75.0  +15.0 ± 12.9         
 means over 3 seeds
-gain: over the merged model, ± half of its 95 % interval (items; seeds, if 3)
+gain: over the merged model, ± half of its 95 % interval over test examples and seeds
 cost: 10.0 seconds, 1024 MiB
 samples per task: featcal 256 train
 """
@@ -137,7 +137,7 @@ def test_the_page_has_the_table_a_figure_and_links(written: Any) -> None:
     cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text)
     start = cells.index("dtd")
     assert cells[start + 1 : start + 6] == ["200", "90.0", "60.0", "75.0", "+15.0 ± 13.4"]
-    assert text.index("Use featcal: it is better than task_arithmetic") < text.index("<table")
+    assert text.index("Use the repaired model: it is better than the merged") < text.index("<table")
     assert text.count("<svg") == 1 and 'href="runs/seed1/run.json"' in text
 
 
