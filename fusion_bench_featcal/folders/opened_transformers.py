@@ -64,7 +64,7 @@ def open_transformers(inputs: InputModels) -> Opened:
         encoder = encoder_class(processor, length, positions, ends, first_token)
         tasks = {task: open_language_task(task, models, encoder) for task in names}
         if kind == "causal" and request.calibrates and not request.no_eval:
-            tasks[OTHER_TEXT] = open_other_text(models, encoder)
+            tasks.setdefault(OTHER_TEXT, open_other_text(models, encoder))
     elif kind == SPEECH:
         encoder = Seq2SeqTextEncoder(processor, length, positions, ends, first_token)
         config: Any = source.empty.config
@@ -84,7 +84,7 @@ def open_transformers(inputs: InputModels) -> Opened:
         tasks = {t: open_image_task(t, request, processor, heads.get(t)) for t in names}
     if kind in ("seq2seq", SPEECH):
         refuse_languages(models.processor.tokenizers, [source, *models.inputs.experts.values()])
-    further = {task: tasks.pop(task) for task in (*request.further, OTHER_TEXT) if task in tasks}
+    further = {task: tasks.pop(task) for task in [*tasks] if task not in request.tasks}
     if any(isinstance(task.batches, ImageTextBatches) for task in tasks.values()):
         _refuse_text_models(models)
     notes = notes_of([*models.notes(), *filter(None, [note]), *settings.extremes])

@@ -77,10 +77,8 @@ def open_language_task(task: str, models: TransformersModels, encoder: TextEncod
 
 def open_other_text(models: TransformersModels, encoder: TextEncoder) -> Task:
     """Open general sentences, on which language models are compared by their loss."""
-    file, request = (
-        str(files(__package__ or "").joinpath("other_text.jsonl")),
-        models.inputs.request,
-    )
+    request = models.inputs.request
+    file = str(files(__package__ or "").joinpath("other_text.jsonl"))
     rows = open_texts(file, "train", OTHER_TEXT, columns={}, names=_PROMPT_COLUMNS, usual=FORMATS)
     chosen, settings = evenly_spaced(len(rows), request.eval_rows), FeatCalSettings()
     load_expert = partial(models.load_expert, OTHER_TEXT)  # not called, as texts need no targets

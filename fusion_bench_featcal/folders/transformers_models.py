@@ -110,17 +110,14 @@ class TransformersModels(Models):
         def load() -> nn.Module:
             model = self.structure_source.load()
             if self.inputs.merged is None or body is not self.paired.merged_weights:
-                fill(body_of(model, self.structure_source.kind), body)
+                fill(body_of(model, self.structure_source.kind), body, self.paired.unused)
             return model
 
         return self._on_device(body, load)
 
     def load_base(self) -> nn.Module | None:
         """Return the base on the device, or None without one."""
-        base, paired = self.inputs.base, self.paired
-        if base is None or paired.base is None:
-            return None
-        return self._on_device(paired.base.source, lambda: base.load(spare=paired.unused))
+        return self.paired.base and self._load_body(self.paired.base.source)
 
     def load_expert(self, task: str) -> nn.Module:
         """Return an expert on the device."""

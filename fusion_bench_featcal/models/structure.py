@@ -1,5 +1,6 @@
 """Structures of models, and their filling."""
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -29,14 +30,19 @@ def untie(model: nn.Module, stored: ExpertSource) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, source: ExpertSource) -> None:
+def fill(model: nn.Module, source: ExpertSource, optional: Container[str] = ()) -> None:
     """Copy a source's values into a model in memory, in its dtypes.
 
+    Args:
+        model: The model.
+        source: The values.
+        optional: Tensors that the source may lack. They keep the values of the model.
+
     Raises:
-        CalibrationError: If the source lacks a tensor or has one of another shape.
+        CalibrationError: If the source lacks another tensor or has one of another shape.
     """
-    weights, filled = LazyModel("the model", source, model), set[int]()
+    weights, filled = LazyModel("the model", source, model, optional=optional), set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in filled:  # a tied matrix is read once
+        if name in weights.keys and id(tensor) not in filled:  # a tied matrix is read once
             filled.add(id(tensor))
             tensor.copy_(weights.tensor(name))
