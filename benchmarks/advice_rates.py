@@ -63,7 +63,8 @@ def rates(case: str, tasks: int, count: int, repeats: int) -> list[str]:
         experts, before, after = (
             {str(task): side[model] for task, side in enumerate(sides)} for model in range(3)
         )
-        kinds[advise(*compare_scores(experts, before, after)).kind] += 1
+        comparisons, averages, _ = compare_scores(experts, before, after)
+        kinds[advise(comparisons, averages).kind] += 1
     return [f"{100 * kinds[kind] / repeats:.1f}" for kind in KINDS]
 
 

@@ -1,4 +1,4 @@
-"""What a repair does to tasks that it has no samples of, on real pretrained models.
+"""Effect of a repair on tasks that it has no samples of, on real pretrained models.
 
     OMP_NUM_THREADS=2 python benchmarks/everything_else.py weights OUT [clip smollm2 minilm]
 

@@ -116,23 +116,29 @@ def repair(
     rule, chosen = rule_and_options(rule, Options(family=family, **options))
     runtime = Runtime.of(merged.device, device, autocast, processes, progress)
     transformer_of("merged", merged)  # refuses other kinds of models
+    examples = _test_examples(evaluator)
+    scorers = open_scorers(merged, examples)
+    if examples and not {*examples} & {*experts}:
+        raise ValueError(f"test examples are of {list(examples)}, experts of {list(experts)}")
+    evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
+    evaluators = {t: one for t, one in evaluators.items() if t not in examples} if evaluator else {}
     calls = read_texts(merged, experts, texts, chosen.seed)
+    if not {*evaluators} <= {*experts, None}:
+        raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
     tuned = {t: open_like(merged, user_term("expert", t), one) for t, one in experts.items()}
     origin = None if base is None else open_like(merged, user_term("base"), base)
     if origin is None:
         sources = [location_of(expert) for expert in experts.values()]
         logger.warning(without_base(sources, "base={!r}"))
-    examples = _test_examples(evaluator)
-    scorers = open_scorers(merged, examples)
-    if examples and not {*examples} & {*experts}:
-        raise ValueError(f"test examples are of {list(examples)}, experts of {list(experts)}")
-    evaluator = evaluator if not examples else {
-        task: one for task, one in evaluator.items() if task not in examples
-    }  # fmt: skip
-    result = calibrate_encoder(
-        merged, origin, tuned, calls, rule, chosen, batch_size, runtime, evaluator
-    )
+    before = dict[str | None, Any]()
+    for task, one in evaluators.items():
+        expert = {} if task is None else {"expert": tuned[task]}
+        before[task] = _score(task, one, expert | {"merged": merged})
+    result = calibrate_encoder(merged, origin, tuned, calls, rule, chosen, batch_size, runtime)
     repaired: Any = result.model
+    for task, one in evaluators.items():
+        metrics = before[task] | _score(task, one, {"repaired": repaired})
+        _show(task or getattr(one, "name", "") or type(one).__name__, one, metrics)
     if scorers:
         scores = score_models(scorers, (merged, repaired, origin), tuned)
         if processes is None or processes.rank == 0:
@@ -155,7 +161,6 @@ def calibrate_encoder(
     options: Options = Options(),  # noqa: B008
     batch_size: int | str = "auto",
     runtime: Runtime | None = None,
-    evaluator: Any = None,
 ) -> CalibrationResult:
     """Return the repaired model with the calibration's log.
 
@@ -168,18 +173,9 @@ def calibrate_encoder(
         options: Options of the calibration.
         batch_size: Texts that run together.
         runtime: Where it runs, by default on the merged model's device.
-        evaluator: As for `repair`, whose errors it raises.
     """
     longest = getattr(transformer_of("merged", merged), "max_seq_length", None)
-    evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
-    evaluators = evaluators if evaluator else {}
-    if not {*evaluators} <= {*experts, None}:
-        raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
     size = batch_size_of(batch_size, merged.device, longest)
-    before = dict[str | None, Any]()
-    for task, one in evaluators.items():
-        expert = {} if task is None else {"expert": experts[task]}
-        before[task] = _score(task, one, expert | {"merged": merged})
     batches = {task: record_batches(merged, calls[task], size) for task in experts}
     model, pipelines = Pipeline(merged), {task: Pipeline(one) for task, one in experts.items()}
     few = next(iter(batches.values()))[0]
@@ -193,11 +189,7 @@ def calibrate_encoder(
     )
     runtime = runtime or Runtime(merged.device)
     result = calibrate_inputs(inputs, rule, replace(options, family=family), runtime)
-    repaired = cast(Pipeline, result.model).wrapped
-    for task, one in evaluators.items():
-        metrics = before[task] | _score(task, one, {"repaired": repaired})
-        _show(task or getattr(one, "name", "") or type(one).__name__, one, metrics)
-    return replace(result, model=repaired)
+    return replace(result, model=cast(Pipeline, result.model).wrapped)
 
 
 def _test_examples(evaluator: Any) -> dict[str, Any]:

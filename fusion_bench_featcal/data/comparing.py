@@ -1,8 +1,9 @@
 """The comparison of expert, merged and repaired model on test examples, task by task."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.results.advice import Averages, Comparison
@@ -21,19 +22,25 @@ _WORSE = 0.1
 
 
 def compare_scores(
-    experts: Scores, merged: Scores, repaired: Scores
-) -> tuple[list[Comparison], Averages]:
-    """Compare the scores of three models on the same examples, with 95 % intervals.
+    experts: Scores, merged: Scores, repaired: Scores, base: Scores = MappingProxyType({})
+) -> tuple[list[Comparison], Averages, list[Comparison]]:
+    """Compare the scores of models on the same examples, with 95 % intervals.
 
-    Tasks without an expert are compared without it.
+    Args:
+        experts: Task -> score of its expert.
+        merged: Task -> score of the merged model. A task may have no expert.
+        repaired: Task -> score of the repaired model.
+        base: Task without an expert -> score of the base, if there is one.
 
     Returns:
-        The tasks, and the averages over them, which are None if metrics differ or an expert is
-        missing.
+        The tasks with an expert, the averages over them, which are None if their metrics differ,
+        and the tasks without an expert, with the base in its place.
     """
-    comparisons, pairs = [], ((repaired, merged), (experts, merged), (experts, repaired))
+    references = {**base, **experts}
+    pairs = (repaired, merged), (references, merged), (references, repaired)
+    comparisons, further = list[Comparison](), list[Comparison]()
     for task, before in merged.items():
-        expert, after = experts.get(task), repaired[task]
+        expert, after = references.get(task), repaired[task]
         gain, gap, rest = (_compare(*pair, [task]) for pair in pairs)
         assert gain is not None  # both models have all tasks
         # Losses of encoders are another form of their metric.
@@ -51,13 +58,14 @@ def compare_scores(
             rest=rest,
             loss=losses,
         )
-        comparisons.append(comparison)
+        (comparisons if task in experts else further).append(comparison)
     if len({comparison.metric for comparison in comparisons}) != 1:
-        return comparisons, Averages()
-    return comparisons, Averages(*(_compare(*pair, merged) for pair in pairs))
+        return comparisons, Averages(), further
+    tasks = [comparison.task for comparison in comparisons]
+    return comparisons, Averages(*(_compare(*pair, tasks) for pair in pairs)), further
 
 
-def _compare(ones: Scores, others: Scores, tasks: Iterable[str]) -> Difference | None:
+def _compare(ones: Scores, others: Scores, tasks: Sequence[str]) -> Difference | None:
     """Return the average over tasks of the first model minus the other, None without a score.
 
     Flags have the interval of reports. Other metrics have Student's interval for each task.
@@ -68,14 +76,14 @@ def _compare(ones: Scores, others: Scores, tasks: Iterable[str]) -> Difference |
     if all(ones[task].correct is not None and ones[task].terms is None for task in tasks):
         return difference(*({None: side} for side in sides))
     one, other = sides
-    differences = [mean_difference(one[task] - other[task]) for task in tasks]
-    if len(differences) == 1:
-        return differences[0]
-    value = fmean(difference.value for difference in differences)
-    halves = [difference.half for difference in differences if difference.half is not None]
-    if len(halves) < len(differences):
+    changes = [mean_difference(one[task] - other[task]) for task in tasks]
+    if len(changes) == 1:
+        return changes[0]
+    value = fmean(change.value for change in changes)
+    halves = [change.half for change in changes if change.half is not None]
+    if len(halves) < len(changes):
         return Difference(value, None, 1, None)
-    half = math.hypot(*halves) / len(differences)
+    half = math.hypot(*halves) / len(changes)
     return Difference(value, half, 1, normal_p(value, half))
 
 

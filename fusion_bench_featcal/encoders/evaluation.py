@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from fusion_bench_featcal.data.comparing import compare_scores
-from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.encoders.library import Encoder
 from fusion_bench_featcal.encoders.scorer import EncoderScorer
 from fusion_bench_featcal.encoders.scores import encoder_scorer
@@ -29,18 +28,19 @@ def score_models(
         models: The merged model, the repaired model, and the base or None.
         experts: Task -> its expert. A scored task may have none.
     """
-
-    def score(model: Any, tasks: Sequence[str]) -> dict[str, Score]:
-        return {task: scorers[task].score(model) for task in tasks}
-
-    (merged, repaired, base), tasks = models, [task for task in scorers if task in experts]
-    others = [task for task in scorers if task not in experts]
-    tuned = {task: scorers[task].score(experts[task]) for task in tasks}
-    comparisons, averages = compare_scores(tuned, score(merged, tasks), score(repaired, tasks))
-    without_expert = (score(model, others) if model else {} for model in (base, merged, repaired))
-    further, _ = compare_scores(*without_expert)
-    advice = "Give more test examples"
-    return RepairScores.advised(comparisons, averages, further, more_examples=advice)
+    merged, repaired, base = models
+    tuned = {
+        task: scorer.score(experts[task]) for task, scorer in scorers.items() if task in experts
+    }
+    others = {} if base is None else {
+        task: scorer.score(base) for task, scorer in scorers.items() if task not in experts
+    }  # fmt: skip
+    before, after = (
+        {task: scorer.score(model) for task, scorer in scorers.items()}
+        for model in (merged, repaired)
+    )
+    compared = compare_scores(tuned, before, after, others)
+    return RepairScores.advised(*compared, more_examples="Give more test examples")
 
 
 def open_scorers(

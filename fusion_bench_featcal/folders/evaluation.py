@@ -8,6 +8,7 @@ from torch import nn
 
 from fusion_bench_featcal.data.comparing import compare_scores, experts_below_merged
 from fusion_bench_featcal.data.scoring import Score
+from fusion_bench_featcal.errors.masking import masked
 from fusion_bench_featcal.errors.plurals import pluralize
 from fusion_bench_featcal.files.json_files import digest_json
 from fusion_bench_featcal.folders.opened import Opened
@@ -77,7 +78,7 @@ class Evaluation:
         further = {name: task.scorer for name, task in opened.further.items() if task.scorer}
         self._all_scorers = self._scorers | further
         self._tasks_here = processes.own_tasks(self._all_scorers)
-        self._scores, self._further_scores = dict[str, _Scores](), dict[str, _Scores]()
+        self._scores = dict[str, _Scores]()
         self.scores: RepairScores | None = None
 
     @property
@@ -96,7 +97,7 @@ class Evaluation:
                 scores_here[task] = self._scorers[task].score(expert)
             if models.heads:
                 self.heads[task] = models.heads.detach_body(expert)
-        self._scores[EXPERTS] = scores = self._gather(scores_here, EXPERTS)
+        scores = self._gather(scores_here, EXPERTS)
         if scores:
             self._add_row(EXPERTS, scores, Facts())
         return scores
@@ -109,11 +110,11 @@ class Evaluation:
         self._gather(scores, BASE)
 
     def _gather(self, scores_here: _Scores, name: str) -> _Scores:
-        """Return a model's scores from all processes, and note those of tasks without an expert."""
-        scores = self.processes.gather_dict(scores_here)
-        by_task = {task: scores[task] for task in self._all_scorers if task in scores}
-        self._further_scores[name] = {t: s for t, s in by_task.items() if t not in self._scorers}
-        return {task: score for task, score in by_task.items() if task in self._scorers}
+        """Store a model's scores from all processes. Return those of tasks with an expert."""
+        gathered = self.processes.gather_dict(scores_here)
+        scores = {task: gathered[task] for task in self._all_scorers if task in gathered}
+        self._scores[name] = scores
+        return {task: score for task, score in scores.items() if task in self._scorers}
 
     def add_references(self) -> None:
         """Add each expert on its task, and the merged model."""
@@ -146,7 +147,7 @@ class Evaluation:
             for task in self._tasks_here:
                 whole = heads.attach_body(task, self.heads[task], model) if heads else model
                 scores_here[task] = self._all_scorers[task].score(whole.eval())
-        self._scores[name] = scores = self._gather(scores_here, name)
+        scores = self._gather(scores_here, name)
         if scores or facts is not None:
             self._add_row(name, scores, facts or Facts(), cost)
 
@@ -170,10 +171,8 @@ class Evaluation:
             Whether tasks were compared, none is worse, and there are no warnings.
         """
         report, name = self.report, self.row
-        experts, merged, repaired = (self._scores[n] for n in (EXPERTS, report.merger, name))
-        comparisons, averages = compare_scores(experts, merged, repaired)
-        base, *others = (self._further_scores[n] for n in (BASE, report.merger, name))
-        further, _ = compare_scores(base, *others)
+        compared = (self._scores[model] for model in (EXPERTS, report.merger, name, BASE))
+        comparisons, averages, further = compare_scores(*compared)
         further = [c for c in further if c.task != OTHER_TEXT or c.merged < _UNREADABLE]
         has_warnings = any(note.kind == WARNING for note in report.notes)
         preset = "--preset plus" if self.opened.settings.rule == "paper" else "other samples"
@@ -185,7 +184,8 @@ class Evaluation:
             if_worse=_ADVICE.format(preset),
         )
         report.notes = scores.without_needless(report.notes)
-        sentence = f"{'Check the warnings first. ' * has_warnings}{scores.advice.sentence}"
+        first = "Check the warnings first. " * has_warnings
+        sentence = masked(f"{first}{scores.advice.sentence}")
         self.scores = scores._replace(advice=scores.advice._replace(sentence=sentence))
         verdicts = task_verdicts(comparisons) | task_verdicts(further)
         changes = {

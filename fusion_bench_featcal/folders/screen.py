@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from itertools import chain
 from logging import CRITICAL, ERROR, INFO, StreamHandler, getLogger
 from pathlib import Path
 
@@ -120,11 +119,13 @@ def show_scores(report: Run, first_note: int, scores: RepairScores | None) -> No
         scores: The scores. None if the model was only merged. Then there is a table for each
             metric, with a line for each model.
     """
-    print_lines(note.sentence for note in report.notes if note.is_conclusion)
-    results = join({Path(): report})
-    frames = [frame_of(results, metric) for metric in results.metrics] if scores is None else []
-    for table in scores.tables() if scores else chain(*map(tables_of, frames)):
-        table.show()
+    if scores is not None:
+        scores.show()
+    else:
+        results = join({Path(): report})
+        for metric in results.metrics:
+            for table in tables_of(frame_of(results, metric)):
+                table.show()
     warnings = [note for note in report.notes if note.kind == WARNING]
     notes = [note for note in report.notes[first_note:] if note.kind == NOTE]
     print_lines(f"{note.kind}: {note.sentence}" for note in warnings + notes)

@@ -13,7 +13,7 @@ import yaml
 from fusion_bench_featcal.errors.masking import MASK, masked
 from fusion_bench_featcal.files import can_be_hub_id
 from fusion_bench_featcal.models.bases import read_local
-from fusion_bench_featcal.models.hub import commits
+from fusion_bench_featcal.models.hub import MERGEKIT_CONFIG, commits
 from fusion_bench_featcal.results import Frame, versions
 from fusion_bench_featcal.results.names import MERGED
 from fusion_bench_featcal.results.notes import WARNING
@@ -27,7 +27,6 @@ from fusion_bench_featcal.settings.rules import BY_NAME
 CARD = "README.md"
 TRANSFORMERS = {"library_name": "transformers"}
 PAPER = "https://arxiv.org/abs/2605.13030"
-MERGEKIT_CONFIG = "mergekit_config.yml"
 _PIPELINES = {
     "text-generation": ("CAUSAL_LM",),
     "text2text-generation": ("SEQ_TO_SEQ_CAUSAL_LM",),

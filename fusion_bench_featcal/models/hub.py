@@ -31,7 +31,8 @@ MODULES = "modules.json"
 """File of sentence-transformers that lists an encoder and its modules, with their folders."""
 _NOTICES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 _VOCABULARIES = ["vocab.txt", "merges.txt", "dict.txt"]
-_CONFIGS = ["*.json", *_VOCABULARIES, "*.model", "*.jinja", "mergekit_config.yml"]
+MERGEKIT_CONFIG = "mergekit_config.yml"
+_CONFIGS = ["*.json", *_VOCABULARIES, "*.model", "*.jinja", MERGEKIT_CONFIG]
 # Folders of an encoder's modules, such as 1_Pooling.
 _ENDINGS = ("json", "txt", "model", "safetensors", "bin")
 _MODULES = [f"[1-9]_*/*.{ending}" for ending in _ENDINGS]

@@ -45,7 +45,7 @@ def test_an_expert_that_loses_to_the_merged_model_is_noted(losses, right, is_wea
 
 
 def comparison(merged: scoring.Score, repaired: scoring.Score) -> Comparison:
-    (result,), _ = compare_scores({"a": repaired}, {"a": merged}, {"a": repaired})
+    (result,), *_ = compare_scores({"a": repaired}, {"a": merged}, {"a": repaired})
     return result
 
 

@@ -153,7 +153,7 @@ def test_the_loss_decides_where_the_metric_does_not() -> None:
 
 
 def test_averages_have_the_intervals_of_independent_tasks() -> None:
-    """Those of flags are the intervals of reports, and other metrics have Student's."""
+    """Flags have the intervals of reports, and other metrics have Student's."""
 
     def scores(right: int, metric: str = ACCURACY) -> dict[str, Score]:
         flags = {task: torch.arange(n) < right for task, n in (("a", 40), ("b", 60))}
@@ -162,16 +162,17 @@ def test_averages_have_the_intervals_of_independent_tasks() -> None:
             for task, f in flags.items()
         }
 
-    _, (gain, gap, rest) = compare_scores(scores(30), scores(20), scores(25))
+    _, (gain, gap, rest), _ = compare_scores(scores(30), scores(20), scores(25))
     report = statistics.difference(*(
         {None: {t: s.compared.numpy() for t, s in scores(right).items()}} for right in (25, 20)
     ))  # fmt: skip
     assert gain is not None and gap is not None and rest is not None
     assert gain == report and gap.value > gain.value
-    tasks, (gain, _, _) = compare_scores({}, scores(20, "MRR@10"), scores(25, "MRR@10"))
+    ranked = [scores(right, "MRR@10") for right in (30, 20, 25)]
+    tasks, (gain, _, _), _ = compare_scores(*ranked)
     halves = [task.gain.half or 0.0 for task in tasks]
     assert gain and gain.half and math.isclose(gain.half, math.hypot(*halves) / 2)
-    assert compare_scores({}, {}, {}) == ([], Averages())
+    assert compare_scores({}, {}, {}) == ([], Averages(), [])
 
 
 def test_a_table_for_each_metric_fits_80_columns(capsys) -> None:
