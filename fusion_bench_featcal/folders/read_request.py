@@ -120,8 +120,10 @@ def _check_names(request: Request) -> None:
         "prompt": (name for name in request.prompt if name != "*"),
         "columns": (key.rpartition(":")[0] for key in request.columns if ":" in key),
     }
-    if request.calibrates:  # other tasks have test examples alone, unless a name is mistyped
-        further = {task for task in request.eval if not nearest_hint(task, request.expert)}
+    if request.calibrates:
+        # Other tasks have test examples alone, but an expert without them may be mistyped.
+        untested = request.expert.keys() - request.eval.keys()
+        further = {task for task in request.eval if not nearest_hint(task, untested)}
         names_of_tasks["eval"] = request.eval.keys() - further
     for option, names in names_of_tasks.items():
         refuse_unknown(names, request.expert, f"--{option}: expert ")

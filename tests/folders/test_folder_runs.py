@@ -455,6 +455,8 @@ def test_a_task_without_an_expert_is_compared_and_not_calibrated(folder: Path) -
 def test_mistyped_names_of_test_data_are_refused(folder: Path, copied: Any) -> None:
     line = error_of(*words(folder, "--eval", f"onee={folder / 'one.jsonl'}"))
     assert line.startswith("--eval: expert onee is unknown (nearest: 'one')")
+    both = [f"--eval={name}={folder / 'one.jsonl'}" for name in ("one", "onee")]
+    assert featcal(*words(folder, *both, "--plan")).code == 0  # `one` has its own: no mistake
     write_rows(folder / "plain.jsonl", [{"prompt": "a b"}] * 4)
     line = error_of(*words(folder, "--eval", f"other={folder / 'plain.jsonl'}"))
     assert "has no targets, and no expert could write them" in line
