@@ -1,4 +1,4 @@
-"""Greedy answers of language models, and their scores: match, rank correlation, loss."""
+"""Answers of language models, and their scores: match, rank correlation, loss."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,24 @@ GREEDY: Mapping[str, object] = {
     "do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None,
 }  # fmt: skip
 """Arguments of `generate` for greedy search. They override the model's generation settings."""
+SAMPLING: Mapping[str, object] = {
+    "do_sample": True, "num_beams": 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
+}  # fmt: skip
+"""Arguments of `generate` for answers drawn from the model's own distribution."""
 
 Metric = Literal["exact_match", "spearman"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
 @torch.no_grad()
-def greedy_answers(
-    model: Any, prompts: Sequence[list[int]], encoder: TextEncoder, most: int
+def generated_answers(
+    model: Any,
+    prompts: Sequence[list[int]],
+    encoder: TextEncoder,
+    most: int,
+    search: Mapping[str, object] = GREEDY,
 ) -> list[list[int]]:
-    """Answer prompts by greedy search. Answers are token ids up to and including an end token.
+    """Answer prompts. Answers are token ids up to and including an end token.
 
     Args:
         model: The model.
@@ -35,11 +43,12 @@ def greedy_answers(
         encoder: The encoder. An answer ends at the first of its `ends`, of which the model's own
             config may lack some.
         most: Maximum number of tokens of an answer.
+        search: `GREEDY` or `SAMPLING`, which uses torch's global random numbers.
     """
     batch = to_device(padded_left(prompts, encoder.pad_id), device_of(model))
     ends: Any = {"pad_token_id": encoder.pad_id, "eos_token_id": sorted(encoder.ends) or None}
     longest = encoder.answer_length(most)
-    written = model.eval().generate(**batch, max_new_tokens=longest, **GREEDY, **ends)
+    written = model.eval().generate(**batch, max_new_tokens=longest, **search, **ends)
     first = 1 if encoder.is_encoder_decoder else batch["input_ids"].shape[1]
     return [encoder.until_end(row[first:].tolist()) for row in written]
 
@@ -60,7 +69,7 @@ def answer_texts(
     """
     answers: list[str] = []
     for start in range(0, len(prompts), batch_size):
-        written = greedy_answers(model, prompts[start : start + batch_size], encoder, most)
+        written = generated_answers(model, prompts[start : start + batch_size], encoder, most)
         texts = encoder.tokenizer.batch_decode(written, skip_special_tokens=True)
         answers += [text.strip() for text in texts]
     return answers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_featcal.data.batch_sizes import batch_size_of
-from fusion_bench_featcal.data.generation import greedy_answers, padded_left
+from fusion_bench_featcal.data.generation import generated_answers, padded_left
 from fusion_bench_featcal.data.text_formats import Text
 from fusion_bench_featcal.data.text_rows import TextRows
 from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samples
@@ -169,7 +169,7 @@ class TextBatches:
             start = number * self.batch_size
             prompts = [p.ids for p in self.prompts[start : start + self.batch_size]]
             self._check_token_ids(padded_left(prompts, self.encoder.pad_id), expert, start)
-            return greedy_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
+            return generated_answers(expert, prompts, self.encoder, self.settings.generated_tokens)
 
         return [answer for answers in self.compute_all(len(self), answers_to) for answer in answers]
 

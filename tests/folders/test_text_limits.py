@@ -11,7 +11,7 @@ from tiny_pools import inputs_of
 from tiny_texts import NAMES, TASKS, WORDS, causal_pool, with_data, word_tokenizer, write
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings
-from fusion_bench_featcal.data.generation import greedy_answers
+from fusion_bench_featcal.data.generation import generated_answers
 from fusion_bench_featcal.data.text_limits import NO_LIMIT, positions_of
 from fusion_bench_featcal.data.text_samples import CausalTextEncoder, Sample, Seq2SeqTextEncoder
 
@@ -98,7 +98,7 @@ def test_answers_end_at_the_last_position(kind, length):
     model.generation_config.eos_token_id = None
     encoder = encoder_class(word_tokenizer(), most, positions_of(model))
     room = most if kind == "bart" else max(most - length, most // 2)
-    answer = greedy_answers(model, [[5] * room], encoder, length)[0]
+    answer = generated_answers(model, [[5] * room], encoder, length)[0]
     prompt = Sample([5] * room)
     assert 0 < len(answer) <= length
     assert len(answer) + room * (kind == "gpt2") <= most
@@ -110,10 +110,10 @@ def test_answers_stop_at_every_end_token():
     maker, shape, most = KINDS["gpt2"]
     model = made("gpt2", maker, shape)
     model.generation_config.eos_token_id = None
-    long = greedy_answers(model, [[5]], CausalTextEncoder(word_tokenizer(), most), 5)[0]
+    long = generated_answers(model, [[5]], CausalTextEncoder(word_tokenizer(), most), 5)[0]
     ends = frozenset(long[:1])
     encoder = CausalTextEncoder(word_tokenizer(), most, model_ends=ends)
-    assert len(long) > 1 and greedy_answers(model, [[5]], encoder, 5) == [long[:1]]
+    assert len(long) > 1 and generated_answers(model, [[5]], encoder, 5) == [long[:1]]
 
 
 LONG = " ".join("abcdefgh" * 5)

@@ -17,6 +17,7 @@ from fusion_bench_featcal import CalibrationError
 from fusion_bench_featcal.lab import rivals
 
 TRAINED = DRAW | {"steps": 3}
+ANSWERS = TRAINED | {"generated_tokens": 4}
 OURS = TRAINED | {"stream": "calibration"}
 # Class in `lab.rivals` -> settings that make it short.
 RIVALS: dict[str, dict[str, Any]] = {
@@ -24,12 +25,13 @@ RIVALS: dict[str, dict[str, Any]] = {
     "ESM": DRAW, "DCMerge": {"density": 0.1}, "RidgeSurgery": DRAW, "Surgery": OURS,
     "ProbSurgery": OURS | {"hidden": 5}, "SurgeryV2": OURS | {"rank": 2}, "HARC": DRAW,
     "SWUDI": {"time": 5.0}, "LARV": {"over": "task_arithmetic"}, "ReACT": DRAW,
+    "SeqKD": ANSWERS, "MOPD": ANSWERS,
 }  # fmt: skip
 CASES = [
-    *((kind, "clip") for kind in RIVALS if kind != "HARC"),
+    *((kind, "clip") for kind in RIVALS if kind not in ("HARC", "SeqKD", "MOPD")),
     ("HARC", "mixture"),
-    *((kind, "causal") for kind in ("Distillation", "Surgery")),
-    *((kind, "seq2seq") for kind in ("ESM", "ProbSurgery", "RidgeSurgery", "ReACT")),
+    *((kind, "causal") for kind in ("Distillation", "Surgery", "MOPD")),
+    *((kind, "seq2seq") for kind in ("ESM", "ProbSurgery", "RidgeSurgery", "ReACT", "SeqKD")),
     *(
         pytest.param(kind, "bert", marks=[pytest.mark.slow, pytest.mark.ci])  # imports for seconds
         for kind in ("FeatCal", "DCMerge", "Distillation", "SurgeryV2")

@@ -5,9 +5,10 @@ from fusion_bench_featcal.lazy import lazy_names
 _MODULES = {
     "CorrectedModel": "corrected_model", "DCMerge": "dc_merge",
     "Distillation": "distillation", "ESM": "esm", "HARC": "harc", "LARV": "larv",
-    "Lot": "lot", "Polish": "fine_tuning", "ProbSurgery": "surgery", "ReACT": "react",
-    "RegMean": "regmean", "RegMeanPlusPlus": "regmean", "RidgeSurgery": "ridge_surgery",
-    "SWUDI": "swudi", "Surgery": "surgery", "SurgeryV2": "surgery",
+    "Lot": "lot", "MOPD": "answer_training", "Polish": "fine_tuning", "ProbSurgery": "surgery",
+    "ReACT": "react", "RegMean": "regmean", "RegMeanPlusPlus": "regmean",
+    "RidgeSurgery": "ridge_surgery", "SWUDI": "swudi", "SeqKD": "answer_training",
+    "Surgery": "surgery", "SurgeryV2": "surgery",
 }  # fmt: skip
 METHODS = [name for name in _MODULES if name != "CorrectedModel"]
 _ALGORITHMS = [f"{name}Algorithm" for name in ("Method", *METHODS)]

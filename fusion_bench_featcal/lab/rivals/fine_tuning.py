@@ -1,7 +1,7 @@
 """Gradient fine-tuning after FeatCal+: a few steps, which are undone if they do not help."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
         model: nn.Module,
         trained: Sequence[str],
         training_data: Mapping[str, Sequence[DistillationBatch]],
+        on_update: Callable[[int], None] = lambda _: None,
     ) -> dict[str, list[tuple[int, float]]]:
         """Train parameters of a model in place, and restore their best state.
 
@@ -53,6 +54,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
             model: The model.
             trained: Names of the parameters.
             training_data: The batches of each task.
+            on_update: Called after each update with the number of updates so far.
 
         Returns:
             The training curves, and the held-out distance as the curve of a task `held out`.
@@ -66,6 +68,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
         curve, best = list[tuple[int, float]](), [parameter.clone() for parameter in parameters]
 
         def keep_best(step: int) -> None:
+            on_update(step)
             if step % MEASURING_INTERVAL and step != self.steps:
                 return
             distance = mean_distance(model, held_out)
@@ -75,7 +78,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
             curve.append((step, distance))
 
         keep_best(0)
-        curves = self.optimize(model, trained, fitted, keep_best)
+        curves = super().train(model, trained, fitted, keep_best)
         for best_value, parameter in zip(best, parameters, strict=True):
             parameter.data.copy_(best_value)
         return curves | {"held out": curve}
