@@ -45,7 +45,7 @@ SUITES: dict[str, tuple[Any, Sequence[str], str]] = {
 }
 METHODS: dict[str, Callable[[OpenedSuite, int], Any]] = {
     "merged": lambda suite, seed: suite.merged,
-    "swudi": lambda suite, seed: suite.merge(SWUDI(time=None, rank=None)),
+    "swudi": lambda suite, seed: suite.merge(SWUDI()),
     "paper": lambda suite, seed: suite.calibrate("own", seed, 64, rule="paper")[0],
     "plus": lambda suite, seed: suite.calibrate("own", seed, 64, rule="plus")[0],
     "balance": lambda suite, seed: suite.calibrate("own", seed, 64, rule="plus", balance=1)[0],

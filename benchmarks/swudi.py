@@ -78,14 +78,14 @@ def main() -> None:
     for suite in options.suites:
         matrices = task_matrices(suite)
         start = [steps.sum(0) for steps in matrices]
-        solution = [SWUDI(time=1e12).merged_step(steps) for steps in matrices]
+        solution = [SWUDI(time=1e12, rank=1.0).merged_step(steps) for steps in matrices]
         total = distance(solution, start)
         by_count = zip(*(adam(steps, options.steps) for steps in matrices), strict=True)
         adam_times = dict(zip(options.steps, map(list, by_count), strict=True))
         rows = {"the sum of steps": start, "the solution": solution}
         rows |= {f"Adam, {count} steps": merged for count, merged in adam_times.items()}
         for time in TIMES:
-            rows[f"s = {time:g}"] = [SWUDI(time=time).merged_step(steps) for steps in matrices]
+            rows[f"s = {time:g}"] = [SWUDI(time=time, rank=1.0).merged_step(steps) for steps in matrices]
         heads = [f"from Adam, {count}" for count in adam_times]
         print(f"\n{suite}\n\n| merged step | loss | from the solution | {' | '.join(heads)} |")
         print("|---|--:|--:|" + "--:|" * len(heads))

@@ -54,17 +54,29 @@ def flow(steps: list[Tensor], time: float) -> Tensor:
 def test_swudi_is_the_gradient_flow_of_wudi_and_ends_in_its_solution(shape) -> None:
     steps = [normal(seed, *shape) for seed in range(3)]
     merged = lambda **settings: rivals.SWUDI(**settings).merged_step(torch.stack(steps))  # noqa: E731
-    assert_close(merged(time=3.0), flow(steps, 3.0))
+    assert_close(merged(time=3.0, rank=1.0), flow(steps, 3.0))
     s, b = system_of(steps)
-    assert_close(merged(time=1e12) @ s, b, 1e-9)
+    assert_close(merged(time=1e12, rank=1.0) @ s, b, 1e-9)
     start, largest = torch.stack(steps).sum(0), torch.linalg.svd(s).U[:, :3]
     expected = start + (flow(steps, 3.0) - start) @ largest @ largest.T
     assert_close(merged(time=3.0, rank=3 / shape[1]), expected)
 
 
+def test_swudi_without_settings_solves_for_as_many_directions_as_carry_the_spectrum() -> None:
+    steps = [normal(seed, 2, 9) for seed in range(3)]
+    (s, b), start = system_of(steps), torch.stack(steps).sum(0)
+    _, values, directions = torch.linalg.svd(s)
+    count = math.ceil(float(values.sqrt().sum()) ** 2 / float(values.sum()))
+    assert 1 < count < 9
+    kept = directions[:count].T
+    merged = rivals.SWUDI().merged_step(torch.stack(steps))
+    assert_close((merged - start) @ kept, (b - start @ s) @ kept / values[:count])
+    assert_close((merged - start) @ kept @ kept.T, merged - start)
+
+
 def test_fusion_benchs_wudi_approaches_the_solution_of_swudi() -> None:
     steps = 1e-4 * normal(0, 3, 6, 4)
-    solution, gaps = rivals.SWUDI(time=1e12).merged_step(steps), []
+    solution, gaps = rivals.SWUDI(time=1e12, rank=1.0).merged_step(steps), []
     for count in (1, 30, 300):
         vectors: Any = [{"w": step} for step in steps]
         merged = wudi_merging(vectors, "cpu", count)["w"].detach()

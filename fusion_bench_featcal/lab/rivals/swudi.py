@@ -12,19 +12,20 @@ from fusion_bench_featcal.settings.fields import setting
 
 
 class SWUDI(MatrixMerger, option="featcal_mergers/swudi", source="Wei et al., arXiv 2606.07289"):
-    """SWUDI: WUDI-Merging in closed form, as gradient flow ended early, without data.
+    """ASWUDI: WUDI-Merging's least squares in closed form, without data and without settings.
 
-    Embeddings, position tables, convolutions, biases and norms are the experts' mean.
+    With `time` and `rank` it is SWUDI, gradient flow that ends early. Embeddings, position tables,
+    convolutions, biases and norms are the experts' mean.
     """
 
     time: float | None = setting(
-        100.0,
+        None,
         "Time at which the gradient flow ends, the paper's s. A direction of eigenvalue l has "
         "gone the share 1 - exp(-s l) of its way. null for its end, as in ASWUDI.",
         gt=0,
     )
     rank: float | None = setting(
-        1.0,
+        None,
         "Share of the input directions that move, those of largest eigenvalue. null for ASWUDI's, "
         "which follows from the eigenvalues.",
         gt=0,
