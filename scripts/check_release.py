@@ -1,4 +1,4 @@
-"""Refuse to build a release whose repository address is still the placeholder.
+"""Refuse to build a release without the address of its repository.
 
     python scripts/check_release.py
 
@@ -12,7 +12,6 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACEHOLDER = "https://example.org/fusion_bench_featcal"
 
 
 def refusal(root: Path) -> str:
@@ -23,11 +22,11 @@ def refusal(root: Path) -> str:
     (version,) = re.findall(r'__version__ = "(.+)"', module)
     command = ["git", "tag", "--points-at", "HEAD"]
     tags = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.split()
-    if f"v{version}" not in tags or address != PLACEHOLDER:
+    if f"v{version}" not in tags or address:
         return ""
     return (
-        f"pyproject.toml: repository is still the placeholder {address}, and this commit is "
-        f"v{version}. Set the repository's address, commit, and move the tag"
+        f"pyproject.toml: repository is empty, and this commit is v{version}. Set the "
+        "repository's address, commit, and move the tag"
     )
 
 

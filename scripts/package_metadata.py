@@ -23,22 +23,28 @@ class PackageMetadata(MetadataHookInterface):
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         text = absolute_links(text, repository, tag)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
-        metadata["urls"] = {
-            "Homepage": repository,
-            "Documentation": f"{repository}/blob/{tag}/docs/index.md",
-            "Changelog": f"{repository}/blob/{tag}/CHANGELOG.md",
-            "Issues": f"{repository}/issues",
-            "Paper": "https://arxiv.org/abs/2605.13030",
-        }
+        metadata["urls"] = {"Paper": "https://arxiv.org/abs/2605.13030"}
+        if repository:
+            metadata["urls"] |= {
+                "Homepage": repository,
+                "Documentation": f"{repository}/blob/{tag}/docs/index.md",
+                "Changelog": f"{repository}/blob/{tag}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+            }
 
 
 def absolute_links(text: str, repository: str, tag: str) -> str:
-    """Return a Markdown text whose relative links and images lead into a repository at a tag."""
+    """Return a Markdown text whose relative links and images lead into a repository at a tag.
+
+    Without a repository, links become their words.
+    """
 
     def absolute(link: re.Match[str]) -> str:
         mark, words, target = link.groups()
         kind = "raw" if mark else "blob"
         words = _LINK.sub(absolute, words)  # an image may be the text of a link
+        if not repository:
+            return words
         return f"{mark}[{words}]({repository}/{kind}/{tag}/{target})"
 
     return _LINK.sub(absolute, text)

@@ -35,7 +35,8 @@ def on_config(config: Any) -> Any:
     """Set anchors of headings as code hosts do, the link to the repository, and the version."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    config.repo_url = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    address = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    config.repo_url = address or None
     package = (ROOT / "fusion_bench_featcal" / "__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.+)"', package, re.MULTILINE)
     config.site_name = f"{config.site_name} {version}"

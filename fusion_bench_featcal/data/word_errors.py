@@ -11,6 +11,7 @@ from transformers.models.whisper.english_normalizer import (
 )
 
 from fusion_bench_featcal.errors import CalibrationError
+from fusion_bench_featcal.errors.words import install_advice
 
 Normalizer = Callable[[str], str]
 
@@ -67,5 +68,5 @@ def speech_library(name: str) -> Any:
     try:
         return import_module(name)
     except (ImportError, OSError) as error:  # OSError without libsndfile
-        advice = "pip install 'fusion_bench_featcal[speech]'"
+        advice = install_advice("'.[speech]'")
         raise CalibrationError(f"sounds need {name}: {advice}") from error

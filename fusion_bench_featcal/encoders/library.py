@@ -1,5 +1,7 @@
 """The names that need the extra `encoders`. Their import takes seconds."""
 
+from fusion_bench_featcal.errors.words import install_advice
+
 try:
     import sentence_transformers as st
     from sentence_transformers.base.model import BaseModel as Encoder
@@ -9,9 +11,8 @@ try:
 
     KINDS = (st.SentenceTransformer, st.CrossEncoder, st.SparseEncoder, st.MultiVectorEncoder)
 except (ImportError, AttributeError) as error:
-    raise ImportError(
-        "needs sentence-transformers 6.2 or newer: pip install 'fusion_bench_featcal[encoders]'"
-    ) from error
+    advice = install_advice("'.[encoders]'")
+    raise ImportError(f"needs sentence-transformers 6.2 or newer: {advice}") from error
 
 __all__ = ["KINDS", "Encoder", "MultiVectorMask", "Router", "Transformer",
            "average_precision_score", "st"]  # fmt: skip

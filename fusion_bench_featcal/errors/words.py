@@ -51,6 +51,11 @@ def option(name: str, value: object = None) -> str:
     return renamed or f"{vocabulary.prefix}{text}"
 
 
+def install_advice(target: str) -> str:
+    """Return the command that installs an extra, such as `'.[speech]'`, or the suites."""
+    return f"pip install {target} in a checkout of fusion_bench_featcal"
+
+
 def user_term(key: str, *values: object) -> str:
     """Return the user's word for a part of a run.
 

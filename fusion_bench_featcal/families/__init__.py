@@ -20,7 +20,7 @@ from fusion_bench_featcal.families.stack import EveryPosition as EveryPosition
 from fusion_bench_featcal.families.stack import Stack as Stack
 from fusion_bench_featcal.families.stages import STAGES, find_torchvision_blocks
 from fusion_bench_featcal.families.t5 import T5
-from fusion_bench_featcal.files.classes import named_class
+from fusion_bench_featcal.files.classes import FAMILIES, installed_classes, named_class
 
 _FAMILIES = (CLIP, ENCODER_DECODER, LLAMA, OPEN_CLIP, STACK, STAGES, T5, WHISPER)
 FAMILIES_BY_NAME: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
@@ -37,11 +37,6 @@ MODEL_TYPES = {
     WHISPER: ("whisper",),
 }  # fmt: skip
 _BY_MODEL_TYPE = {kind: family for family, kinds in MODEL_TYPES.items() for kind in kinds}
-
-_KNOWN = (
-    f"auto, {', '.join(FAMILIES_BY_NAME)}, a list of the blocks' names, "
-    "{_target_: my_module.MyFamily}"
-)
 
 
 def check_family(family: Any) -> None:
@@ -60,9 +55,10 @@ def check_family(family: Any) -> None:
 def resolve_family(family: Any, model: nn.Module) -> Family:
     """Return the family for a setting.
 
-    `auto` uses the model's `config.model_type`, or else its structure: open_clip's blocks, or lists
-    of blocks. It does not run the model. Calibration then compares the family's
-    steps with the model's forward pass on two samples (`check.py`).
+    `auto` uses the model's `config.model_type`, which may also be the name of a family of another
+    installed package, or else the structure: open_clip's blocks, or lists of blocks. It does not
+    run the model. Calibration then compares the family's steps with the model's forward pass on two
+    samples (`check.py`).
 
     Args:
         family: `auto`, a name, a list of the blocks' names, a mapping with `_target_` and
@@ -81,6 +77,8 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
         return STAGES
     if model_type in _BY_MODEL_TYPE:
         return _BY_MODEL_TYPE[model_type]
+    if model_type in installed_classes(FAMILIES):
+        return _family(model_type)
     if find_stages(model):
         return ENCODER_DECODER if is_encoder_decoder(model) else STACK
     raise ValueError(
@@ -98,10 +96,15 @@ def _family(family: Any) -> Family:
         return _family_of_target(**family)
     if isinstance(family, str) and family in FAMILIES_BY_NAME:
         return FAMILIES_BY_NAME[family]
+    installed = installed_classes(FAMILIES)
+    if isinstance(family, str) and family in installed:
+        return _family_of_target(installed[family])
     if isinstance(family, list | tuple) and family and all(isinstance(n, str) for n in family):
         return Stack(tuple(family))
+    names = ", ".join(["auto", *FAMILIES_BY_NAME, *installed])
     raise ValueError(
-        f"{option('family')} must be {_KNOWN}, or an object of a Family, got {family!r}"
+        f"{option('family')} must be {names}, a list of the blocks' names, "
+        f"{{_target_: my_module.MyFamily}}, or an object of a Family, got {family!r}"
     )
 
 

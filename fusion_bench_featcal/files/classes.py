@@ -1,6 +1,18 @@
-"""Classes of users, which settings name."""
+"""Classes of users and of other packages, which settings name."""
 
+from importlib.metadata import entry_points
 from pkgutil import resolve_name
+
+FAMILIES, RULES = "fusion_bench_featcal.families", "fusion_bench_featcal.rules"
+"""Entry point groups of other packages."""
+
+
+def installed_classes(group: str) -> dict[str, str]:
+    """Return the classes that installed packages offer as entry points, name -> dotted name.
+
+    No package is imported.
+    """
+    return {point.name: point.value.replace(":", ".") for point in entry_points(group=group)}
 
 
 def named_class(target: object, setting: str, example: str) -> type:

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
+from fusion_bench_featcal.errors.words import install_advice
+
 T = TypeVar("T")
 
 WEIGHTS_VARIABLE = "FEATCAL_REAL"
@@ -29,8 +31,7 @@ def suite_root() -> Path:
     spec = find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(
-            f"the bundled suites are not installed: pip install {PACKAGE} (in a source checkout: "
-            "pip install ./suites)"
+            f"the bundled suites are not installed: {install_advice('./suites')}"
         )
     return Path(spec.origin).resolve().parent / "data"
 

@@ -7,6 +7,7 @@ import yaml
 
 from fusion_bench_featcal._hydra_plugin import our_config_folder
 from fusion_bench_featcal.families import FAMILIES_BY_NAME, MODEL_TYPES
+from fusion_bench_featcal.files.classes import FAMILIES, installed_classes
 from fusion_bench_featcal.lab.settings_page import method_names
 
 
@@ -24,7 +25,7 @@ def listing() -> str:
         "model pools: modelpool=NAME, and those of FusionBench": sorted(
             file.stem for file in (config / "modelpool").iterdir()
         ),
-        "families: family=NAME": ["auto", *FAMILIES_BY_NAME],
+        "families: family=NAME": ["auto", *FAMILIES_BY_NAME, *installed_classes(FAMILIES)],
         "model types, beside those that have the structure of one of them (docs/models.md)": sorted(
             chain(*MODEL_TYPES.values())
         ),

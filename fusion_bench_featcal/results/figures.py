@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fusion_bench_featcal.errors import ReportError
+from fusion_bench_featcal.errors.words import install_advice
 from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .columns import AVERAGE
@@ -156,9 +157,8 @@ def _style() -> Iterator[None]:
     try:
         import matplotlib
     except ImportError as error:
-        raise ReportError(
-            "figures need matplotlib: pip install 'fusion-bench-featcal[lab]'"
-        ) from error
+        advice = install_advice("'.[lab]'")
+        raise ReportError(f"figures need matplotlib: {advice}") from error
     with matplotlib.rc_context(_STYLE):
         yield
 

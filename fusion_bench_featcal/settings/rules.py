@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion_bench_featcal.errors.nearest_names import refuse_unknown
 from fusion_bench_featcal.errors.words import option
-from fusion_bench_featcal.files.classes import named_class
+from fusion_bench_featcal.files.classes import RULES, installed_classes, named_class
 from fusion_bench_featcal.settings.fields import Settings, is_mapping_to, is_number, setting
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ _STRONG_RIDGE, _FAR_ANCHOR = 100, 10  # numbers from which a note says what they
 def _is_rule(value: object) -> bool:
     if isinstance(value, Mapping):
         return isinstance(value.get("_target_"), str)
-    return value in ("paper", "plus") if isinstance(value, str) else hasattr(value, "turns")
+    if isinstance(value, str):
+        return value in BY_NAME or value in installed_classes(RULES)
+    return hasattr(value, "turns")
 
 
 def is_factor(value: Any) -> bool:
@@ -63,9 +65,10 @@ class RuleSettings(Settings):
     rule: Any = setting(
         "paper",
         "How a block is solved: `paper`, all modules at once (Algorithm 1), `plus`, FeatCal+, "
-        "groups of modules in turn, without the three settings above (docs/method.md), or a rule "
-        "of your own, {_target_: my_module.MyRule, option: 1}.",
-        accepts="paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
+        "groups of modules in turn, without the three settings above (docs/method.md), a rule of "
+        "another package, or your own, {_target_: my_module.MyRule, option: 1}.",
+        accepts="paper, plus, a name that an installed package registers, a mapping with "
+        "`_target_` and the rule's settings, or a rule",
         check=_is_rule,
     )
     task_weights: Mapping[str, float] | None = setting(
@@ -111,6 +114,8 @@ class RuleSettings(Settings):
             return self.rule
         options = {} if isinstance(self.rule, str) else dict(self.rule)
         target = options.pop("_target_", self.rule)
+        if isinstance(self.rule, str) and target not in BY_NAME:
+            target = installed_classes(RULES)[target]
         kind = named_class(BY_NAME.get(target, target), "rule", "MyRule")
         if not is_dataclass(kind) or not hasattr(kind, "turns"):
             raise ValueError(f"rule: {target} is no rule: a dataclass with turns and sums")

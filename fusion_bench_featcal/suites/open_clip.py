@@ -15,6 +15,7 @@ import fusion_bench_featcal.fusionbench.compat  # noqa: F401
 # isort: split
 from fusion_bench.utils import instantiate
 
+from fusion_bench_featcal.errors.words import install_advice
 from fusion_bench_featcal.fusionbench.pool_models import ProcessorPool
 from fusion_bench_featcal.suites import image
 
@@ -72,9 +73,10 @@ def load_tower(name: str) -> nn.Module:
     try:
         transformer: Any = import_module("open_clip.transformer")
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision does not fit torch
+        advice = install_advice("'.[openclip]'")
         raise ImportError(
             "the OpenCLIP suite needs open_clip, which cannot be imported "
-            f"({str(error).splitlines()[0]}): pip install 'fusion_bench_featcal[openclip]'"
+            f"({str(error).splitlines()[0]}): {advice}"
         ) from error
     config = json.loads(Path(image.path(), "config.json").read_text(encoding="utf-8"))
     vision = config["vision_config"]

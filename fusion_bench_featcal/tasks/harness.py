@@ -18,6 +18,7 @@ from fusion_bench_featcal.data.loading import unloadable
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.errors.nearest_names import nearest_hint, refuse_unknown
 from fusion_bench_featcal.errors.place import error_context
+from fusion_bench_featcal.errors.words import install_advice
 from fusion_bench_featcal.fusionbench.processors import load_part
 
 _CHOICES = ("limit", "apply_chat_template", "confirm_run_unsafe_code")
@@ -72,9 +73,10 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         if include_path is not None and not Path(include_path).is_dir():
             raise ValueError(f"taskpool.include_path {include_path!r} is no folder")
         if find_spec("lm_eval") is None:
+            advice = install_advice("'.[llm]'")
             raise CalibrationError(
-                "this task pool needs lm-eval: pip install 'fusion_bench_featcal[llm]', or skip "
-                "evaluation: modelpool.default_taskpool=null"
+                f"this task pool needs lm-eval: {advice}, or skip evaluation: "
+                "modelpool.default_taskpool=null"
             )
         super().__init__()
         self.tasks, self.tokenizer, self.include_path = tasks, tokenizer, include_path

@@ -116,7 +116,9 @@ def test_rows_and_models_that_cannot_be_used_are_named(folder: Path, tmp_path: P
     assert "has no part in a model of kind speech:" in refused(rows, *generated)
     with mock.patch.dict(sys.modules, {"soundfile": None}):
         line = refused(folder / "one.jsonl")
-    assert line == "sounds need soundfile: pip install 'fusion_bench_featcal[speech]'"
+    assert line == (
+        "sounds need soundfile: pip install '.[speech]' in a checkout of fusion_bench_featcal"
+    )
     other = tmp_path / "other"
     shutil.copytree(folder / "one", other)
     change_json(other / "preprocessor_config.json", {"hop_length": 80})
