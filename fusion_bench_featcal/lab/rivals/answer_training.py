@@ -20,6 +20,7 @@ from fusion_bench_featcal.fusionbench.processors import generates_text, is_of_sp
 from fusion_bench_featcal.lab.rivals.gradient_training import GradientTraining
 from fusion_bench_featcal.modules.models import device_of
 from fusion_bench_featcal.settings import FeatCalSettings
+from fusion_bench_featcal.settings.fields import setting
 from fusion_bench_featcal.streams.inputs import to_device
 
 
@@ -85,6 +86,12 @@ class PromptBatch:
 
 class AnswerTraining(GradientTraining, without=("calibration_targets", "calibration_corruption")):
     """A training of language models and encoder-decoders on answers to the samples' prompts."""
+
+    learning_rate: float = setting(
+        3e-4,
+        "Adam's step size in the first update; it falls linearly to 0.",
+        gt=0,
+    )
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse models that generate no text, or text of audio data."""
