@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and docs/ and their figures.
+"""Write the generated parts of README.md and docs/, their figures, and JSON Schemas.
 
 A generated part is between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. PARTS has its
 source: lines of runs in docs/results (written by scripts/results*.sh), settings, benchmarks, or the
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from json_schemas import schema_texts
 from result_figures import result_figures
 from result_records import table
 from result_tables import RESULT_PARTS
@@ -204,7 +205,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     figures = {FIGURES / f"{name}.svg": text for name, text in result_figures().items()}
-    written = {page: rewritten(page) for page in PAGES} | figures
+    written = {page: rewritten(page) for page in PAGES} | figures | schema_texts()
     stale = [
         path
         for path, text in written.items()
@@ -213,6 +214,7 @@ def main() -> None:
     for path in stale:
         print(f"{'stale' if options.check else 'written'}: {path.relative_to(ROOT)}")
         if not options.check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(written[path], encoding="utf-8")
     if stale and options.check:
         sys.exit("run: python scripts/write_tables.py")
