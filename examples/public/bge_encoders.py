@@ -35,7 +35,7 @@ def medicine() -> list[dict]:
 
 
 def main(out: str) -> None:
-    """Merge, repair and score, and save the repaired model."""
+    """Merge, repair and score, and save both models."""
     base = SentenceTransformer(BASE)
     experts = {task: SentenceTransformer(name) for task, name in EXPERTS.items()}
     merged = SentenceTransformer.merge([*experts.values()], method="linear")
@@ -47,6 +47,7 @@ def main(out: str) -> None:
         texts={task: rows[:SAMPLES] for task, rows in pairs.items()},
         evaluator={task: rows[SAMPLES:] for task, rows in pairs.items()},  # MRR@10
     )
+    merged.save_pretrained(f"{out}-merged")
     repaired.save_pretrained(out)
 
 
