@@ -6,6 +6,7 @@ The download has 1.3 GB. Needs the extra `encoders`. A minute on a CPU, and a fe
 """
 
 import sys
+from typing import Any
 
 from datasets import load_dataset
 from sentence_transformers import SentenceTransformer
@@ -22,14 +23,14 @@ SAMPLES, TESTS = 64, 200
 
 def finance() -> list[dict]:
     """Return questions on annual reports with the paragraph that answers each."""
-    rows = load_dataset("philschmid/finanical-rag-embedding-dataset", split="train")
+    rows: Any = load_dataset("philschmid/finanical-rag-embedding-dataset", split="train")
     rows = rows.shuffle(seed=0).select(range(SAMPLES + TESTS))
     return [{"query": row["question"], "document": row["context"]} for row in rows]
 
 
 def medicine() -> list[dict]:
     """Return titles of NFCorpus's articles with their abstracts."""
-    rows = load_dataset("mteb/nfcorpus", "corpus", split="corpus")
+    rows: Any = load_dataset("mteb/nfcorpus", "corpus", split="corpus")
     rows = rows.shuffle(seed=0).select(range(SAMPLES + TESTS))
     return [{"query": row["title"], "document": row["text"]} for row in rows]
 

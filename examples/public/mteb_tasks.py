@@ -9,7 +9,7 @@ its tests and keeps the full results in OUT-mteb. The default tasks take minutes
 import sys
 from pathlib import Path
 
-import mteb
+import mteb  # type: ignore[import-not-found]
 from sentence_transformers import SentenceTransformer
 
 TASKS = ("Banking77Classification", "FiQA2018", "NFCorpus", "STSBenchmark")

@@ -112,13 +112,12 @@ def test_it_trains_as_written_out(name, kind, pool_of, monkeypatch) -> None:
         assert curve == [(0, first), (STEPS, last)]
     # Adam divides a gradient, a sum of hundreds of products, by its size plus 1e-8.
     bound = STEPS * RATE * gamma(1000, torch.float64) / 1e-8
+    largest = 0.0
     for parameter_name, value in reference.named_parameters():
         parameter = result.model.get_parameter(parameter_name)
         torch.testing.assert_close(parameter, value, rtol=0, atol=bound)
-    assert not torch.equal(
-        reference.get_parameter(parameter_name),
-        pool.load_model("_pretrained_").get_parameter(parameter_name),
-    )
+        largest = max(largest, float((value - merged.get_parameter(parameter_name)).abs().max()))
+    assert largest > RATE / 2
 
 
 def test_sampled_answers_depend_on_the_seed_alone(pool_of) -> None:

@@ -65,7 +65,7 @@ def add_chat_model(mirror: Mirror, name: str, folder: Path, seed: int) -> torch.
         model_max_length=2048,
     )
     tokenizer.chat_template = TEMPLATE
-    model = llama_model(seed, rows=len(tokenizer)).bfloat16()
+    model: Any = llama_model(seed, rows=len(tokenizer)).bfloat16()
     model.config.max_position_embeddings = 2048
     write(model, folder / name.replace("/", "--"), tokenizer)
     mirror.add(name, folder / name.replace("/", "--"))
