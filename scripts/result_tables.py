@@ -45,18 +45,28 @@ RIVALS = {
     ("task_arithmetic", "task_arithmetic"): "task arithmetic",
     ("task_arithmetic", "featcal_plus"): "task arithmetic, FeatCal+",
     ("task_arithmetic", "react"): "task arithmetic, ReACT",
-    ("swudi", "swudi"): "SWUDI",
-    ("swudi", "featcal"): "SWUDI, featcal",
-    ("swudi", "featcal_plus"): "SWUDI, FeatCal+",
-    ("swudi", "react"): "SWUDI, ReACT",
+    ("swudi", "swudi"): "ASWUDI",
+    ("swudi_published", "swudi_published"): "SWUDI, its authors' settings",
+    ("swudi", "featcal"): "ASWUDI, featcal",
+    ("swudi", "featcal_plus"): "ASWUDI, FeatCal+",
+    ("swudi", "react"): "ASWUDI, ReACT",
     ("larv", "larv"): "LARV over Iso-C",
     ("larv", "featcal_plus"): "LARV over Iso-C, FeatCal+",
     ("task_arithmetic", "react_task_id"): "*task arithmetic, ReACT*",
     ("task_arithmetic", "ridge_surgery"): "*task arithmetic, ridge surgery*",
-    ("swudi", "react_task_id"): "*SWUDI, ReACT*",
-    ("swudi", "ridge_surgery"): "*SWUDI, ridge surgery*",
+    ("swudi", "react_task_id"): "*ASWUDI, ReACT*",
+    ("swudi", "ridge_surgery"): "*ASWUDI, ridge surgery*",
 }
 """Mergers and rows of `scripts/results_rivals.sh`, with their labels."""
+DISTILLED = {
+    ("task_arithmetic", "task_arithmetic"): "task arithmetic",
+    ("task_arithmetic", "seqkd"): "task arithmetic, seqkd",
+    ("task_arithmetic", "mopd"): "task arithmetic, mopd",
+    ("featcal_plus", "featcal_plus"): "FeatCal+",
+    ("featcal_plus", "seqkd"): "FeatCal+, seqkd",
+    ("featcal_plus", "mopd"): "FeatCal+, mopd",
+}
+"""Mergers and rows of `scripts/results_distilled.sh`, with their labels."""
 FEW = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", MIXTURE)
 """Suites of `scripts/results_few.sh`."""
 DRAWS = {
@@ -261,7 +271,11 @@ def rivals_table() -> str:
     cells, seconds = dict[tuple[str, ...], str](), dict[tuple[str, ...], str]()
     for suite in suites:
         results = results_of(f"{suite}-rivals")
-        words = [differing(join({folder: run})) for folder, run in results.runs.items()]
+        words = [
+            differing(join({folder: run}))
+            for folder, run in results.runs.items()
+            if any(row.name == FEATCAL_PLUS for row in run.rows)
+        ]
         all_records = summary(results).to_dict("records")
         for record in (record for record in all_records if record["merger"]):
             key = record["merger"], record["row"]
@@ -273,6 +287,20 @@ def rivals_table() -> str:
     tables = [by_suite(suites, RIVALS, entries) for entries in (cells, seconds)]
     text = f"{tables[0]}\n\nSeconds of each step alone, in the faster draw:\n\n{tables[1]}"
     return with_machine(text, results_of(f"{suites[0]}-rivals"))
+
+
+def distilled_table() -> str:
+    """Return averages by suite of distillation on answers, what misses most, and seconds."""
+    suites = suites_with("distilled")
+    cells, seconds = dict[tuple[str, ...], str](), dict[tuple[str, ...], str]()
+    for suite in suites:
+        all_records = summary(results_of(f"{suite}-distilled")).to_dict("records")
+        for record in (record for record in all_records if record["merger"]):
+            key = suite, record["merger"], record["row"]
+            cells[key] = average_and_missed(record, all_records)
+            seconds[key] = f"{record['cost.seconds']:.0f}"
+    tables = [by_suite(suites, DISTILLED, entries) for entries in (cells, seconds)]
+    return f"{tables[0]}\n\nSeconds of each step alone:\n\n{tables[1]}"
 
 
 def diagnosis_part() -> str:
@@ -302,6 +330,7 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
     "machine": usual_machine,
     "balance": balance_table,
     "rivals": rivals_table,
+    "distilled": distilled_table,
     "four-bits": four_bits_table,
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,

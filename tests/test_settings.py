@@ -30,7 +30,8 @@ BUDGET = (
 SETTINGS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "ridge_lambda": ("a finite number >= 0 and at most 1e12", [0.0, 1e12],
                      [-0.05, NAN, INF, 1e300, "0.05", True, None]),
-    "rule": ("paper, plus, a mapping with `_target_` and the rule's settings, or a rule",
+    "rule": ("paper, plus, a name that an installed package registers, a mapping with `_target_` "
+             "and the rule's settings, or a rule",
              ["paper", {"_target_": "some.Rule", "gamma": 2.0}],
              ["kfold", None, 3, {}, {"gamma": 2.0}]),
     "task_weights": ("null or a mapping of tasks to numbers above 0", [None],
