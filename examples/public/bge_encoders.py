@@ -2,7 +2,8 @@
 
     python examples/public/bge_encoders.py OUT
 
-The download has 1.3 GB. Needs the extra `encoders`. A minute on a CPU, and a few for the scores.
+The download has 1.3 GB. Needs the extra `encoders`. Not run here: we estimate minutes on a CPU. The
+rows may be in the experts' training data, so that all scores are optimistic.
 """
 
 import sys

@@ -3,7 +3,8 @@
     python examples/public/mergebench_llama.py OUT [DEVICE]
 
 The base is gated: accept its licence on the hub, and log in with `hf auth login`. The download has
-26 GB. On a GPU (DEVICE cuda) the repair takes minutes, and the test answers most of the time.
+26 GB. Not run here: on a GPU (DEVICE cuda) expect minutes for the repair, and more for the answers.
+Ends with advice, a table and a model card. For published tests: examples/proofs.sh mergebench OUT.
 """
 
 import json

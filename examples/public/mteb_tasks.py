@@ -2,8 +2,8 @@
 
     python examples/public/mteb_tasks.py OUT [TASK...]
 
-OUT has the repaired model, and OUT-merged the merged one. Needs `pip install mteb`. MTEB downloads
-its tests and keeps the full results in OUT-mteb. The default tasks take minutes on a GPU.
+First run bge_encoders.py with the same OUT. Needs `pip install mteb`, which downloads its tests and
+keeps the full results in OUT-mteb. Documents of NFCorpus are also samples of the repair.
 """
 
 import sys

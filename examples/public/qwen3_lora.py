@@ -2,8 +2,8 @@
 
     python examples/public/qwen3_lora.py OUT [DEVICE]
 
-The download has 4 GB. Put adapters and data of your own into EXPERTS: an adapter, its data set, and
-a function that returns a row as a chat.
+The download has 4 GB. Not run here: use a GPU (DEVICE cuda). It ends with advice, a table and a
+card. The tests may be in the training data. Put your own adapters, data and functions into EXPERTS.
 """
 
 import json
