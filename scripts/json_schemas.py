@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from fusion_bench_featcal.folders.request import SETTABLE, Request
-from fusion_bench_featcal.results.lines import _ROW_COLUMNS, _RUN_COLUMNS, SCHEMA
+from fusion_bench_featcal.results.lines import ROW_COLUMNS, RUN_COLUMNS, SCHEMA
 from fusion_bench_featcal.results.notes import Note
 from fusion_bench_featcal.results.rows import Row
 from fusion_bench_featcal.results.run import Run
@@ -97,8 +97,8 @@ def recipe_schema() -> Schema:
 def run_schema() -> Schema:
     """Return the schema of `run.json`, the results of one command."""
     runs, rows = get_type_hints(Run), get_type_hints(Row)
-    schema = schema_of_fields({name: runs[name] for name in _RUN_COLUMNS})
-    row = schema_of_fields({n: rows[n] for n in (*_ROW_COLUMNS, "facts")}, _ROW_COLUMNS)
+    schema = schema_of_fields({name: runs[name] for name in RUN_COLUMNS})
+    row = schema_of_fields({n: rows[n] for n in (*ROW_COLUMNS, "facts")}, ROW_COLUMNS)
     row["description"] = attributes_of(Row)
     note = schema_of_fields(get_type_hints(Note), ("kind", "text"))
     lists = {name: {"type": "array", "items": items} for name, items in

@@ -32,8 +32,8 @@ LINES_FILE, ITEMS_FILE, RUN_FILE, REPORT_FILE = (
 )  # fmt: skip
 SCHEMA = 3
 """Version of this layout of files. Files of other versions are refused."""
-_ROW_COLUMNS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
-_RUN_COLUMNS = ("suite", "merger", "versions", "device")
+ROW_COLUMNS = ("suite", "merger", "name", "seed", "settings", "conditions", "samples")
+RUN_COLUMNS = ("suite", "merger", "versions", "device")
 _LISTS: dict[str, type] = {"rows": Row, "notes": Note}
 _NAMES = {*DIMENSIONS} - {"seed"}
 """Columns of texts, which stay texts even if they look like numbers."""
@@ -56,9 +56,9 @@ def write_run(
     Raises:
         ReportError: If a value has no JSON form, or a file cannot be written.
     """
-    content = {key: getattr(run, key) for key in _RUN_COLUMNS}
+    content = {key: getattr(run, key) for key in RUN_COLUMNS}
     content["rows"] = [
-        {key: getattr(row, key) for key in (*_ROW_COLUMNS, "facts")} for row in run.rows
+        {key: getattr(row, key) for key in (*ROW_COLUMNS, "facts")} for row in run.rows
     ]
     content["notes"] = [asdict(note) for note in run.notes]
     texts = {
@@ -93,7 +93,7 @@ def read_run(folder: str | Path) -> Run:
             text = f"has schema {schema!r}, and this version reads {SCHEMA}: run again"
             raise ReportError(f"{file} {text}")
         rows, notes = ([kind(**values) for values in content[key]] for key, kind in _LISTS.items())
-        run = Run(rows=rows, notes=notes, **{key: content[key] for key in _RUN_COLUMNS})
+        run = Run(rows=rows, notes=notes, **{key: content[key] for key in RUN_COLUMNS})
         file = folder / LINES_FILE
         _add_lines(run, read_lines_csv(file))
         file = folder / ITEMS_FILE
