@@ -220,7 +220,8 @@ def test_encoders_without_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = ("fusion_bench_featcal.encoders", "fusion_bench_featcal.sentence_transformers")
     for name in [name for name in sys.modules if name.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match=r"^needs sentence-transformers 6.2 .*\[encoders\]'$"):
+    advice = r"^needs sentence-transformers 6.2 .*'\.\[encoders\]' in a checkout"
+    with pytest.raises(ImportError, match=advice):
         importlib.import_module("fusion_bench_featcal.sentence_transformers")
 
 
