@@ -41,6 +41,8 @@ REFUSED = {
 # Methods that refuse the pool's models, and plans of them, with the message.
 OTHER_MODELS = {
     "featcal_baselines/harc": "harc fits routers of mixtures, and CLIPVisionModel has none",
+    "featcal_baselines/mopd": "mopd trains models that answer texts with texts",
+    "featcal_baselines/seqkd": "seqkd trains models that answer texts with texts",
 }
 # Task pools without a model pool of the same name.
 POOL_OF = {
@@ -113,6 +115,16 @@ def test_methods_of_other_models_are_refused_in_plan_and_run(name: str, tmp_path
     with pytest.raises(CalibrationError, match=OTHER_MODELS[name]):
         plan_run([*words])
     with pytest.raises(CalibrationError, match=OTHER_MODELS[name]):
+        run(tmp_path, *words)
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mopd", "seqkd"])
+def test_methods_of_language_models_start(name: str, tmp_path: Path) -> None:
+    words = (f"method=featcal_baselines/{name}", "modelpool=llama-mini_TA6", CPU)
+    plan_run([*words])
+    with pytest.raises(Started):
         run(tmp_path, *words)
 
 
