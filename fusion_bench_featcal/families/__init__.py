@@ -70,15 +70,15 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     """
     if family != "auto":
         return _family(family)
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type: Any = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None and find_open_clip_blocks(model):
         return OPEN_CLIP
     if model_type is None and find_torchvision_blocks(model):
         return STAGES
     if model_type in _BY_MODEL_TYPE:
         return _BY_MODEL_TYPE[model_type]
-    if model_type in installed_classes(FAMILIES):
-        return _family(model_type)
+    if (target := installed_classes(FAMILIES).get(model_type)) is not None:
+        return _family_of_target(target)
     if find_stages(model):
         return ENCODER_DECODER if is_encoder_decoder(model) else STACK
     raise ValueError(
@@ -96,11 +96,11 @@ def _family(family: Any) -> Family:
         return _family_of_target(**family)
     if isinstance(family, str) and family in FAMILIES_BY_NAME:
         return FAMILIES_BY_NAME[family]
+    if isinstance(family, list | tuple) and family and all(isinstance(n, str) for n in family):
+        return Stack(tuple(family))
     installed = installed_classes(FAMILIES)
     if isinstance(family, str) and family in installed:
         return _family_of_target(installed[family])
-    if isinstance(family, list | tuple) and family and all(isinstance(n, str) for n in family):
-        return Stack(tuple(family))
     names = ", ".join(["auto", *FAMILIES_BY_NAME, *installed])
     raise ValueError(
         f"{option('family')} must be {names}, a list of the blocks' names, "

@@ -114,9 +114,8 @@ class RuleSettings(Settings):
             return self.rule
         options = {} if isinstance(self.rule, str) else dict(self.rule)
         target = options.pop("_target_", self.rule)
-        if isinstance(self.rule, str) and target not in BY_NAME:
-            target = installed_classes(RULES)[target]
-        kind = named_class(BY_NAME.get(target, target), "rule", "MyRule")
+        dotted = BY_NAME.get(target) or installed_classes(RULES).get(target, target)
+        kind = named_class(dotted, "rule", "MyRule")
         if not is_dataclass(kind) or not hasattr(kind, "turns"):
             raise ValueError(f"rule: {target} is no rule: a dataclass with turns and sums")
         names = [field.name for field in fields(kind) if field.init]
