@@ -15,7 +15,6 @@ from fusion_bench_featcal.data.text_samples import Sample, TextEncoder, pad_samp
 from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.families.base import NO_TARGET
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.fusionbench.processors import generates_text, is_of_speech
 from fusion_bench_featcal.lab.rivals.gradient_training import GradientTraining
 from fusion_bench_featcal.modules.models import device_of
@@ -78,10 +77,10 @@ class PromptBatch:
             expert_logits, _ = logits_and_targets(self.expert, batch)
         logits, labels = logits_and_targets(model, batch)
         counted = labels != NO_TARGET
-        wanted, own = (
+        expert_log_probs, log_probs = (
             at_least_float32(values[counted]).log_softmax(-1) for values in (expert_logits, logits)
         )
-        return F.kl_div(wanted, own, log_target=True, reduction="batchmean")
+        return F.kl_div(expert_log_probs, log_probs, log_target=True, reduction="batchmean")
 
 
 class AnswerTraining(GradientTraining, without=("calibration_targets", "calibration_corruption")):
@@ -140,8 +139,7 @@ class MOPD(AnswerTraining, option="featcal_baselines/mopd", source="arXiv 2606.3
         self, student: nn.Module, task: str, samples: TextBatches, inputs: MethodInputs
     ) -> list[PromptBatch]:
         """Return a task's prompts with its expert."""
-        expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
-        expert = expert.to(next(student.parameters()).dtype)
+        expert = self.load_expert(student, task, inputs)
         prompts, size = samples.prompts, samples.batch_size
         return [
             PromptBatch(prompts[n : n + size], samples.encoder, expert, self.generated_tokens)

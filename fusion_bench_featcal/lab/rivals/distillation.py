@@ -12,7 +12,6 @@ from fusion_bench_featcal.errors import CalibrationError
 from fusion_bench_featcal.experts import names_under
 from fusion_bench_featcal.families import resolve_family
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
-from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.lab.rivals.features import final_features, final_rows
 from fusion_bench_featcal.lab.rivals.gradient_training import GradientTraining
 from fusion_bench_featcal.settings import Blocks
@@ -83,8 +82,7 @@ class Distillation(
         """
         drawn = [*take_samples(task, samples, self.samples_per_task, student)]
         drawn = self.split_held_out(task, drawn)
-        expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
-        expert = expert.to(next(student.parameters()).dtype)
+        expert = self.load_expert(student, task, inputs)
         family = resolve_family(self.family, student)
         recorded = list[tuple[Any, Positions | None, Tensor]]()
         for batch in drawn:

@@ -50,11 +50,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
     ) -> dict[str, list[tuple[int, float]]]:
         """Train parameters of a model in place, and restore their best state.
 
-        Args:
-            model: The model.
-            trained: Names of the parameters.
-            training_data: The batches of each task.
-            on_update: Called after each update with the number of updates so far.
+        Arguments as for `GradientTraining.train`.
 
         Returns:
             The training curves, and the held-out distance as the curve of a task `held out`.

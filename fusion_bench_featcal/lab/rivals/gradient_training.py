@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fusion_bench_featcal.errors.place import error_context
 from fusion_bench_featcal.fusionbench.method import MethodResult, SampleSettings
 from fusion_bench_featcal.fusionbench.method_inputs import MethodInputs
+from fusion_bench_featcal.fusionbench.pool_models import load_pool_model
 from fusion_bench_featcal.lab.rivals import training
 from fusion_bench_featcal.modules.models import copied
 from fusion_bench_featcal.run.devices import isolated_torch_state
@@ -66,8 +67,8 @@ class GradientTraining(SampleSettings, Texts):
 
     def training_batches(
         self, student: nn.Module, task: str, samples: Any, inputs: MethodInputs
-    ) -> Sequence[Any]:
-        """Return a task's batches, each a `TrainingBatch`, with all that their losses need.
+    ) -> Sequence[TrainingBatch]:
+        """Return a task's batches, with all that their losses need.
 
         Args:
             student: The model to train.
@@ -76,6 +77,11 @@ class GradientTraining(SampleSettings, Texts):
             inputs: The inputs of the method.
         """
         raise NotImplementedError
+
+    def load_expert(self, student: nn.Module, task: str, inputs: MethodInputs) -> nn.Module:
+        """Return a task's expert on the device and in the dtype of the student."""
+        expert = load_pool_model(inputs.modelpool, task).to(inputs.fabric.device).eval()
+        return expert.to(next(student.parameters()).dtype)
 
     def trained_names(self, student: nn.Module) -> list[str]:
         """Return the names of the parameters to train."""
