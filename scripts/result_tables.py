@@ -67,6 +67,8 @@ DISTILLED = {
     ("featcal_plus", "mopd"): "FeatCal+, mopd",
 }
 """Mergers and rows of `scripts/results_distilled.sh`, with their labels."""
+REFERENCE = f"task_arithmetic/{FEATCAL_PLUS}"
+"""Row that the others are compared with."""
 FEW = ("clip-vit-mini_TA6", "flan-t5-mini_TA6", "llama-mini_TA6", MIXTURE)
 """Suites of `scripts/results_few.sh`."""
 DRAWS = {
@@ -253,7 +255,7 @@ def balance_table() -> str:
 
 def differing(results: Results) -> dict[str, str]:
     """Return row -> above or below, of one draw's rows that differ from FeatCal+ by Holm's test."""
-    records = against(results, f"task_arithmetic/{FEATCAL_PLUS}").to_dict("records")
+    records = against(results, REFERENCE).to_dict("records")
     return {
         record["row"]: "above" if record["difference"] > 0 else "below"
         for record in records
@@ -261,20 +263,20 @@ def differing(results: Results) -> dict[str, str]:
     }
 
 
-def rivals_table() -> str:
+def comparison_table(kind: str, labels: Mapping[tuple[str, str], str]) -> str:
     """Return averages by suite, what misses most, and what differs from FeatCal+; and seconds.
 
     A cell has the word above or below if its average differs from that of FeatCal+ after task
-    arithmetic in each draw, with Holm's correction over all differences of the draw.
+    arithmetic in each draw that has it, with Holm's correction over all differences of the draw.
     """
-    suites = suites_with("rivals")
+    suites = suites_with(kind)
     cells, seconds = dict[tuple[str, ...], str](), dict[tuple[str, ...], str]()
     for suite in suites:
-        results = results_of(f"{suite}-rivals")
+        results = results_of(f"{suite}-{kind}")
         words = [
             differing(join({folder: run}))
             for folder, run in results.runs.items()
-            if any(row.name == FEATCAL_PLUS for row in run.rows)
+            if any(row.title == REFERENCE for row in run.rows)
         ]
         all_records = summary(results).to_dict("records")
         for record in (record for record in all_records if record["merger"]):
@@ -284,23 +286,9 @@ def rivals_table() -> str:
             word = agreed.pop() if len(agreed) == 1 else None
             cells[suite, *key] = f"{average_and_missed(record, all_records)} {word or ''}".rstrip()
             seconds[suite, *key] = f"{min(row.cost['seconds'] for row in draws):.1f}"
-    tables = [by_suite(suites, RIVALS, entries) for entries in (cells, seconds)]
-    text = f"{tables[0]}\n\nSeconds of each step alone, in the faster draw:\n\n{tables[1]}"
-    return with_machine(text, results_of(f"{suites[0]}-rivals"))
-
-
-def distilled_table() -> str:
-    """Return averages by suite of distillation on answers, what misses most, and seconds."""
-    suites = suites_with("distilled")
-    cells, seconds = dict[tuple[str, ...], str](), dict[tuple[str, ...], str]()
-    for suite in suites:
-        all_records = summary(results_of(f"{suite}-distilled")).to_dict("records")
-        for record in (record for record in all_records if record["merger"]):
-            key = suite, record["merger"], record["row"]
-            cells[key] = average_and_missed(record, all_records)
-            seconds[key] = f"{record['cost.seconds']:.0f}"
-    tables = [by_suite(suites, DISTILLED, entries) for entries in (cells, seconds)]
-    return f"{tables[0]}\n\nSeconds of each step alone:\n\n{tables[1]}"
+    tables = [by_suite(suites, labels, entries) for entries in (cells, seconds)]
+    text = f"{tables[0]}\n\nSeconds of each step alone, with the faster seed:\n\n{tables[1]}"
+    return with_machine(text, results_of(f"{suites[0]}-{kind}"))
 
 
 def diagnosis_part() -> str:
@@ -329,8 +317,8 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
     "few": few_table,
     "machine": usual_machine,
     "balance": balance_table,
-    "rivals": rivals_table,
-    "distilled": distilled_table,
+    "rivals": partial(comparison_table, "rivals", RIVALS),
+    "distilled": partial(comparison_table, "distilled", DISTILLED),
     "four-bits": four_bits_table,
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,
