@@ -94,7 +94,8 @@ class Mirror:
     ) -> Repository:
         """Add a repository with the files of a folder, or with named contents."""
         if isinstance(files, Path):
-            files = {path.name: path.read_bytes() for path in files.iterdir() if path.is_file()}
+            paths = [path for path in files.rglob("*") if path.is_file()]
+            files = {path.relative_to(files).as_posix(): path.read_bytes() for path in paths}
         self.repositories[name] = Repository(dict(files), failure)
         return self.repositories[name]
 

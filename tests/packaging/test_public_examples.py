@@ -12,6 +12,7 @@ import pytest
 import torch
 from configs import REPOSITORY
 from hub_mirror import Mirror
+from stock_pools.stand_ins import write_data
 from tiny_texts import llama_model, word_tokenizer, write, write_adapter
 
 EXAMPLES = REPOSITORY / "examples" / "public"
@@ -31,12 +32,7 @@ def add_data(mirror: Mirror, name: str, folder: Path, rows: Sequence[Mapping[str
              config: str = "default", split: str = "train") -> None:  # fmt: skip
     """A data set of one configuration and one split, as the hub stores it."""
     folder = folder / name.replace("/", "--")
-    folder.mkdir(parents=True)
-    datasets.Dataset.from_list([*map(dict, rows)]).to_parquet(folder / "rows.parquet")
-    head = f"configs:\n- config_name: {config}\n  data_files:\n"
-    (folder / "README.md").write_text(
-        f"---\n{head}  - split: {split}\n    path: rows.parquet\n---\n"
-    )
+    write_data(folder, {split: datasets.Dataset.from_list([*map(dict, rows)])}, config)
     mirror.add(f"datasets/{name}", folder)
 
 
@@ -124,13 +120,9 @@ def test_encoders_of_bge(tmp_path: Path) -> None:
         experts = ("philschmid/bge-base-financial-matryoshka", "abhinand/MedEmbed-base-v0.1")
         for seed, name in enumerate(("BAAI/bge-base-en-v1.5", *experts)):
             model = kit.tuned(base, seed) if seed else base
-            model.save(str(tmp_path / name.replace("/", "--")))
-            files = {
-                str(path.relative_to(tmp_path / name.replace("/", "--"))): path.read_bytes()
-                for path in (tmp_path / name.replace("/", "--")).rglob("*")
-                if path.is_file()
-            }
-            mirror.add(name, files)
+            folder = tmp_path / name.replace("/", "--")
+            model.save(str(folder))
+            mirror.add(name, folder)
         texts = [*zip(kit.texts_of(0, 280), kit.texts_of(1, 280), strict=True)]
         reports = [{"question": a, "context": b} for a, b in texts]
         add_data(mirror, "philschmid/finanical-rag-embedding-dataset", tmp_path, reports)

@@ -1,6 +1,7 @@
 """Tiny checkpoints and datasets in the place of those that stock pools name."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,17 @@ class StandIns:
         """Folder of a dataset of pictures with ten classes."""
         folder = self.root / "data" / config
         if not folder.exists():
-            head = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
-            for split in SPLITS:
-                pictures().to_parquet(folder / f"{split}.parquet")
-                head += f"  - split: {split}\n    path: {split}.parquet\n"
-            (folder / "README.md").write_text(f"{head}---\n")
+            write_data(folder, dict.fromkeys(SPLITS, pictures()), config)
         return str(folder)
+
+
+def write_data(folder: Path, splits: Mapping[str, datasets.Dataset], config: str) -> None:
+    """Write a data set of one configuration, as the hub stores it."""
+    head = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
+    for split, rows in splits.items():
+        rows.to_parquet(folder / f"{split}.parquet")
+        head += f"  - split: {split}\n    path: {split}.parquet\n"
+    (folder / "README.md").write_text(f"{head}---\n")
 
 
 def pictures() -> datasets.Dataset:
