@@ -1,4 +1,4 @@
-"""How far PEFT's `add_weighted_adapter` is from the weighted sum of the adapters' changes.
+"""Distance of PEFT's `add_weighted_adapter` from the weighted sum of the adapters' changes.
 
     python benchmarks/weighted_adapters.py
 
@@ -27,9 +27,9 @@ class OneLayer(nn.Module):
         return self.linear(x)
 
 
-def distance(value: Tensor, wanted: Tensor) -> str:
-    """Return the distance from a wanted tensor in per cent of its norm."""
-    return f"{float(100 * (value - wanted).norm() / wanted.norm()):.0f}"
+def distance(value: Tensor, expected: Tensor) -> str:
+    """Return the distance from a expected tensor in per cent of its norm."""
+    return f"{float(100 * (value - expected).norm() / expected.norm()):.0f}"
 
 
 @torch.no_grad()
@@ -55,11 +55,11 @@ def main() -> None:
 
         model.add_weighted_adapter(["a"], [1.0], "same")
         cells = [distance(changed("same"), changed("a"))]
-        wanted = 0.5 * (layer.get_delta_weight("a") + layer.get_delta_weight("b"))
+        expected = 0.5 * (layer.get_delta_weight("a") + layer.get_delta_weight("b"))
         for kind in ("linear", "svd", "cat"):
             model.add_weighted_adapter(["a", "b"], [0.5, 0.5], kind, combination_type=kind)
             got = layer.get_delta_weight(kind)
-            cells.append("-" if label == "DoRA" else distance(got, wanted))
+            cells.append("-" if label == "DoRA" else distance(got, expected))
         print(f"| {label} | {' | '.join(cells)} |")
 
 
