@@ -70,14 +70,14 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     """
     if family != "auto":
         return _family(family)
-    model_type: Any = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None and find_open_clip_blocks(model):
         return OPEN_CLIP
     if model_type is None and find_torchvision_blocks(model):
         return STAGES
     if model_type in _BY_MODEL_TYPE:
         return _BY_MODEL_TYPE[model_type]
-    if (target := installed_classes(FAMILIES).get(model_type)) is not None:
+    if (target := installed_classes(FAMILIES).get(str(model_type))) is not None:
         return _family_of_target(target)
     if find_stages(model):
         return ENCODER_DECODER if is_encoder_decoder(model) else STACK
