@@ -15,7 +15,11 @@ from fusion_bench_featcal.results import read_run
 
 def main(run_folder: str, out: str) -> None:
     """Write one file per model, with lm-eval's names of metrics."""
+    if not Path(run_folder, "run.json").is_file():
+        sys.exit(f"{run_folder} has no run.json: give the log directory of a run")
     run = read_run(run_folder)
+    if not any("," in metric for row in run.rows for metric in row.scores):
+        sys.exit(f"{run_folder} has no metrics of lm-eval: its task pool must be an LMEvalTaskPool")
     for row in run.rows:
         results: dict[str, dict] = {}
         for metric, values in row.scores.items():

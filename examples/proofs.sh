@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Runs with public models and tests, which others can repeat, a command each. docs/paper.md has their costs.
-# Usage: examples/proofs.sh [--list] NAME OUT [WORD...], with NAME mergebench, clip, tall20 or mteb. WORDs go to fusion_bench.
+# Usage: examples/proofs.sh [--list] NAME OUT [WORD...], with NAME mergebench, clip, tall20 or mteb. WORDs go to fusion_bench
+# (mteb: none). --list prints the commands.
 set -euo pipefail
 
 list=''
 [ "${1:-}" != --list ] || { list=yes && shift; }
-name="${1:?mergebench, clip, tall20 or mteb}" out="$(realpath -m "${2:?a folder for the results}")"
+name="${1:?is missing. Usage: proofs.sh [--list] mergebench|clip|tall20|mteb OUT [WORD...]}"
+out="$(realpath -m -- "${2:?is missing: a folder for the results}")"
 words=("${@:3}")
 
 run() { # print a command, and run it unless --list is given
@@ -25,7 +27,7 @@ case "$name" in
   clip) compare clip-vit-base-patch32_TA8 featcal,featcal_plus ;;
   tall20) compare clip-vit-base-patch32_TALL20 featcal,featcal_plus ;;
   mteb)
-    mkdir -p "$out"
+    [ -n "$list" ] || mkdir -p "$out"
     here="$(dirname "$0")/public"
     run python "$here/bge_encoders.py" "$out/bge"
     run python "$here/mteb_tasks.py" "$out/bge"

@@ -2,8 +2,9 @@
 
     python examples/public/bge_encoders.py OUT
 
-The download has 1.3 GB. Needs the extra `encoders`. Not run here: we estimate minutes on a CPU. The
-rows may be in the experts' training data, so that all scores are optimistic.
+Writes the models OUT-merged and OUT. The download has 1.3 GB. Needs the extra `encoders`. Not run
+here: we estimate minutes on a CPU. The examples may be in the experts' training data, so that all
+scores are optimistic.
 """
 
 import sys
@@ -54,4 +55,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if {*sys.argv[1:]} - {"-h", "--help"} else sys.exit(__doc__)

@@ -4,7 +4,7 @@
 
 The base is gated: accept its licence on the hub, and log in with `hf auth login`. The download has
 26 GB. Not run here: on a GPU (DEVICE cuda) expect minutes for the repair, and more for the answers.
-Ends with advice, a table and a model card. For published tests: examples/proofs.sh mergebench OUT.
+Writes OUT-data and the model OUT. For published tests: examples/proofs.sh mergebench OUT.
 """
 
 import json
@@ -42,7 +42,7 @@ def write_examples(task: str, folder: Path) -> tuple[str, str]:
 def main(out: str, device: str = "cpu") -> None:
     """Write the data, then merge, repair and score."""
     folder = Path(f"{out}-data")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     files = {task: write_examples(task, folder) for task in DATA}
     calibrate_folder(
         merge="task_arithmetic:0.3",
@@ -57,4 +57,4 @@ def main(out: str, device: str = "cpu") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if {*sys.argv[1:]} - {"-h", "--help"} else sys.exit(__doc__)

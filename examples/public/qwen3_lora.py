@@ -2,8 +2,8 @@
 
     python examples/public/qwen3_lora.py OUT [DEVICE]
 
-The download has 4 GB. Not run here: use a GPU (DEVICE cuda). It ends with advice, a table and a
-card. The tests may be in the training data. Put your own adapters, data and functions into EXPERTS.
+The download has 4 GB. Not run here: use a GPU (DEVICE cuda). The data is written next to the model
+OUT. The tests may be in the training data. For adapters of your own change EXPERTS.
 """
 
 import json
@@ -57,4 +57,4 @@ def main(out: str, device: str = "cpu") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if {*sys.argv[1:]} - {"-h", "--help"} else sys.exit(__doc__)

@@ -28,7 +28,7 @@ def test_commands_are_listed(name: str, tmp_path: Path) -> None:
     commands = done.stdout.splitlines()
     assert all(line.split()[0] in ("fusion_bench", "featcal", "python") for line in commands)
     assert len(commands) == (2 if name == "mteb" else 3)
-    assert not (tmp_path / "out").exists() or name == "mteb"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -64,3 +64,8 @@ def test_results_of_lm_eval_become_its_files(tmp_path: Path) -> None:
     expected = {"alias": "gsm8k", "exact_match,strict-match": 0.25}
     assert content["results"] == {"gsm8k": expected}
     assert (tmp_path / "out" / "task_arithmetic" / "results.json").is_file()
+    write_run(tmp_path / "images", Run(suite="pool", merger="task_arithmetic"))
+    for folder, reason in (("images", "no metrics of lm-eval"), ("empty", "no run.json")):
+        words = [sys.executable, str(script), str(tmp_path / folder), str(tmp_path / "none")]
+        done = subprocess.run(words, text=True, capture_output=True, check=False)
+        assert done.returncode == 1 and reason in done.stderr and "Traceback" not in done.stderr
