@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from fusion_bench_featcal.data.draws import evenly_spaced, sample_order
-from fusion_bench_featcal.data.labels import are_unnamed, class_indices
+from fusion_bench_featcal.data.labels import are_unnamed, class_indices, sort_names
 from fusion_bench_featcal.data.scoring import Score
 from fusion_bench_featcal.data.tables import parent_folder
 from fusion_bench_featcal.errors.plurals import pluralize
@@ -121,7 +121,7 @@ class TaskData:
             option = f"--{field} {task}={location}"
             dataset = open_dataset(location, split, option)
             if not len(dataset):
-                raise ValueError(f"{option} has no rows")
+                raise ValueError(f"{option} has no examples")
             return Subset(option, location, dataset, [])
 
         def open_tests() -> Subset:
@@ -146,8 +146,8 @@ class TaskData:
             available = len(tests.dataset)
         if request.strict and not request.no_eval and len(tests.indices) < FEW_EXAMPLES:
             raise ValueError(
-                f"--strict compares at least {FEW_EXAMPLES} rows per task, and {tests.option} "
-                f"leaves {len(tests.indices)}: give more by --eval {task}=PATH"
+                f"--strict needs at least {FEW_EXAMPLES} test examples per task, but "
+                f"{tests.option} leaves {len(tests.indices)}: give more with --eval {task}=PATH"
             )
         return cls(task, request, samples, tests, order, available=available)
 
@@ -174,9 +174,9 @@ class TaskData:
         new = [position for position, is_repeat in enumerate(repeats) if not is_repeat]
         if len(new) == len(repeats):
             return self, new
-        note = f"{sum(repeats)} of {pluralize(len(repeats), 'test row')} repeat samples"
+        note = f"{sum(repeats)} of {pluralize(len(repeats), 'test example')} are also samples"
         if self.task in self.request.eval or len(new) < FEW_EXAMPLES:
-            notes = [f"{self.task}: {note}, and are scored all the same"]
+            notes = [f"{self.task}: {note}, but are scored nevertheless"]
             return replace(self, notes=notes, has_repeats=True), [*range(len(repeats))]
         tests = self.tests._replace(indices=[self.tests.indices[n] for n in new])
         return replace(self, tests=tests, notes=[f"{self.task}: {note}, and are left out"]), new
@@ -188,7 +188,7 @@ class TaskData:
         columns: Iterable[str],
         notes: Sequence[str] = (),
         *,
-        measure: str = "share of right answers",
+        measure: str = "accuracy",
     ) -> Task:
         """Return the task with its batches and scorer.
 
@@ -199,7 +199,7 @@ class TaskData:
             notes: Further sentences on the data, without the task's name.
             measure: Description of the accuracy.
         """
-        unscored = [f"not scored, as {self.reason}"] if self.reason else []
+        unscored = [f"not scored, because {self.reason}"] if self.reason else []
         task_notes = [f"{self.task}: {note}" for note in (*notes, *unscored)]
         texts = [self._sentence(columns, measure), *self.notes, *task_notes]
         count = len(self.samples.indices)
@@ -218,11 +218,15 @@ class TaskData:
         if request.no_eval or self.reason:
             return description
         if not self.tests.indices:
-            return f"{description}; too few rows to hold any back, so it is not evaluated (--eval)"
-        source = "of --eval" if task in request.eval else "of --data, held back"
-        few = " (too few to compare, more by --eval)" * (len(self.tests.indices) < FEW_EXAMPLES)
-        rows = pluralize(len(self.tests.indices), "row")
-        return f"{description}; evaluated on {rows} {source}{few}: {measure}"
+            return (
+                f"{description}; not evaluated, because there are too few examples to hold any "
+                "out (give some with --eval)"
+            )
+        source = "from --eval" if task in request.eval else "held out from --data"
+        is_few = len(self.tests.indices) < FEW_EXAMPLES
+        few = " (too few to compare, give more with --eval)" * is_few
+        examples = pluralize(len(self.tests.indices), "example")
+        return f"{description}; evaluated on {examples} {source}{few}: {measure}"
 
 
 def head_class_indices(
@@ -238,7 +242,7 @@ def head_class_indices(
 
     Args:
         values: The labels: numbers or texts.
-        names: The data's class names in order, by default alphabetical.
+        names: The class names of the data in order, by default sorted, numbers by value.
         classes: The class names of the head.
         row_name: Returns the name of a label's row, for messages.
         more_labels: Labels of further rows of the same data.
@@ -247,10 +251,10 @@ def head_class_indices(
         CalibrationError: As `class_indices`.
     """
     note, texts = None, {value for value in (*values, *more_labels) if isinstance(value, str)}
-    names = names or sorted(texts)
+    names = names or sort_names(texts)
     if len(names) == len(classes) and are_unnamed(classes) and names != classes:
         order = ", ".join(names)
-        note = f"its expert's head has no names of classes, so they are {order:.200} in this order"
+        note = f"its expert's head has no class names, so they are {order:.200} in this order"
         classes = names
     owner = " of the expert's head"
     indices = class_indices(values, classes, row_name, owner=owner, advice="")
@@ -260,14 +264,14 @@ def head_class_indices(
     are_from_one = "0" not in labels and all(text == str(n) != classes[n] for text, n in pairs)
     if are_from_one and not note:
         first = min(indices)
-        note = f"no label is 0, and labels count from 0: {first} is {classes[first]!r}"
+        note = f"no label is 0, but classes are numbered from 0: {first} is {classes[first]!r}"
     return indices, note
 
 
 def not_scored(values: Sequence[object], classes: Sequence[str]) -> str | None:
     """Return why labels cannot be compared with a head's classes, or None if they can."""
     if len(classes) == 1:
-        return "its expert's head has one output, which is no choice between classes"
+        return "its expert's head has one output and so cannot choose between classes"
     if values and all(isinstance(value, list | tuple) for value in values):
         return "its labels are lists, not one class each"
     return None
