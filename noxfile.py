@@ -79,7 +79,7 @@ def llm(session: nox.Session) -> None:
 
 @nox.session
 def after(session: nox.Session) -> None:
-    """Run the commands of docs/after.md, with another transformers than the other sessions."""
+    """Run the commands of docs/howto/after.md, with a transformers version of their own."""
     pins, extras = str(PINS / "after.txt"), ".[test,llm,mergekit]"
     session.install("--constraint", pins, *PIP_ARGS, "--editable", extras, "llmcompressor", "trl")
     session.run("python", "-m", "pytest", "tests/test_pages.py", "-k", "after_the_repair")

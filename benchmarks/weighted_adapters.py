@@ -2,7 +2,7 @@
 
     python benchmarks/weighted_adapters.py
 
-Random adapters of rank 4 on one linear layer. Results: `docs/symptoms.md`.
+Random adapters of rank 4 on one linear layer. Results: `docs/howto/symptoms.md`.
 """
 
 import warnings

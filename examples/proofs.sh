@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs with public models and tests, which others can repeat, a command each. docs/paper.md has their costs.
+# Runs with public models and tests, which others can repeat, a command each. docs/howto/paper.md has their costs.
 # Usage: examples/proofs.sh [--list] NAME OUT [WORD...], with NAME mergebench, clip, tall20 or mteb. WORDs go to fusion_bench
 # (mteb: none). --list prints the commands.
 set -euo pipefail

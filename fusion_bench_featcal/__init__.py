@@ -47,4 +47,4 @@ _MODULES = {
 __all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 # Imported on first use, so that `import fusion_bench_featcal` is fast.
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

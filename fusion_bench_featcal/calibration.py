@@ -75,7 +75,7 @@ def calibrate(
             modules to calibrate), `expert_read_budget` (bytes, an amount such as `"800MB"` or a
             share such as `"50%"`), `activations` (`"device"` or `"host"`), `checkpoint_dir` and
             `resume`. They are settings of the same names, whose meaning and accepted values
-            docs/settings.md and `featcal settings` list.
+            docs/reference/settings.md and `featcal settings` list.
 
     Returns:
         The calibrated model (only its structure with `merged_weights`), the log and a count of
@@ -113,7 +113,9 @@ def rule_and_options(rule: Rule | FeatCalSettings, options: Options) -> tuple[Ru
         changed = {k: v for k, v in options.by_name.items() if v != getattr(Options, k)}
         family = changed.pop("family", rule.family)
         if changed:
-            raise TypeError(f"{', '.join(changed)}: set it in the settings, settings.replace(...)")
+            raise TypeError(
+                f"{', '.join(changed)}: set it in the settings, with settings.replace(...)"
+            )
         options = rule if family == rule.family else rule.replace(family=family)
         rule = rule.rule_object
     if not isinstance(rule, Rule):
@@ -134,7 +136,8 @@ def calibrate_inputs(
     if inputs.merged_weights is not None:
         if options.checkpoint_dir is None:
             raise ValueError(
-                f"merged_weights needs {option('checkpoint_dir')}, where the calibrated model goes"
+                f"merged_weights needs {option('checkpoint_dir')}, the folder for the calibrated "
+                "model"
             )
         return_freed_memory()
     with (

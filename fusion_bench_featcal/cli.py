@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def calibrate_command(options: argparse.Namespace) -> int:
-    """Calibrate a merged model: folders of models and files of data in, a model folder out."""
+    """Repair a merged model with folders of models and files of data, and save it to a folder."""
     from fusion_bench_featcal.errors import NotImproved
     from fusion_bench_featcal.errors.signals import exit_code, interruptions
     from fusion_bench_featcal.folders import calibrate_request
@@ -80,7 +80,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
 
 
 def check_command(options: argparse.Namespace) -> int:
-    """Check that a merged model is what its config says, or its base with one adapter."""
+    """Check that a merged model matches its merge config, or is its base with one adapter."""
     from fusion_bench_featcal.folders.check import check_merge
     from fusion_bench_featcal.folders.options import command_line_options
 
@@ -91,7 +91,7 @@ def check_command(options: argparse.Namespace) -> int:
 
 
 def report_command(options: argparse.Namespace) -> None:
-    """Print (and with --out write) the tables of runs and comparisons from their files."""
+    """Print the tables of runs and comparisons. With --out and other options, also write files."""
     from fusion_bench_featcal.lab.report import report
 
     report(options)
@@ -102,7 +102,7 @@ def plan_command(options: argparse.Namespace) -> None:
     if options.shapes:
         return _estimate(options)
     if not options.words:
-        raise ValueError("plan needs the words of a run, or --shapes FOLDER")
+        raise ValueError("plan needs the arguments of a run, or --shapes FOLDER")
 
     from fusion_bench_featcal.fusionbench.plan_run import plan_run
     from fusion_bench_featcal.models.plan import show_plan
@@ -120,7 +120,9 @@ def _estimate(options: argparse.Namespace) -> None:
     from fusion_bench_featcal.models.shapes import shapes_of, show_shapes
 
     if options.words:
-        raise ValueError(f"--shapes needs no words of a run: leave out {' '.join(options.words)}")
+        raise ValueError(
+            f"--shapes takes no arguments of a run: leave out {' '.join(options.words)}"
+        )
     shapes = shapes_of(options.shapes, tokens=options.tokens, option="--shapes")
     estimate = partial(shapes.estimate, tasks=options.tasks, samples=options.samples)
     estimates = {"FeatCal": estimate(plus=False), "FeatCal+": estimate(plus=True)}
@@ -145,7 +147,7 @@ def settings_command(options: argparse.Namespace) -> None:
 
 
 def list_command(options: argparse.Namespace) -> None:
-    """List methods, mergers, model pools, families and model types."""
+    """List methods, merging methods, model pools, families and model types."""
     from fusion_bench_featcal.lab.listing import listing
 
     print(listing())
@@ -183,9 +185,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="featcal",
-        description="Repair a merged model in a folder (featcal calibrate), and read results. With "
-        "FusionBench's pools runs start with: fusion_bench method=featcal modelpool=... Settings "
-        "of both: featcal settings",
+        description="Repair a merged model in a folder (featcal calibrate), and show results. "
+        "To repair a merged model of a FusionBench pool, run fusion_bench method=featcal "
+        "modelpool=... To list the settings of both commands, run featcal settings",
     )
     parser.add_argument("--version", action="version", version=f"featcal {__version__}")
     options: Any = {"title": "commands", "required": True, "metavar": "COMMAND"}
@@ -195,32 +197,40 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(check, Request, "merged", "base", "expert")
 
     report = _add_command(commands, "report", report_command)
-    report.add_argument("runs", nargs="+", metavar="RUN", help="log directories, or folders above")
-    report.add_argument("--metric", help="another one than accuracy, such as loss")
-    report.add_argument("--out", metavar="DIR", help="also write report.{csv,md}, lines.csv there")
-    report.add_argument("--html", metavar="FILE", help="also write a page for a browser")
-    report.add_argument("--figures", metavar="DIR", help="also write figures there")
+    report.add_argument(
+        "runs", nargs="+", metavar="RUN", help="log directories of runs, or folders that hold them"
+    )
+    report.add_argument("--metric", help="a metric other than accuracy, such as loss")
+    report.add_argument(
+        "--out", metavar="DIR", help="also write report.csv, report.md and lines.csv to this folder"
+    )
+    report.add_argument("--html", metavar="FILE", help="also write an HTML page to this file")
+    report.add_argument("--figures", metavar="DIR", help="also write figures to this folder")
     report.add_argument("--figure-format", choices=("svg", "pdf"), help="svg (default) or pdf")
     printed = report.add_mutually_exclusive_group()
     printed.add_argument("--markdown", action="store_true", help="print Markdown")
     printed.add_argument("--latex", action="store_true", help="print LaTeX tables (booktabs)")
     report.add_argument(
         "--against", metavar="ROW",
-        help="only differences from one row (task_arithmetic/featcal), with Holm's correction",
+        help="show only the differences from one method, such as task_arithmetic/featcal, with "
+        "Holm's correction",
     )  # fmt: skip
 
     plan = _add_command(commands, "plan", plan_command)
-    plan.add_argument("words", nargs="*", metavar="WORD", help="words of a run: modelpool=... ...")
+    plan.add_argument(
+        "words", nargs="*", metavar="WORD", help="arguments of a run: modelpool=... ..."
+    )
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
     plan.add_argument("-m", "--multirun", action="store_true", help="plan a sweep")
     plan.add_argument(
         "--shapes", metavar="FOLDER",
-        help="in place of a run: reads, operations and memory of a model by its config.json",
+        help="instead of planning a run, estimate the reads, operations and memory for a model "
+        "from its config.json",
     )  # fmt: skip
     for name, default in {"tasks": 3, "samples": 256, "tokens": 512}.items():
         plan.add_argument(
             f"--{name}", type=_positive_integer, default=default, metavar="N",
-            help=f"of --shapes ({default})",
+            help=f"number assumed by --shapes (default: {default})",
         )  # fmt: skip
 
     settings = _add_command(commands, "settings", settings_command)

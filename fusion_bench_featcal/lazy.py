@@ -5,8 +5,10 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` that imports the public names of a package.
+def lazy_names(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package, which import and list its public names.
 
     Args:
         package: The package's `__name__`.
@@ -18,4 +20,4 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(modules[name], package), name)
 
-    return get_name
+    return get_name, lambda: sorted(modules)

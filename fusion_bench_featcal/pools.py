@@ -51,7 +51,9 @@ class CausalLMPool(FusionBenchPool):
             ValueError: If `vocabulary` is neither, or is combined with lazy loading.
         """
         if vocabulary not in VOCABULARIES:
-            raise ValueError(f"modelpool.vocabulary must be of {VOCABULARIES}, got {vocabulary!r}")
+            raise ValueError(
+                f"modelpool.vocabulary must be one of {VOCABULARIES}, got {vocabulary!r}"
+            )
         if vocabulary == "common_rows" and kwargs.get("enable_lazy_loading"):
             raise ValueError("modelpool.vocabulary=common_rows needs enable_lazy_loading=false")
         super().__init__(models, **kwargs)
@@ -69,8 +71,8 @@ class CausalLMPool(FusionBenchPool):
         configs = {name: text_config(PoolModel(self, name).config) for name in self.all_model_names}
         for name in (name for name, config in configs.items() if "vocab_size" not in config):
             raise CalibrationError(
-                f"model {name!r} has no config with a vocab_size, which modelpool.vocabulary="
-                f"common_rows needs. Check modelpool.models.{name}"
+                f"modelpool.vocabulary=common_rows needs a vocab_size in each model's config, but "
+                f"model {name!r} has none. Check modelpool.models.{name}"
             )
         return min(config["vocab_size"] for config in configs.values())
 

@@ -108,6 +108,13 @@ def repair(
         TypeError: If a model or an example has the wrong type.
         ValueError: If a model cannot be repaired, or experts and texts do not fit each other.
         CalibrationError: If the calibration cannot go on, or an evaluator fails.
+
+    Example:
+        >>> experts = {name: SentenceTransformer(name) for name in ("banking", "home")}
+        >>> merged = SentenceTransformer.merge([*experts.values()], method="linear")
+        >>> texts = {"banking": ["How do I top up?", ...], "home": ["Turn on the light", ...]}
+        >>> repaired = repair(merged, experts=experts, texts=texts)
+        >>> repaired.save_pretrained("repaired")
     """
     if not isinstance(merged, KINDS):
         raise TypeError(f"merged is {merged!r}, not a model: {[kind.__name__ for kind in KINDS]}")
@@ -119,12 +126,16 @@ def repair(
     examples = _test_examples(evaluator)
     scorers = open_scorers(merged, examples)
     if examples and not {*examples} & {*experts}:
-        raise ValueError(f"test examples are of {list(examples)}, experts of {list(experts)}")
+        raise ValueError(
+            f"test examples are for {list(examples)}, but the experts are {list(experts)}"
+        )
     evaluators = evaluator if isinstance(evaluator, Mapping) else {None: evaluator}
     evaluators = {t: one for t, one in evaluators.items() if t not in examples} if evaluator else {}
     calls = read_texts(merged, experts, texts, chosen.seed)
     if not {*evaluators} <= {*experts, None}:
-        raise ValueError(f"evaluators are of {list(evaluators)}, experts of {list(experts)}")
+        raise ValueError(
+            f"evaluators are for {list(evaluators)}, but the experts are {list(experts)}"
+        )
     tuned = {t: open_like(merged, user_term("expert", t), one) for t, one in experts.items()}
     origin = None if base is None else open_like(merged, user_term("base"), base)
     if origin is None:

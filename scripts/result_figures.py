@@ -2,15 +2,35 @@
 
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from result_records import REAL, SUITES, UNLIKE, results_of
 
 from fusion_bench_featcal.lab.diagnosis.views import by_block, diagnosis_figures
 from fusion_bench_featcal.results import frame_of
-from fusion_bench_featcal.results.figures import ErrorBar, curves, dots, estimate_of, svg
-from fusion_bench_featcal.results.names import ROWS_ERROR, ROWS_SHARE
+from fusion_bench_featcal.results.figures import (
+    ErrorBar,
+    chart_style,
+    curves,
+    estimate_of,
+    marks,
+    svg,
+)
+from fusion_bench_featcal.results.names import (
+    EXPERTS,
+    FEATCAL,
+    FEATCAL_PLUS,
+    MERGED,
+    ROWS_ERROR,
+    ROWS_SHARE,
+)
 
-DRAWN_ROWS = {"task_arithmetic": "merged", "featcal": "featcal", "featcal_plus": "featcal_plus",
-              "experts": "experts"}  # fmt: skip
+PAPER_ROWS = ("featcal_paper_flan_t5", "featcal_paper_llama_3b", "featcal_paper_llama_3b-targets",
+              FEATCAL)  # fmt: skip
+"""Rows with the paper's settings. The first one that a suite has is taken."""
+PAPER, PLUS = "FeatCal (paper's settings)", "FeatCal+"
+LABELS = {MERGED: MERGED, PAPER: FEATCAL, PLUS: FEATCAL_PLUS, EXPERTS: EXPERTS}
+"""Labels of the models -> names that have a look."""
 DIAGNOSIS = "diagnosis"
 DIAGNOSIS_FIGURES = ("diagnosis-terms", "diagnosis-components")
 
@@ -30,15 +50,47 @@ def rows_figure() -> str:
     return svg(figure)
 
 
+def short_label(suite: str) -> str:
+    """Return a suite's label for a figure or a table."""
+    return (SUITES | REAL)[suite].replace("real pretrained weights", "pretrained")
+
+
+def estimates(suite: str) -> dict[str, ErrorBar]:
+    """Return the averages of a suite by label, in % with 95 % intervals."""
+    lines = {line.first.name: line for line in frame_of(results_of(suite)).lines}
+    paper = next(name for name in PAPER_ROWS if name in lines)
+    names = {"task_arithmetic": MERGED, paper: PAPER, FEATCAL_PLUS: PLUS, EXPERTS: EXPERTS}
+    return {label: estimate_of(lines[name]) for name, label in names.items()}
+
+
+@chart_style()
 def accuracies_figure() -> str:
-    """Draw a line for each suite, a dot for each row, with an interval if it has one."""
-    rows: dict[str, dict[str, ErrorBar]] = {name: {} for name in DRAWN_ROWS.values()}
-    for suite, label in (SUITES | REAL).items():
-        category = label.replace("real pretrained weights", "pretrained")
-        for line in frame_of(results_of(suite)).lines:
-            if line.first.name in DRAWN_ROWS:
-                rows[DRAWN_ROWS[line.first.name]][category] = estimate_of(line)
-    return svg(dots({"": rows}, "average accuracy, %\nbars: 95 % interval"))
+    """Draw a line for each suite, from its merged model to its experts."""
+    suites = SUITES | REAL
+    styles = {label: marks([name])[name] for label, name in LABELS.items()}
+    styles[PLUS] = styles[PLUS] | {"markerfacecolor": styles[PLUS]["color"]}
+    figure = Figure(figsize=(7.6, 0.36 * len(suites) + 1.1))
+    axes = figure.subplots()
+    axes.grid(visible=False, axis="y")
+    for height, suite in enumerate(suites):
+        bars = estimates(suite)
+        ends = [bars[MERGED].mean, bars[EXPERTS].mean]
+        axes.plot(ends, [height, height], color="#d9d9d9", linewidth=7, zorder=1)
+        plus = bars[PLUS]
+        interval = [plus.mean - plus.below, plus.mean + plus.above]
+        axes.plot(interval, [height] * 2, color=styles[PLUS]["color"], linewidth=1.2, zorder=2)
+        for label, bar in bars.items():
+            axes.plot(
+                bar.mean, height, linestyle="none", zorder=3 + (label == PLUS), **styles[label]
+            )
+    axes.set_yticks(range(len(suites)), [*map(short_label, suites)])
+    axes.set_ylim(len(suites) - 0.5, -0.5)
+    axes.set_xlabel("average accuracy, % (thin line: 95 % interval of FeatCal+)")
+    handles = [
+        Line2D([], [], linestyle="none", label=name, **look) for name, look in styles.items()
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+    return svg(figure)
 
 
 def result_figures() -> dict[str, str]:

@@ -6,7 +6,7 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from result_figures import DIAGNOSIS
+from result_figures import DIAGNOSIS, PAPER_ROWS, short_label
 from result_records import (
     AVERAGE,
     REAL,
@@ -80,15 +80,20 @@ DRAWS = {
 README_ROWS = {
     "merged by task arithmetic": ("task_arithmetic",),
     "+ gradient distillation": ("distillation",),
-    "+ FeatCal, the paper's settings": (
-        "featcal_paper_flan_t5",
-        "featcal_paper_llama_3b",
-        "featcal",
-    ),
+    "+ FeatCal, the paper's settings": PAPER_ROWS,
     "+ FeatCal+": ("featcal_plus",),
     "one expert per task": ("experts",),
 }
 """Labels and rows of README's table. The first row that a suite has is taken."""
+RIVAL_NAMES = {
+    "task_arithmetic/distillation": "distillation",
+    "swudi": "ASWUDI",
+    "swudi_published": "SWUDI",
+    "swudi/react": "ASWUDI + ReACT",
+    "regmean_plusplus": "RegMean++",
+    "lot": "LOT",
+}
+"""Methods of the overview by their titles, with their labels."""
 NUMBER = "samples_per_task"
 MEASURED_COSTS = ("seconds", "peak_rss_bytes", "peak_accelerator_bytes", "gpu_energy_wh")
 FOUR_BITS = "smollm2_TA4-four-bits"
@@ -112,7 +117,7 @@ BALANCED = {
 
 
 def results_part(suite: str) -> str:
-    """Return a suite's table: every row's tasks, gain, share, worst task and costs.
+    """Return a suite's tables: every row's gain, gap closed, worst task and costs, and its tasks.
 
     Costs are left out where runs shared a GPU.
     """
@@ -123,8 +128,12 @@ def results_part(suite: str) -> str:
             for row in results.rows
         ]
         results = replace(results, rows=rows)
-    (accuracies,) = tables_of(frame_of(results))
-    return with_machine(accuracies.markdown(), results)
+    frame = frame_of(results)
+    (whole,) = tables_of(frame)
+    whole = replace(whole, fixed=1)  # the average
+    first, last = len(whole.heads) - len(frame.tasks), len(whole.heads)
+    parts = (whole.columns(0, first), whole.columns(first, last))
+    return with_machine("\n\n".join(part.markdown() for part in parts), results)
 
 
 def readme_table() -> str:
@@ -134,6 +143,45 @@ def readme_table() -> str:
         records = (next(filter(None, map(averages(suite).get, names))) for suite in README_SUITES)
         lines.append([label, *map(percent, records)])
     return table(["accuracy, %", *((SUITES | REAL)[suite] for suite in README_SUITES)], lines)
+
+
+def best_rival(suite: str) -> str:
+    """Return the best average of another method that yields one model for all tasks, and its name.
+
+    Methods after FeatCal or FeatCal+ are no rivals of them.
+    """
+    names = [f"{suite}{kind}" for kind in ("", "-rivals", "-distilled")]
+    lines = [
+        line
+        for name in names
+        if (RESULTS / name).exists()
+        for line in frame_of(results_of(name)).lines
+        if line.first.merger and not line.needs_task_id
+    ]
+    found = {
+        RIVAL_NAMES.get(line.first.title, line.first.name): line.values["average"]
+        for line in lines
+        if line.first.title != "task_arithmetic" and FEATCAL not in line.first.title
+    }
+    best = max(found, key=found.__getitem__)
+    return f"{100 * found[best]:.1f} ({best})"
+
+
+def overview() -> str:
+    """Return a line for each suite: the merged model, both rules, the best rival, the experts."""
+    lines = []
+    for suite in SUITES | REAL:
+        rows = averages(suite)
+        paper = next(filter(None, map(rows.get, PAPER_ROWS)))
+        merged, plus, experts = rows["task_arithmetic"], rows[FEATCAL_PLUS], rows["experts"]
+        texts = [f"{100 * row[AVERAGE]:.1f}" for row in (merged, paper, plus, experts)]
+        closed = (plus[AVERAGE] - merged[AVERAGE]) / (experts[AVERAGE] - merged[AVERAGE])
+        shares = f"{share_text(closed)} ({share_text(plus['worst_share'])})"
+        texts[2:3] = [f"**{texts[2]}**", best_rival(suite)]
+        lines.append([short_label(suite), *texts, shares])
+    heads = ["", "merged", "FeatCal", "FeatCal+", "best other method", "experts",
+             "gap closed (worst task)"]  # fmt: skip
+    return table(heads, lines)
 
 
 def grid(name: str, label: str) -> str:
@@ -320,6 +368,7 @@ RESULT_PARTS: dict[str, Callable[[], str]] = {
     "rivals": partial(comparison_table, "rivals", RIVALS),
     "distilled": partial(comparison_table, "distilled", DISTILLED),
     "four-bits": four_bits_table,
+    "overview": overview,
     "readme-accuracy": readme_table,
     "diagnosis": diagnosis_part,
 }

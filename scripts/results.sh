@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The quick grid behind the tables of docs/results.md: each bundled suite merged by task arithmetic, 64 samples
+# The quick grid behind the tables of docs/explanation/results.md: each bundled suite merged by task arithmetic, 64 samples
 # per task, three seeds. Finished cells are kept in FOLDER. Usage: scripts/results.sh [FOLDER [SUITE...]]
 set -euo pipefail
 

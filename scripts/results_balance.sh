@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The table "Nobody outvoted" of docs/results.md: FeatCal+ with weights by distances, with a polish, and ridge surgery
+# The table of docs/explanation/results/balance.md: FeatCal+ with weights by distances, with a polish, and ridge surgery
 # behind each, in two draws. Usage: scripts/results_balance.sh [FOLDER [SUITE...]], real suites with $FEATCAL_REAL
 set -euo pipefail
 

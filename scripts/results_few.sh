@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables "Several mergers" of docs/results.md: both rules over several mergers from few and many samples, in two
+# The first table of docs/explanation/results/merging-methods.md: both rules over several mergers from few and many samples, in two
 # draws. Usage: scripts/results_few.sh [FOLDER [SUITE...]]
 set -euo pipefail
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The table "Four bits" of docs/results.md: SmolLM2, merged and repaired, with weights in 16 and in 4 bits.
+# The table "Four bits" of docs/explanation/results/smollm2.md: SmolLM2, merged and repaired, with weights in 16 and in 4 bits.
 # Finished cells are kept in FOLDER. It needs constraints/after.txt, and $FEATCAL_REAL with the fetched weights.
 # Usage: scripts/results_four_bits.sh [FOLDER]
 set -euo pipefail

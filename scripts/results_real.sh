@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs behind docs/results.md: six suites of real pretrained weights, which $FEATCAL_REAL has.
+# The runs behind docs/explanation/results: five suites of real pretrained weights, which $FEATCAL_REAL has.
 # Finished cells are kept in FOLDER. Usage: scripts/results_real.sh [FOLDER [STUDY...]]
 set -euo pipefail
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables "Starts" of docs/results.md: both rules after four merges of the same experts, one of which subtracts
+# The tables of starting points in docs/explanation/results/merging-methods.md: both rules after four merges of the same experts, one of which subtracts
 # them (task arithmetic with -0.3). 64 samples per task, one draw. Usage: scripts/results_starts.sh [FOLDER [SUITE...]]
 set -euo pipefail
 

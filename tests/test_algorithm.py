@@ -118,7 +118,7 @@ def test_the_run_leaves_its_files_and_a_card(run: Run) -> None:
         "- mini_korean: `8`", "TaskArithmetic", "- ridge_lambda: `0.0001`", "arxiv.org",
         "fusion_bench method=featcal", "- torch: `", "| mini_korean | ",
         "CLIPVisionModel.from_pretrained(",
-        "- Modules that stay as merged although experts differ in them: `",
+        "- Modules left unchanged although experts differ in them: `",
     ):  # fmt: skip
         assert text in card, text
 
@@ -145,8 +145,8 @@ def test_report_and_table_have_every_row_and_next_steps_come_last(run: Run) -> N
     assert Path(words[1]).absolute() == run.folder / "log"  # relative below the current folder
     assert featcal(*words).code == 0
     assert lines[end - 1] == f"reports: {run.folder}/log"
-    assert lines[end - 2] == f"saved the model of row {ROW}: {run.folder}/saved"
-    assert lines[end - 3] == "another row is saved by method.save=featcal"
+    assert lines[end - 2] == f"saved {ROW}: {run.folder}/saved"
+    assert lines[end - 3] == "to save another model, set method.save=featcal"
     assert max(len(line) for line in lines[: end - 2]) <= 80
 
 
@@ -216,9 +216,9 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"compare_with": ["expert"]}, "method.compare_with must be null or a list of base, experts,"),
     ({"presets": {"weak": {"lambda": 1}}}, r"method\.presets\.weak\.lambda.*ridge_lambda"),
     ({"presets": {"plus": {"mix_alpha": 0.5}}},
-     r"^method\.presets\.plus: the row featcal_plus is FeatCal\+: set .*plus\.rule=plus"),
+     r"^method\.presets\.plus: the name featcal_plus stands for FeatCal\+: set .*plus\.rule=plus"),
     ({"presets": {"weak": {}}, "save": "featcal_wek"},
-     r"method\.save: row featcal_wek is unknown.*'featcal_weak'\)"),
+     r"method\.save: model featcal_wek is unknown.*'featcal_weak'\)"),
 ]  # fmt: skip
 
 

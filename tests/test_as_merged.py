@@ -1,4 +1,4 @@
-"""Modules that stay as merged although experts differ in them are said, in all doors."""
+"""Modules left unchanged although experts differ in them are said, in all doors."""
 
 import copy
 import logging
@@ -22,7 +22,7 @@ from fusion_bench_featcal.run.log import AsMerged, CalibrationLog
 from fusion_bench_featcal.settings import FeatCalSettings
 
 LOGGER = "fusion_bench_featcal.run.log"
-DIFFER = "modules that stay as merged although experts differ in them"
+DIFFER = "modules left unchanged although experts differ in them"
 EMBEDDINGS = {"model.language_model.embed_tokens": 1, "lm_head": 1}
 LLAVA = AsMerged({"model.vision_tower": 14, "model.multi_modal_projector": 2}, EMBEDDINGS)
 TEXT_TOWER = AsMerged(ends=EMBEDDINGS)
@@ -129,7 +129,7 @@ def test_a_read_budget_compares_nothing(monkeypatch) -> None:
     monkeypatch.setattr("fusion_bench_featcal.run.as_merged._rows", None)
     left = left_by(suite, expert_read_budget="100%")
     assert left.modules == LLAVA.modules and not left.compared
-    assert left.text.startswith("modules that stay as merged even if experts differ in them (nam")
+    assert left.text.startswith("modules left unchanged even if experts differ in them (only nam")
 
 
 def test_processes_agree() -> None:
@@ -155,5 +155,5 @@ def test_reports_have_a_note_on_all_but_embeddings_and_heads() -> None:
 
 
 def test_a_plan_of_fusionbench_reads_names_alone() -> None:
-    text = "even if experts differ in them (names alone were read): model.embed_tokens"
+    text = "even if experts differ in them (only names were read): model.embed_tokens"
     assert text in featcal("plan", "modelpool=llama-mini_TA6", "method=featcal").out

@@ -62,14 +62,15 @@ ROWS: list[Row] = [
     row(residual_suite, r"task_1.*no expert.*one name", lambda s: s.experts.pop("task_1")),
     row(residual_suite, r"task_1.*no calibration data.*task_0.*data",
         lambda s: s.inputs.pop("task_1")),
-    row(residual_suite, r"batches\['task_1'\] have no sample\. Give the task data",
+    row(residual_suite, r"batches\['task_1'\] have no samples\. Give the task data",
         lambda s: s.inputs.update(task_1=[])),
     row(residual_suite, r"batches\['task_1'\] is one Tensor \[4, 3\], .*\[batch\]",
         lambda s: s.inputs.update(task_1=torch.zeros(4, 3))),
-    row(decoder_suite, r"batches\['task_1'\]\[1\], row 1: input_ids has the token id 900",
+    row(decoder_suite, r"batches\['task_1'\]\[1\], sample 1: input_ids has the token id 900",
         samples_per_task=4,
         change=lambda s: s.inputs.update(task_1=tokens([[1, 2], [3, 4]], [[1, 2], [3, 900]]))),
-    row(partial(suite_named, "gpt2"), "task task_1: an input is outside a table of the model",
+    row(partial(suite_named, "gpt2"),
+        "task task_1: an input is outside one of the model's embedding tables",
         lambda s: s.inputs.update(task_1=[tiny.sentences([17], 17)]), samples_per_task=1),
     row(clip_suite, r"task task_1: sample \d+, input 'pixel_values', has NaN or infinite "
         r"values. Check the data",
@@ -157,7 +158,7 @@ def test_a_small_lambda_with_bfloat16_features_is_named(caplog: pytest.LogCaptur
     run_fast(suite, **PLUS, autocast=BFLOAT16)
     assert "bfloat16" not in caplog.text
     run_fast(suite, ridge_lambda=1e-5, autocast=BFLOAT16)
-    message = r"ridge_lambda=1e-05 with bfloat16 features.*Raise it to "
+    message = r"ridge_lambda=1e-05 is small for bfloat16 features.*Raise it to "
     assert re.search(message + r"0\.01 or more, or use float32", caplog.text)
     caplog.clear()
     run_fast(suite.to(torch.bfloat16), ridge_lambda=1e-5)

@@ -215,7 +215,7 @@ def test_two_runs_at_once_in_one_folder_do_not_mix(tmp_path: Path):
 
         outcomes = in_forks(2, work)
         (winner,) = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-        refused = r"is in use by another process.*another folder|holds the finished blocks of a run"
+        refused = r"is in use by another process.*another folder|has the finished blocks of a run"
         assert re.search(rf"checkpoint_dir {folder} ({refused})", str(outcomes[1 - winner]))
         model = run(small_clip(), folder, resume=True, **settings[winner]).model
         assert_identical(model, expected[winner])

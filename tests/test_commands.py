@@ -126,7 +126,8 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(("method", "advice"), [
-    ({"post_merging": [], "upstreams": []}, ". The same command goes on after its finished cells"),
+    ({"post_merging": [], "upstreams": []},
+     ". Repeat the command to continue after the finished runs"),
     ({"stream": "calibration"}, ""),
 ])  # fmt: skip
 def test_an_interruption_names_only_settings_that_apply(method, advice, monkeypatch, capsys):

@@ -196,6 +196,9 @@ def test_exchanged_samples_are_named_and_count_less(caplog: pytest.LogCaptureFix
     assert fits == {one: two, two: one, right: None}
     assert max(records[one]["trust"], records[two]["trust"]) < FAMILIAR
     for task, other in ((one, two), (two, one)):
-        assert f"task {task}: its expert fits the samples of task {other}." in caplog.text
+        assert (
+            f"task {task}: its expert fits the samples of task {other} better than its own."
+            in caplog.text
+        )
     for name, value in calibrated_plus(suite).items():
         torch.testing.assert_close(result.model.get_parameter(name), value)

@@ -51,17 +51,18 @@ def config_of_another_function(models: Models) -> None:
 ROWS: list[tuple[Callable[[Models], object], tuple[str, ...]]] = [
     (lambda m: m.update({"../../x": m.pop("one")}), ("modelpool.models: ", "'../../x'")),
     (lambda m: m.update({"Two": m.pop("one")}), ("modelpool.models: ", "'Two'")),
-    (lambda m: m.update(two=5), ("modelpool.models.two is 5, which is no model",)),
+    (lambda m: m.update(two=5), ("modelpool.models.two is 5, which is not a model",)),
     (lambda m: m.update(two={"_target_": "no_such_package.load", "path": "x"}),
      ("two._target_=no_such_package.load cannot be imported: No module named 'no_such_package'",)),
     (lambda m: m.update(two="who/what"),
      ("modelpool.models.two=who/what: there is no such file or folder here", "Correct it")),
     (lambda m: Path(m["two"], "config.json").unlink(), ("two has no config.json, so",)),
     (lambda m: Path(m["two"], "config.json").write_text("{"), ("two/config.json is damaged",)),
-    (lambda m: Path(m["two"], WEIGHTS).write_bytes(b""), ("is no readable safetensors file",)),
+    (lambda m: Path(m["two"], WEIGHTS).write_bytes(b""), ("is not a readable safetensors file",)),
     (config_of_another_function,
-     ("'two' is another function than the base", "write the other values into its config.json",
-      "hidden_act='relu' (there 'quick_gelu'), layer_norm_eps=0.1 (there 1e-05)")),
+     ("'two' computes a different function than the base",
+      "write the other values into its config.json",
+      "hidden_act='relu' instead of 'quick_gelu', layer_norm_eps=0.1 instead of 1e-05")),
 ]  # fmt: skip
 
 

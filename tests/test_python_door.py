@@ -102,7 +102,7 @@ CARELESS: list[Any] = [
     (again, r"it runs \['layers.0', 'layers.1', 'layers.2', 'layers.2'\], not each .* once"),
     (deeper, r"experts\['task_1'\] has the block layers.3, which the merged model lacks"),
     (lambda s: s.inputs.update(task_1=[*s.inputs["task_1"], torch.ones(4)]),
-     r"batches\['task_1'\]\[2\] has 1 dimensions, and the first batch 2: .* sample\[None\]"),
+     r"batches\['task_1'\]\[2\] has 1 dimensions, but the first batch has 2: .* sample\[None\]"),
     (lambda s: s.inputs.update(task_1=[torch.ones(0, 4)]),
      r"batches\['task_1'\]\[0\] must be .* at least one sample; got tensor\(\[\], size=\(0, 4\)\)"),
     (lambda s: s.inputs.update(task_1=[{"x": [[1.0, 2.0]]}]), r"got {'x': \[\[1.0, 2.0\]\]}"),
@@ -155,8 +155,10 @@ def test_a_base_that_is_not_the_base_is_named(make: Any, caplog: Any) -> None:
     calibrate(*arguments(changed), progress=False)
     notes = [r.getMessage() for r in caplog.records]
     assert notes[0].startswith("experts['task_0'] equals the base on a sample of its weights")
-    away = r"experts\['task_1'\] may not be tuned from this base: .* 1\.\d+ times the base's norm"
-    assert re.match(away, notes[1]) and notes[2].startswith("merged may not be tuned")
+    away = (
+        r"experts\['task_1'\] may not be fine-tuned from this base: .* 1\.\d+ times the base's norm"
+    )
+    assert re.match(away, notes[1]) and notes[2].startswith("merged may not be fine-tuned")
     assert len(notes) == 3
     caplog.clear()
     calibrate(*arguments(changed)[:1], None, *arguments(changed)[2:], progress=False)

@@ -52,12 +52,14 @@ def program_saving_to(path: Path, options: Any = None) -> Any:
 PLUS = FeatCalSettings.plus(seed=1).with_rule_defaults.as_dict()
 # Name and settings of a model, its card's title, a sentence, and the card's settings.
 CARDS: list[tuple[str, dict[str, Any], str, str, str]] = [
-    ("featcal_plus", PLUS, "Merged model, repaired by FeatCal+",
-     f"with FeatCal+, its extension of the paper's FeatCal ({PAPER}), row `featcal_plus`",
+    ("featcal_plus", PLUS, "Merged model, repaired with FeatCal+",
+     f"with FeatCal+, its extension of the paper's FeatCal ({PAPER}). Its report lists it as "
+     "`featcal_plus`",
      "- seed: `1`"),
     ("featcal", FeatCalSettings().with_rule_defaults.as_dict(),
-     "Merged model, repaired by FeatCal", f"with FeatCal ({PAPER})", "- all: `defaults`"),
-    ("surgery", {"width": 4}, "Merged model (surgery)", "row `surgery`", "- width: `4`"),
+     "Merged model, repaired with FeatCal", f"with FeatCal ({PAPER})", "- all: `defaults`"),
+    ("surgery", {"width": 4}, "Merged model (surgery)", "report lists it as `surgery`",
+     "- width: `4`"),
 ]  # fmt: skip
 
 
@@ -168,7 +170,9 @@ def test_a_crash_leaves_no_model_or_the_whole_model(moment, tmp_path, monkeypatc
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
-    with pytest.raises(CalibrationError, match=r"merged_model_save_path.*too little room.*4 KiB"):
+    with pytest.raises(
+        CalibrationError, match=r"merged_model_save_path.*not have enough room.*4 KiB"
+    ):
         save_model(POOL, Tiny(2), tmp_path / "saved")
     assert [*tmp_path.iterdir()] == []
 
@@ -204,7 +208,10 @@ def test_a_model_is_saved_where_a_link_leads(leads_to: str, tmp_path: Path) -> N
 def test_a_folder_that_another_run_filled_meanwhile_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with (
-        pytest.raises(CalibrationError, match="--out out is another run's by now: name a new"),
+        pytest.raises(
+            CalibrationError,
+            match="--out out was written by another run in the meantime: name a new",
+        ),
         writing_model(target, needed=1, option="--out out", advice="") as new,
     ):
         new.mkdir()
@@ -217,7 +224,7 @@ def test_a_folder_that_another_run_filled_meanwhile_is_kept(tmp_path: Path) -> N
     ("folder", {}, "merged_model_save_path .* exists and is not empty: name a new folder"),
     ("folder/file", {}, "merged_model_save_path .*file exists"),
     ("loop", {}, "merged_model_save_path .*loop exists"),
-    ("new", {"push_to_hub": True}, "merged_model_save_kwargs has no effect: .* Leave it out"),
+    ("new", {"push_to_hub": True}, "merged_model_save_kwargs has no effect, .* Leave it out"),
 ])  # fmt: skip
 def test_unusable_targets_and_options_are_refused_first(path, options, message, tmp_path) -> None:
     (tmp_path / "folder").mkdir()

@@ -15,7 +15,9 @@ from reports import error_of, featcal
 
 from fusion_bench_featcal import FeatCalSettings, Paper, Plus, calibrate, calibrate_folder, folders
 from fusion_bench_featcal.families import LLAMA
+from fusion_bench_featcal.folders.request import Request
 from fusion_bench_featcal.settings import Options
+from fusion_bench_featcal.settings.fields import settings_of
 
 BY_HAND = {"base_method", "upstream_mergers", "post_merging_methods", "default_rows", "notes",
            "reads_test"}  # fmt: skip
@@ -54,20 +56,20 @@ PUBLISHED = {  # lambda, rho, alpha, norms
 }
 CLASHES: list[tuple[dict[str, Any], str]] = [
     ({"rule": "plus", "mix_alpha": 0.5},
-     r"mix_alpha=0\.5 has no part in the rule plus: leave .*, or choose rule=paper$"),
-    ({"task_weights": {"a": 2}}, r"has no part in the rule paper: .* choose rule=plus$"),
-    ({"task_vectors_only": False}, r"has no part in the rule paper: .* choose rule=plus$"),
+     r"mix_alpha=0\.5 has no effect with the rule plus: leave .*, or choose rule=paper$"),
+    ({"task_weights": {"a": 2}}, r"has no effect with the rule paper: .* choose rule=plus$"),
+    ({"task_vectors_only": False}, r"has no effect with the rule paper: .* choose rule=plus$"),
     ({"rule": "plus", "calibrate_norm": True},
-     r"calibrate_norm=True has no part in the rule plus: leave"),
+     r"calibrate_norm=True has no effect with the rule plus: leave"),
     ({"rule": Paper(calibrate_norm=False), "calibrate_norm": True},
-     r"calibrate_norm=True has no part in the rule Paper: set it there"),
+     r"calibrate_norm=True has no effect with the rule Paper: set it there"),
     ({"rule": Paper(), "mix_alpha": 0.5},
-     r"mix_alpha=0\.5 has no part in the rule Paper: set it there, Paper\(\.\.\.\)"),
+     r"mix_alpha=0\.5 has no effect with the rule Paper: set it there, Paper\(\.\.\.\)"),
     ({"resume": True}, r"resume needs checkpoint_dir"),
     ({"seed": -1, "mix_alpha": 2.0, "ridge_lambda": -1.0},
      r"ridge_lambda.*; mix_alpha.*; seed"),
     ({"rule": {"_target_": "no.such.Rule"}}, r"rule: .*'no\.such\.Rule' cannot be impor"),
-    ({"rule": {"_target_": "pathlib.Path"}}, r"rule: pathlib\.Path is no rule: a data"),
+    ({"rule": {"_target_": "pathlib.Path"}}, r"rule: pathlib\.Path is not a rule, a data"),
     ({"rule": {"_target_": "plus", "gama": 1.0}}, r"plus: option gama is unknown .*'gamma'"),
 ]  # fmt: skip
 
@@ -151,7 +153,7 @@ def test_featcal_plus_is_one_method_by_any_name_and_its_rule_has_its_values(tmp_
     assert (
         by_object.rule_object == expected.rule_object and by_object.replace(rule="plus") == expected
     )
-    table = (CONFIG.parent / "docs/method.md").read_text()
+    table = (CONFIG.parent / "docs/reference/formulas.md").read_text()
     for name, value in samples.items():
         paper = getattr(FeatCalSettings().with_rule_defaults, name)
         words = [str(word).lower() for word in (paper, value)]
@@ -189,6 +191,15 @@ def test_keywords_of_calibrate_are_the_options_with_their_types_and_defaults():
     assert all(f"`{name}`" in str(calibrate.__doc__) for name in keywords)
     flat = FeatCalSettings(samples_per_task=1).by_name | {"samples_per_task": None}
     assert flat.items() >= options.items()
+
+
+def test_keywords_of_calibrate_folder_are_the_options_of_the_command():
+    (declared,) = get_args(get_type_hints(calibrate_folder)["options"])
+    types = {name: str(hint) for name, hint in get_type_hints(declared).items()}
+    options = {field.name: str(field.type) for field in settings_of(Request)}
+    assert options.pop("merged") == "str | None"
+    paths = str(str | Path)
+    assert {name: hint.replace(paths, "str") for name, hint in types.items()} == options
 
 
 @pytest.mark.parametrize("method", method_names())

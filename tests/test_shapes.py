@@ -102,7 +102,7 @@ def test_the_command_prints_both_rules(tmp_path: Path):
     assert "leave out method=featcal" in error_of(*words, "method=featcal")
     wrong = featcal(*words, "--samples", "0")
     assert (wrong.code, "'0' is not an integer >= 1" in wrong.err) == (2, True)
-    assert "needs the words of a run, or --shapes" in error_of("plan")
+    assert "needs the arguments of a run, or --shapes" in error_of("plan")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json" in error_of("plan", "--shapes", str(empty))

@@ -40,9 +40,9 @@ REFUSED = {
 }
 # Methods that refuse the pool's models, and plans of them, with the message.
 OTHER_MODELS = {
-    "featcal_baselines/harc": "harc fits routers of mixtures, and CLIPVisionModel has none",
-    "featcal_baselines/mopd": "mopd trains models that answer texts with texts",
-    "featcal_baselines/seqkd": "seqkd trains models that answer texts with texts",
+    "featcal_baselines/harc": "harc fits routers of mixtures, but CLIPVisionModel has none",
+    "featcal_baselines/mopd": "mopd trains only models that answer texts with texts",
+    "featcal_baselines/seqkd": "seqkd trains only models that answer texts with texts",
 }
 # Task pools without a model pool of the same name.
 POOL_OF = {
@@ -150,7 +150,7 @@ WITHOUT_SAMPLES = (
 )
 # Words of a run, and the message about them.
 CARELESS = {
-    "method=featcal/plus method.ridge_lambda=0.1": "ridge_lambda=0.1 has no part in the rule",
+    "method=featcal/plus method.ridge_lambda=0.1": "ridge_lambda=0.1 has no effect with the rule",
     "method.task_weights={mini_korean:2}": "rule paper: .*, or choose method=featcal/plus",
     "method.task_weights=5": "method.task_weights must be null or a mapping",
     "method.family=lama": "family must be auto, clip, encoder_decoder",
@@ -161,21 +161,21 @@ CARELESS = {
     "modelpool.test_datasets.mini_korean.split=dev": "mini_korean: it .* loaded: .* split 'dev'",
     "method=compare modelpool.test_datasets.mini_korean.split=dev": "cannot be loaded: .*'dev'",
     "modelpool.default_taskpool.processor=./nowhere": "taskpool.processor=./nowhere: there is no",
-    "modelpool.models.mini_korean=5": "modelpool.models.mini_korean is 5, which is no model",
+    "modelpool.models.mini_korean=5": "modelpool.models.mini_korean is 5, which is not a model",
     "~modelpool.models._pretrained_": "the pool has no base model",
     "method.base_method=null": "method.base_method is null, but the pool has no merged model",
     "merged_model_save_path=/proc/x/y": "cannot write /proc/x: .*merged_model_save_path",
-    "method.expert_read_budget=1%": "expert_read_budget=1% cannot be kept",
+    "method.expert_read_budget=1%": "expert_read_budget=1% is too small",
     "method.calibration_split=val": "task 'mini_balinese' has no calibration data",
     "method=compare taskpool=dummy": "compare needs a task pool",
-    "method=compare merged_model_save_path=x": "compare returns no model to save",
+    "method=compare merged_model_save_path=x": "compare saves no model",
     WITHOUT_SAMPLES: r"^method\.upstream_mergers\.lot: task .* has no calibration data",
     "method=diagnose method.tasks=[abc]": "method.tasks: expert abc is unknown",
     "seed=abc": "seed must be null or an integer, got 'abc'",
     "+ridge_lambda=0.1": "ridge_lambda is a setting of the method: write method.ridge_lambda=...",
     "ridge_lambda=0.1": "ridge_lambda is a setting of the method: write method.ridge_lambda=...",
-    "+ridge_lamda=0.1": r"ridge_lamda is unknown, and nothing would read it \(nearest: 'method",
-    "+taskpools=x": r"taskpools is unknown, and nothing would read it \(nearest: 'taskpool'\)",
+    "+ridge_lamda=0.1": r"ridge_lamda is unknown and has no effect \(nearest: 'method",
+    "+taskpools=x": r"taskpools is unknown and has no effect \(nearest: 'taskpool'\)",
 }
 
 

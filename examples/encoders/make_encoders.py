@@ -4,7 +4,8 @@
     python make_encoders.py rerankers DIR   rerankers
 
 Each writes `banking` and `home`, fine-tuned from `base`, and pairs of a query and the name of its
-intent: `banking.jsonl`, on which no model was trained, and `banking_test.jsonl`.
+intent: `banking.jsonl`, on which no model was trained, and `banking_test.jsonl`. `work_test.jsonl`
+has a task that no model was trained on.
 """
 
 import copy
@@ -26,6 +27,7 @@ from transformers import BertConfig, BertModel, BertTokenizer
 from fusion_bench_featcal.suites import load_text_split
 
 TASKS = {"banking": "banking77", "home": "clinc_home"}
+OTHER = ("work", "clinc_work")
 WIDTH, BATCH = 64, 32
 
 Pairs = list[tuple[str, str]]
@@ -92,10 +94,11 @@ def main(kind: str, folder: Path) -> None:
     """Write texts and models into a new folder."""
     torch.manual_seed(0)
     train = {name: pairs_of(task, "train") for name, task in TASKS.items()}
-    for name, task in TASKS.items():
-        for end, split in (("", "calibration"), ("_test", "test")):
-            lines = [json.dumps({"query": a, "document": b}) for a, b in pairs_of(task, split)]
-            (folder / f"{name}{end}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files = {name: (task, "calibration") for name, task in TASKS.items()}
+    files |= {f"{name}_test": (task, "test") for name, task in (*TASKS.items(), OTHER)}
+    for name, (task, split) in files.items():
+        lines = [json.dumps({"query": a, "document": b}) for a, b in pairs_of(task, split)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     together = [pair for pairs in train.values() for pair in pairs]
     write_backbone(folder / "bert", [text for pair in together for text in pair])
     modules = [Transformer(str(folder / "bert")), Pooling(WIDTH), Normalize()]

@@ -23,6 +23,8 @@ from fusion_bench_featcal.files.suite_paths import suite_path, weights_path
 from fusion_bench_featcal.suites import image, load_text_split
 
 TEXTS = ("banking77", "snips_intent", "clinc_domain")
+OTHER = "clinc_home"
+"""A task of texts without an expert, as a test of everything else."""
 IMAGES = ("mini_mnist", "mini_latin", "mini_greek")
 CLASSIFIED = ("mini_mnist", "mini_fashion_mnist", "mini_notmnist")
 SCALE = 0.3
@@ -30,12 +32,13 @@ RANK = 16
 
 
 def write_texts(folder: Path) -> None:
-    """Write `TASK.jsonl`, on which no expert was trained, and `TASK_test.jsonl`."""
-    for task in TEXTS:
-        for name, split in ((task, "calibration"), (f"{task}_test", "test")):
-            rows = load_text_split(task, split)
-            lines = "".join(json.dumps(dict(row)) + "\n" for row in rows)
-            (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    """Write `TASK.jsonl`, on which no expert was trained, and `TASK_test.jsonl`, also of OTHER."""
+    files = {task: (task, "calibration") for task in TEXTS}
+    files |= {f"{task}_test": (task, "test") for task in (*TEXTS, OTHER)}
+    for name, (task, split) in files.items():
+        examples = load_text_split(task, split)
+        lines = "".join(json.dumps(dict(example)) + "\n" for example in examples)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
 def write_mergekit(folder: Path) -> None:

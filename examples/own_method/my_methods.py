@@ -1,7 +1,7 @@
 """An example of a post-merging method, which scales the merged model's step from the base.
 
 Modules of the current folder are importable, so YAML can name `my_methods.Scaled` by `_target_`.
-docs/own_method.md has such a command.
+docs/howto/own-method.md has such a command.
 """
 
 import torch

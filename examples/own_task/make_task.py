@@ -5,7 +5,7 @@ The images are an alphabet of the bundled suite that is not one of its six defau
     python examples/own_task/make_task.py my_alphabet
 
 writes `my_alphabet/train` and `my_alphabet/test` (a folder of images per class each) and
-`my_alphabet/expert` (a CLIP vision model), as docs/tasks.md uses them.
+`my_alphabet/expert` (a CLIP vision model), as docs/howto/own-pool.md uses them.
 """
 
 import shutil

@@ -92,7 +92,7 @@ def _solved(
     if ridge < most_noise and least_margin < 0:
         return step, residual, "are singular to rounding"
     if not residual <= TOLERANCE[system.dtype]:
-        return step, residual, f"stay unsolved (relative residual {residual:.1e})"
+        return step, residual, f"are not solved (relative residual {residual:.1e})"
     return step, residual, ""
 
 

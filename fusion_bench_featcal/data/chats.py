@@ -28,7 +28,7 @@ IMAGE_MARK = "<image>"
 """Marks the place of an image in a text, as in LLaVA's chats."""
 _IMAGES = ("bytes", "image", "image_url", "url", "path")
 PART_FORM = '{"type": "image", "path": "FILE"}'
-USE_LABELS = "Give the row as input_ids and labels, -100 for tokens that do not count"
+USE_LABELS = "Give input_ids and labels, with label -100 for tokens that do not count"
 
 
 def is_chat(value: Any) -> bool:
@@ -96,7 +96,7 @@ def split_answer(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | None]
     if turns and turns[-1]["role"] == "assistant":
         if not answers:
             fault = "all answers have weight 0, or loss false"
-            raise CalibrationError(f"{name}: {fault}. Remove the row")
+            raise CalibrationError(f"{name}: {fault}. Remove the example")
         turns, answer = turns[: answers[-1]], turns[answers[-1]]
     if not turns:
         raise CalibrationError(f"{name}: the chat has no turn before the answer")
@@ -106,7 +106,7 @@ def split_answer(turns: list[Turn], name: str) -> tuple[list[Turn], Turn | None]
 def column_error(name: str, column: str, place: str, advice: str) -> CalibrationError:
     """Return the error for an unread column or key that would change the input."""
     return CalibrationError(
-        f"{name}: column {column} has no place in {place}. {advice}, or leave the column out"
+        f"{name}: column {column} cannot be used in {place}. {advice}, or remove the column"
     )
 
 
@@ -130,7 +130,7 @@ def _read_turn(turn: Mapping[str, object], name: str, images: list[Any] | None) 
             "tool"
         )
     if values.get("tool_calls"):
-        raise CalibrationError(f"{name}: tool_calls are not read. Write them into the content")
+        raise CalibrationError(f"{name}: tool_calls are not supported. Write them into the content")
     for key in (*_FLAGS, *MASKS) if role == "assistant" else ():
         if isinstance(values.get(key), list | Mapping):
             raise column_error(name, key, "a turn", USE_LABELS)
@@ -175,7 +175,7 @@ def _read_image_part(part: Mapping[str, Any], name: str, place: int) -> Any:
     keys = [key for key in values if key != "type"]
     if keys and (len(keys) > 1 or keys[0] not in _IMAGES):
         raise CalibrationError(
-            f"{name}: the image has {', '.join(keys)}, which are not read. Write it as {PART_FORM}"
+            f"{name}: the image has unsupported keys ({', '.join(keys)}). Write it as {PART_FORM}"
         )
     return image_source(values[keys[0]], name) if keys else None
 
@@ -196,6 +196,7 @@ def image_source(value: Any, name: str) -> Any:
         raise CalibrationError(f"{name}: {value[:60]!r} is damaged: {error}. Replace it") from error
     if "://" in (path := value.removeprefix("file://")):
         raise CalibrationError(
-            f"{name}: {value[:60]!r} is not downloaded. Save the image, and write it as {PART_FORM}"
+            f"{name}: the image {value[:60]!r} is not downloaded. Save it, and write it as "
+            f"{PART_FORM}"
         )
     return path

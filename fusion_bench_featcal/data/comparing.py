@@ -90,7 +90,7 @@ def _compare(ones: Scores, others: Scores, tasks: Sequence[str]) -> Difference |
 def experts_below_merged(experts: Scores, merged: Scores) -> list[str]:
     """Describe each expert that is worse than the merged model, by loss and by accuracy."""
     return [
-        f"{task} (loss {expert.loss:.2f} on {len(expert.losses)} examples, the merged model "
+        f"{task} (loss {expert.loss:.2f} on {len(expert.losses)} examples, merged model: "
         f"{merged[task].loss:.2f})"
         for task, expert in experts.items()
         if mean_difference((expert.losses - merged[task].losses - _WORSE).numpy()).is_above()

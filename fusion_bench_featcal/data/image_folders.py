@@ -40,7 +40,7 @@ def read_folder(
         if usual_split is None:
             names = " or ".join(folders)
             raise ValueError(
-                f"data {str(root)!r} has splits: name one by {user_term('split')}, {names}"
+                f"data {str(root)!r} has splits: choose one with {user_term('split')}, {names}"
             )
         split = usual_split
     if split is not None and not (root / split).is_dir():
@@ -66,7 +66,7 @@ def _read_metadata(
     files = [file for file in files if file.is_file()]
     if len(files) > 1:
         names = " and ".join(file.name for file in files)
-        raise ValueError(f"data {str(folder)!r} has {names}: leave one of them there")
+        raise ValueError(f"data {str(folder)!r} has {names}: keep only one of them")
     if not files:
         return None
     table = read_table(files[0], None, label)
@@ -83,8 +83,8 @@ def _list_classes(folder: Path, images: Sequence[Path]) -> datasets.Dataset:
     if not examples or len(examples) > 1 or max(examples) > 2:
         raise ValueError(
             f"data {str(folder)!r} has {' and '.join(examples.values()) or 'no images'}: images "
-            f"({', '.join(IMAGE_SUFFIXES)}) have to be all in class folders, or all in the folder "
-            "itself. Move them, or give the folder that has the class folders"
+            f"({', '.join(IMAGE_SUFFIXES)}) must all be in class folders, or all in the folder "
+            "itself. Move them, or give the folder that contains the class folders"
         )
     order = {name: n for n, name in enumerate(sort_names({image.parts[0] for image in images}))}
     images = sorted(images, key=lambda image: order[image.parts[0]])

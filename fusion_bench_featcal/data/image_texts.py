@@ -28,8 +28,8 @@ def _read_turns(text: Text) -> list[Turn]:
     name, prompt, target = text.name, text.prompt, text.target
     if text.form not in ("prompt", "chat") or target is None:
         raise CalibrationError(
-            f"{name}: a row with images needs prompt and target, or messages that end in an "
-            "answer. Write the answer, or leave the row out"
+            f"{name}: an example with images needs prompt and target, or messages that end with "
+            "an answer. Add the answer, or remove the example"
         )
     if text.form == "prompt":
         prompt = [{"role": "user", "content": prompt}]
@@ -37,7 +37,8 @@ def _read_turns(text: Text) -> list[Turn]:
     if IMAGE_MARK in target["content"] or not target["content"].strip():
         fault = f"has an image ({IMAGE_MARK})" if IMAGE_MARK in target["content"] else "is empty"
         raise CalibrationError(
-            f"{name}: the answer {fault}, but models write texts. Correct it, or leave the row out"
+            f"{name}: the answer {fault}, but models generate text. Correct it, or remove the "
+            "example"
         )
     turns = [dict(turn) for turn in (*prompt, target)]
     marks = sum(turn["content"].count(IMAGE_MARK) for turn in turns)
@@ -46,8 +47,8 @@ def _read_turns(text: Text) -> list[Turn]:
         user_turn["content"] = IMAGE_MARK * len(text.images) + user_turn["content"]
     elif marks != len(text.images):
         raise CalibrationError(
-            f"{name}: its texts have {marks} {IMAGE_MARK}, and it has {len(text.images)} images. "
-            f"Write {IMAGE_MARK} once for each, or nowhere"
+            f"{name}: its texts contain {IMAGE_MARK} {marks} times, but it has {len(text.images)} "
+            f"images. Write {IMAGE_MARK} once for each image, or not at all"
         )
     return [turn | {"content": _split_at_marks(turn["content"])} for turn in turns]
 
@@ -110,15 +111,15 @@ class ImageTextBatches(MediaBatches):
         start, ids = prompt["input_ids"].shape[1], whole["input_ids"]
         if prompt["input_ids"].tolist() != ids[:, :start].tolist():
             raise CalibrationError(
-                f"{name}: the chat template renders the prompt differently once there "
-                "is an answer. Give a processor with another template"
+                f"{name}: the chat template renders the prompt differently when an answer "
+                "follows. Give a processor with another template"
             )
         end = start + len(self.encoder.until_end(ids[0, start:].tolist()))
         if end > self.limit:
             raise CalibrationError(
-                f"{name}: {end} tokens with those of its images, more than {self.limit}, the "
-                f"model's positions or {option('max_length')}: rows with images are not cut. Leave "
-                "the row out"
+                f"{name}: {end} tokens, including those of its images, exceed {self.limit} (the "
+                f"model's positions or {option('max_length')}), and examples with images are not "
+                "truncated. Remove the example"
             )
         inputs = {k: v[:, :end] if v.shape == ids.shape else v for k, v in whole.items()}
         labels = inputs["input_ids"].clone()
@@ -132,5 +133,5 @@ class ImageTextBatches(MediaBatches):
         except Exception as error:  # processors raise any error
             raise CalibrationError(
                 f"{name}: the processor fails on text and images ({first_line(error)}). Correct "
-                "the row or the processor"
+                "the example or the processor"
             ) from error

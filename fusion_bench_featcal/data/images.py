@@ -79,8 +79,8 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         if column not in table.column_names:
             hint = nearest_hint(column, table.column_names)
             raise ValueError(
-                f"{self.name}: no column {column!r} of images{hint}; there are: "
-                f"{', '.join(table.column_names)}. Name it by "
+                f"{self.name}: no image column {column!r}{hint}; the columns are: "
+                f"{', '.join(table.column_names)}. Name it with "
                 f"{user_term('image_column')}"
             )
         if isinstance(table.features[column], datasets.Image):
@@ -157,8 +157,8 @@ class ImageItems(torch.utils.data.Dataset[dict[str, Any]]):
         return picture
 
     def row_name(self, index: int) -> str:
-        """Return the name of item `index` in messages."""
-        return f"{self.name}, item {index}"
+        """Return the name of example `index` in messages."""
+        return f"{self.name}, example {index}"
 
 
 def load_images(

@@ -68,11 +68,11 @@ def class_indices(
     position = indices.index(None)
     value = values[position]
     hint = nearest_hint(value, classes or ()) if isinstance(value, str) else ""
-    reason = "is no class number"
+    reason = "is not a class number"
     if needs_names:
-        advice = f". Write labels as names of classes, which have numbers inside{advice or ''}"
+        advice = f". Class names contain numbers here: write each label as its name{advice or ''}"
     if classes:
-        reason = f"is none of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
+        reason = f"is not one of the {len(classes)} classes{owner}{hint}: {', '.join(classes):.200}"
     advice = f". Check {user_term('label_column')}" if advice is None else advice
     raise CalibrationError(f"{item(position)}: label {value!r:.60} {reason}{advice}")
 
@@ -165,8 +165,9 @@ def encode_labels(
         elif moved:
             name = names[moved[0]]
             log.warning(
-                "%s: class %r has number %d there and %d in the class names, which is used",
+                "%s: class %r is number %d in the data but %d in the class names. The class names "
+                "are used",
                 data, name, moved[0], chosen.index(name),
             )  # fmt: skip
-    indices = class_indices(values, chosen or None, lambda n: f"{data}, item {n}", are_own=True)
+    indices = class_indices(values, chosen or None, lambda n: f"{data}, example {n}", are_own=True)
     return indices, chosen or None

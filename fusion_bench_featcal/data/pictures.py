@@ -48,7 +48,7 @@ def resolve_file(home: Path, value: object) -> Any:
 def refuse_depth(picture: Image.Image) -> None:
     """Refuse a picture with more than 8 bits per channel, without reading its pixels."""
     if picture.mode.startswith(("I", "F")):
-        raise ValueError(f"mode {picture.mode}: store 8 bits per channel")
+        raise ValueError(f"mode {picture.mode}: store it with 8 bits per channel")
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
@@ -80,7 +80,7 @@ def read_image(value: object, item: str, read: Callable[[Image.Image], object] =
     value = _stored(value)
     if not isinstance(value, str | Path | bytes | Image.Image):
         raise CalibrationError(
-            f"{item}: not an image but {type(value).__name__}. Check "
+            f"{item}: expected an image, got {type(value).__name__}. Check "
             f"{user_term('image_column')}, or "
             "store PIL images, paths or the bytes of image files"
         )
@@ -140,9 +140,9 @@ def check_channels(processor: Any, channels: object, option: str) -> None:
     count = to_pixels(picture, processor, f"the image processor of {option}").shape[0]
     if count != channels:
         raise CalibrationError(
-            f"{option} takes images with num_channels={channels}, and its image processor gives "
-            f"{count} channels. Images are RGB, or gray if image_mean has one number: correct "
-            f"preprocessor_config.json"
+            f"{option} expects images with num_channels={channels}, but its image processor "
+            f"returns {count} channels. Images are RGB, or gray if image_mean has one number: "
+            "correct preprocessor_config.json"
         )
 
 

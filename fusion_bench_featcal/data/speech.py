@@ -57,13 +57,13 @@ def read_speech(rows: TextRows, index: int, home: Path) -> Speech:
     audio, text = (rows.columns.get(column, column) for column in COLUMNS)
     for column in (column for column in (audio, text) if not values.get(column)):
         raise CalibrationError(
-            f"{name}: no {column}. A row of speech needs audio and text: name their columns "
-            "by --columns audio=COLUMN,text=COLUMN, or leave the row out"
+            f"{name}: no {column}. A speech example needs audio and text: name their columns "
+            "with --columns audio=COLUMN,text=COLUMN, or remove the example"
         )
     sound = resolve_file(home, values.pop(audio))
     needed = () if len(rows.columns) == len(COLUMNS) else _NEEDED
     for column in (column for column in needed if has_value(values.get(column))):
-        advice = "Name both columns by --columns audio=COLUMN,text=COLUMN to read no others"
+        advice = "Name both columns with --columns audio=COLUMN,text=COLUMN to read no others"
         raise column_error(name, column, "speech", advice)
     read = read_row(values, name, {"text": text})
     return Speech(replace(read, form="prompt", target=read.prompt), sound)
@@ -115,11 +115,11 @@ class SpeechBatches(MediaBatches):
         extra = Counter(filter(special.__contains__, labels)) - affixes
         names = " ".join(tokenizer.convert_ids_to_tokens([*extra]))
         limit = encoder.max_length or longest_text(tokenizer, encoder.positions)[0]
-        _refuse(row.text.name, "Change it, or leave the row out", {
+        _refuse(row.text.name, "Change it, or remove the example", {
             "the text is empty": not text.strip(),
-            f"the text contains special tokens ({names}), which the tokenizer writes itself": extra,
-            f"the text has {len(labels)} tokens, more than {limit}, the positions of the model or "
-            f"tokenizer, or {option('max_length')}": len(labels) > limit,
+            f"the text contains special tokens ({names}), which the tokenizer adds itself": extra,
+            f"the text has {len(labels)} tokens, more than {limit} (the limit of the model, the "
+            f"tokenizer or {option('max_length')})": len(labels) > limit,
         })  # fmt: skip
         return torch.tensor([labels])
 
@@ -137,9 +137,9 @@ class SpeechBatches(MediaBatches):
         rate, name = self.processor.sampling_rate, row.text.name
         wave = read_sound(row.audio, name, rate)
         longest = getattr(self.processor, "n_samples", len(wave))  # Whisper's cuts what is longer
-        _refuse(name, "Cut sound and text, or leave the row out", {
-            f"the sound has {len(wave) / rate:.1f} s, more than the {longest / rate:g} s that the "
-            "feature extractor reads": len(wave) > longest
+        _refuse(name, "Shorten sound and text, or remove the example", {
+            f"the sound lasts {len(wave) / rate:.1f} s, but the feature extractor reads only "
+            f"{longest / rate:g} s": len(wave) > longest
         })  # fmt: skip
         return wave
 
@@ -182,7 +182,7 @@ def read_sound(audio: Any, name: str, rate: int) -> Any:
     is_usual = 1_000 <= stored_rate <= 192_000 and steps <= 50_000
     _refuse(f"{name}: {file}", "Repair or remove it", {
         "it has no sound": not len(wave),
-        f"it has {fraction:.0%} of the sound that its header promises": fraction < 0.99,
+        f"it has only {fraction:.0%} of the sound that its header declares": fraction < 0.99,
         f"it has an unusual sampling rate, {stored_rate} Hz": not is_usual,
     })  # fmt: skip
     return resample_poly(wave.mean(axis=1), rate, stored_rate)

@@ -50,7 +50,7 @@ def require_indexable(rows: object, name: str) -> None:
     if not has_items or isinstance(rows, str | Mapping):
         content = f" of {', '.join(map(str, rows))}" if isinstance(rows, Mapping) else ""
         raise CalibrationError(
-            f"{name}: a dataset with a length and numbered items is needed, got a "
+            f"{name}: expected a dataset with a length and an index, got a "
             f"{type(rows).__name__}{content}. Set its _target_, one split, or streaming=false"
         )
 
@@ -114,7 +114,7 @@ def load_saved(folder: Path, split: str | None, usual_split: str | None) -> data
     except (OSError, ValueError) as error:
         tables = sorted(file.name for file in folder.iterdir() if file.suffix in TABLES)
         hint = f"; name one of its tables {', '.join(tables)}" if tables else ""
-        raise ValueError(f"data {str(folder)!r} is no saved dataset ({error}){hint}") from error
+        raise ValueError(f"data {str(folder)!r} is not a saved dataset ({error}){hint}") from error
     if isinstance(loaded, datasets.Dataset):
         if split is not None and split != loaded.split:
             raise ValueError(
@@ -126,7 +126,7 @@ def load_saved(folder: Path, split: str | None, usual_split: str | None) -> data
     if split is None or split not in loaded:
         names = " or ".join(sorted(map(str, loaded)))
         raise ValueError(
-            f"data {str(folder)!r} has splits: name one by {user_term('split')}, {names}, not "
+            f"data {str(folder)!r} has splits: choose one with {user_term('split')}, {names}, not "
             f"{split!r}"
         )
     return loaded[split]
@@ -159,7 +159,9 @@ def read_rows(file: Path, split: str | None) -> FileRows | datasets.Dataset:
     """
     ending = file.suffix.lower()
     if ending not in TABLES:
-        raise ValueError(f"data {str(file)!r}: tables end in {', '.join(TABLES)}, got {ending!r}.")
+        raise ValueError(
+            f"data {str(file)!r}: names of tables end in {', '.join(TABLES)}, got {ending!r}."
+        )
     if split is not None:
         raise ValueError(
             f"data {str(file)!r} is one table without splits: remove split ({split!r}) and name "
@@ -185,7 +187,7 @@ def _read_utf8(file: Path) -> str:
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {line} is not in UTF-8: save it in this encoding") from error
+        raise ValueError(f"line {line} is not UTF-8: save the file in this encoding") from error
 
 
 def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, object]]]:
@@ -194,7 +196,7 @@ def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, object]]]:
     if len(set(names)) < len(names):
         raise ValueError("line 1 names a column twice")
     if len(names) == 1 and (mark := next((m for m in _SEPARATORS if m in names[0]), "")):
-        raise ValueError(f"line 1 separates columns by {mark!r}, and CSV by commas: convert it")
+        raise ValueError(f"line 1 separates columns with {mark!r}, CSV needs commas: convert it")
     try:
         for values in reader:
             if values and len(values) != len(names):
@@ -208,12 +210,12 @@ def _csv_rows(text: str) -> Iterator[tuple[str, dict[str, object]]]:
 
 def _json_rows(text: str) -> Iterator[tuple[str, dict[str, object]]]:
     if text.lstrip().startswith("["):
-        numbered = ((f"item {index}", row) for index, row in enumerate(parse_sample(text)))
+        numbered = ((f"example {index}", row) for index, row in enumerate(parse_sample(text)))
     else:
         numbered = _json_lines(text)
     for place, row in numbered:
         if not isinstance(row, dict):
-            raise ValueError(f"{place} is no object, but {type(row).__name__}")
+            raise ValueError(f"{place} is of type {type(row).__name__}, not an object")
         yield place, row
 
 
@@ -238,7 +240,7 @@ def load_from_hub(name: str, source: Path, split: str | None) -> datasets.Datase
     if split is None or is_file_name or "/" in config or not can_be_hub_id(repository):
         raise ValueError(
             f"data {name!r} is neither a file nor a folder at {source.absolute()}: correct the "
-            "path, or, if it is the id of a hub dataset, name its split by "
+            "path, or, if it is the id of a hub dataset, name its split with "
             f"{user_term('split')} (often train or test)"
         )
     return load_hub_split(repository, config or None, split)
@@ -257,7 +259,9 @@ def load_hub_split(path: str, config: str | None, split: str) -> datasets.Datase
         CalibrationError: If it cannot be loaded.
     """
     if has_magic(path) and Path(path).expanduser().is_dir():
-        raise ValueError(f"data {path!r}: rename the folder: *, ? and [ would be a pattern")
+        raise ValueError(
+            f"data {path!r}: rename the folder, because *, ? and [ would be read as a pattern"
+        )
     name = path if config is None else f"{path}:{config}"
     try:
         loaded = patiently(partial(datasets.load_dataset, path, config, split=split))

@@ -56,7 +56,7 @@ def render(tokenizer: Any, turns: list[Turn], name: str, **values: object) -> st
     except Exception as error:  # a template may raise any error
         raise CalibrationError(
             f"{name}: the tokenizer's chat template cannot be used: {first_line(error)}. "
-            "Correct the row, or give a tokenizer with another template"
+            "Correct the example, or give a tokenizer with another template"
         ) from error
 
 
@@ -77,7 +77,7 @@ def _make_limited_range() -> Callable[..., range]:
         nonlocal used
         used += len(numbers := range(*bounds))
         if used > _MAX_STEPS:
-            raise OverflowError(f"its loops count beyond {_MAX_STEPS:,}")
+            raise OverflowError(f"its loops have more than {_MAX_STEPS:,} iterations")
         return numbers
 
     return limited
@@ -107,13 +107,13 @@ def render_chat(tokenizer: object, text: Text) -> Chat:
         fewer = {name: value for name, value in text.values.items() if name != key}
         if rendered(turns, is_asked, fewer) == whole:
             raise CalibrationError(
-                f"{text.name}: the tokenizer's chat template does not show {key}. Leave the column "
-                "out, or give a tokenizer whose template shows them"
+                f"{text.name}: the tokenizer's chat template does not render {key}. Remove the "
+                "column, or give a tokenizer whose template renders it"
             )
     keys = dict.fromkeys(key for turn in turns for key in turn if key not in ("role", "content"))
     without = {key: [{k: turn[k] for k in turn if k != key} for turn in turns] for key in keys}
     hidden = [key for key in keys if rendered(without[key], is_asked) == whole]
-    unread = tuple(f"{key} of turns, which the template does not show" for key in hidden)
+    unread = tuple(f"{key} of turns, which the template does not render" for key in hidden)
     if text.target is None:
         return Chat(whole, None, unread)
     prompt = rendered(text.prompt, True)
@@ -121,8 +121,8 @@ def render_chat(tokenizer: object, text: Text) -> Chat:
         return Chat(prompt, "", unread)
     if not whole.startswith(prompt):
         raise CalibrationError(
-            f"{text.name}: the tokenizer's chat template renders the prompt differently once "
-            "there is an answer; give rows with prompt and target"
+            f"{text.name}: the tokenizer's chat template renders the prompt differently when an "
+            "answer follows; give examples with prompt and target"
         )
     return Chat(prompt, whole[len(prompt) :], unread)
 

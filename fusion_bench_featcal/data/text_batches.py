@@ -85,7 +85,7 @@ class TextBatches:
         """Return a sentence on inputs that are cut, or None if none is."""
         cut, texts = sum(sample.is_cut for sample in inputs), pluralize(self.samples, "text")
         limit = option("max_length", self.encoder.max_length)
-        return f"{cut} of {texts} are longer than {limit}, and cut" if cut else None
+        return f"{cut} of {texts} are longer than {limit} and are truncated" if cut else None
 
     def _with_warnings(self, inputs: list[Sample]) -> list[Sample]:
         """Warn once about unread keys and cut inputs. `featcal calibrate` shows notes instead."""

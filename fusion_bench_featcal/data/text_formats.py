@@ -46,7 +46,7 @@ NEEDED = (
     "paragraph", "story", *_MEDIA, *MASKS,
 )  # fmt: skip
 """Columns that change the model's input. An example with an unread value in one is refused."""
-_NO_TOWER = "The model reads texts alone: name one with a tower for it"
+_NO_TOWER = "This model reads only text: name one that has a tower for it"
 _HINTS: dict[str, str] = {**dict.fromkeys(_MEDIA, _NO_TOWER), **dict.fromkeys(MASKS, USE_LABELS)}
 
 
@@ -101,7 +101,7 @@ def read_row(
             would change the input in an unknown way.
     """
     if not isinstance(row, Mapping):
-        raise CalibrationError(f"{name}: a text is a mapping, got {type(row).__name__}")
+        raise CalibrationError(f"{name}: an example must be a mapping, got {type(row).__name__}")
     return _RowReader(row, name, columns or {}, reads_images).read()
 
 
@@ -135,7 +135,7 @@ class _RowReader:
     def read(self) -> Text:
         """Return the example, and refuse unread columns that would change it."""
         if is_left_out(self.values):
-            raise CalibrationError(f"{self.name}: weight 0 or label false. Remove the row")
+            raise CalibrationError(f"{self.name}: weight 0 or label false. Remove the example")
         for flag, yes in (("weight", ("1", "1.0")), ("label", ("true",))):
             if str(self.values.get(flag)).lower() in yes:
                 self.take(flag)  # the row counts, as it does without the column
@@ -190,8 +190,8 @@ class _RowReader:
         pair = self.as_text(pair, "text_pair") if pair else None
         if prompt is None and "text" not in self.values:
             raise CalibrationError(
-                f"{self.name}: a text is a row with prompt (and target), with messages, with text, "
-                f"or with input_ids; this one has {sorted(map(str, self.row))}"
+                f"{self.name}: an example needs prompt (and target), messages, text or input_ids; "
+                f"this one has {sorted(map(str, self.row))}"
             )
         if prompt is None:
             return Text(self.name, "text", self.as_text(self.take("text"), "text"), pair=pair)
@@ -227,7 +227,8 @@ class _RowReader:
         if str(target).isdecimal() and target not in (*texts, *letters):
             if not int(target) < len(lines):
                 raise CalibrationError(
-                    f"{self.name}: answer {target}, but there are {len(lines)} choices, from 0"
+                    f"{self.name}: the answer is {target}, but its {len(lines)} choices are "
+                    "numbered from 0"
                 )
             target = letters[int(target)]
         return "\n".join([f"{prompt}\n", *lines]), target
@@ -263,8 +264,8 @@ class _RowReader:
         images = [next(others, None) if image is None else image for image in self.images]
         if lacking := images.count(None):
             raise CalibrationError(
-                f"{self.name}: {lacking} parts mark the places of images that are missing. Give "
-                f"them in the column images, or in the parts: {PART_FORM}"
+                f"{self.name}: {lacking} parts stand for images that are missing. Give the images "
+                f"in the column images, or in the parts: {PART_FORM}"
             )
         return *images, *others
 
@@ -285,8 +286,9 @@ class _RowReader:
         needed = [n for n in changing if n not in self.used and has_value(self.values.get(n))]
         if needed:
             as_chat = needed[0] in _CHAT_COLUMNS and text.form != "chat"
-            advice = "Write the row as messages" if as_chat else "Write it into the text"
+            advice = "Write the example as messages" if as_chat else "Write it into the text"
             advice = _HINTS.get(needed[0], advice)
-            raise column_error(self.name, self.names[needed[0]], f"a {text.form}", advice)
+            place = text.form if text.form == "tokens" else f"a {text.form}"
+            raise column_error(self.name, self.names[needed[0]], place, advice)
         unread = tuple(str(n) for n, v in self.row.items() if has_value(v) and n not in columns)
         return replace(text, columns=tuple(columns), unread=unread, images=images)

@@ -78,7 +78,7 @@ class TextRows:
     def row_name(self, index: int) -> str:
         """Return an example's name in messages: its line in a file, or its position."""
         position = self._positions[index]
-        place = f"item {position}" if self._places is None else self._places[position]
+        place = f"example {position}" if self._places is None else self._places[position]
         return f"{self.name}, {place}"
 
     def read(self, index: int) -> Text:

@@ -91,8 +91,8 @@ class TextEncoder:
         most, limit = longest_text(self.tokenizer, self.positions)
         if self.max_length is not None and self.max_length > most:
             raise CalibrationError(
-                f"{option('max_length', self.max_length)} is more than {most} tokens, {limit}: "
-                "lower it"
+                f"{option('max_length', self.max_length)} is more than {most} tokens, {limit}. "
+                "Lower it"
             )
 
     def sample(self, text: Text) -> Sample:
@@ -160,13 +160,13 @@ class TextEncoder:
     def _tokenize(self, text: Text) -> _TokenizedText:
         """Return prompt and target of a text in token ids, before truncation."""
         if text.pair is not None and self.generates_text:
-            raise CalibrationError(f"{text.name}: text_pair is for classifiers. Leave it out")
+            raise CalibrationError(f"{text.name}: only classifiers read text_pair. Leave it out")
         steps = {"tokens": self._read_ids, "chat": self._tokenize_chat}
         tokens = steps.get(text.form, self._tokenize_plain)(text)
         is_blank = isinstance(text.prompt, str) and not f"{text.prompt}{text.pair or ''}".strip()
         if is_blank or not self._has_words(tokens.prompt.ids):
             raise CalibrationError(
-                f"{text.name}: the text is empty, or padding alone. Remove the row"
+                f"{text.name}: the text is empty, or consists of padding. Remove the example"
             )
         return tokens
 
@@ -178,7 +178,7 @@ class TextEncoder:
         if self.is_encoder_decoder or not getattr(self.tokenizer, "chat_template", None):
             raise CalibrationError(
                 f"{text.name}: messages need a decoder-only model or classifier and a tokenizer "
-                "with a chat template; give rows with prompt and target, or "
+                "with a chat template; give examples with prompt and target, or "
                 f"{user_term('template')}"
             )
         chat = render_chat(self.tokenizer, text)
@@ -208,7 +208,7 @@ class TextEncoder:
         """Refuse a target without content."""
         if tokens.target is not None and not self._has_words(tokens.labels or tokens.target):
             raise CalibrationError(
-                f"{name}: the target is empty. Give it a text, leave the row out, or use "
+                f"{name}: the target is empty. Add a text, remove the example, or use "
                 f"{option('calibration_targets', 'generated')}"
             )
 
@@ -229,10 +229,10 @@ class TextEncoder:
     def _refuse_long(self, length: int, limit: int, name: str) -> None:
         if self.max_length is None and length > limit and limit < NO_LIMIT:
             answer = self._limit - limit
-            answer = f", with {answer} for the answer" if answer else ""
+            answer = f", of which {answer} are for the answer" if answer else ""
             raise CalibrationError(
                 f"{name}: {length} tokens, but {longest_text(self.tokenizer, self.positions)[1]} "
-                f"is {self._limit}{answer}. {option('max_length')} cuts long texts"
+                f"is {self._limit}{answer}. {option('max_length')} truncates long texts"
             )
 
 
@@ -346,8 +346,8 @@ class Seq2SeqTextEncoder(TextEncoder):
         """Refuse a missing or empty target, or one in another language than the answers."""
         if tokens.target is None:
             raise CalibrationError(
-                f"{name}: no target, which an encoder-decoder needs. Give the rows labels (or a "
-                f"target), or use {option('calibration_targets', 'generated')}"
+                f"{name}: an encoder-decoder needs a target, but the example has none. Add labels "
+                f"(or a target), or use {option('calibration_targets', 'generated')}"
             )
         super()._check_target(tokens, name)
         first = tokens.target[0]

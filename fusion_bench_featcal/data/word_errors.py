@@ -69,4 +69,4 @@ def speech_library(name: str) -> Any:
         return import_module(name)
     except (ImportError, OSError) as error:  # OSError without libsndfile
         advice = install_advice("'.[speech]'")
-        raise CalibrationError(f"sounds need {name}: {advice}") from error
+        raise CalibrationError(f"audio data needs {name}: {advice}") from error

@@ -60,7 +60,7 @@ def open_scorers(
             raise TypeError(f"{label}: name the texts of {unnamed[0]!r:.80}: {{'query': ...}}")
         scorer = encoder_scorer(merged, rows, lambda n, label=label: f"{label}[{n}]")  # type: ignore[misc]
         if isinstance(scorer, str):
-            raise ValueError(f"{label}: the examples cannot be scored, as {scorer}")
+            raise ValueError(f"{label}: the examples cannot be scored, because {scorer}")
         scorers[task] = scorer
     return scorers
 

@@ -13,9 +13,9 @@ def transformer_of(label: str, model: Encoder) -> Transformer:
     modules = [module for module in model.modules() if isinstance(module, Transformer)]
     if len(modules) != 1:
         kinds = [type(module).__name__ for module in model]
-        raise ValueError(f"{label} has {len(modules)} transformers, not exactly one, in {kinds}")
+        raise ValueError(f"{label} has {len(modules)} transformers in {kinds}, but needs one")
     if callable(getattr(modules[0].model, "merge_and_unload", None)):
-        raise ValueError(f"{label} has an adapter: put its merge_and_unload() in its place")
+        raise ValueError(f"{label} has an adapter: replace it with its merge_and_unload()")
     return modules[0]
 
 

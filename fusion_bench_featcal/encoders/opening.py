@@ -76,8 +76,8 @@ def open_like(reference: Encoder, label: str, model: object) -> Encoder:
     if differing := sorted(ids.items() ^ merged.items()):
         token = differing[0][0]
         raise ValueError(
-            f"{label} has another vocabulary than merged: {token!r} is token {ids.get(token)}, in "
-            f"merged {merged.get(token)}. Models that are merged need the tokenizer of one base"
+            f"{label} has a different vocabulary than merged: {token!r} is token {ids.get(token)}, "
+            f"but in merged {merged.get(token)}. Merged models must share the tokenizer of one base"
         )
     return model
 

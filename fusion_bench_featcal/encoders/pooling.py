@@ -47,8 +47,9 @@ class PooledEncoder:
 
     def _error(self, reason: str) -> CalibrationError:
         return CalibrationError(
-            f"{self.label} has {reason}: embeddings are one pooling ({', '.join(MODES)}) of an "
-            "encoder's tokens here. featcal calibrate takes all models of sentence-transformers"
+            f"{self.label} has {reason}, but this pool supports only one pooling "
+            f"({', '.join(MODES)}) of an encoder's tokens. featcal calibrate takes all "
+            "sentence-transformers models"
         )
 
     def tokenized(self, texts: Sequence[str]) -> dict[str, Tensor]:

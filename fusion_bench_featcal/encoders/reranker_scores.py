@@ -37,12 +37,12 @@ def reranker_scorer(
     are_pairs, classes = len(texts[0]) == 2, merged.num_labels
     if classes > 1:
         if not are_pairs or targets.kind == "none" or not targets.are_classes:
-            return f"the model chooses among {classes} classes, and its rows have none"
+            return f"the model chooses among {classes} classes, but its examples have none"
         return _pair_class_scorer(merged, texts, targets, row_name)
     if not are_pairs or targets.all_belong:
         return _reranking_scorer(texts)
     if targets.kind == "words":
-        return f"its column {targets.name} has words, and the model has one output, not classes"
+        return f"its column {targets.name} has words, but the model has one output and no classes"
     return jackknife_scorer(lambda model: _outputs(model, texts), targets, "pairs by their score")
 
 
@@ -59,7 +59,7 @@ def _pair_class_scorer(
     """Return the scorer of a reranker that chooses a class for each pair."""
     classes = [name for _, name in sorted(merged.transformers_model.config.id2label.items())]
     if targets.kind == "words" and are_unnamed(classes):
-        return f"its column {targets.name} has words, and the model's classes have no names"
+        return f"its column {targets.name} has words, but the model's classes have no names"
     numbers = class_indices(targets.values, classes, row_name, owner=" of the model", advice="")
 
     def evaluate(model: st.CrossEncoder) -> Score:
@@ -73,8 +73,8 @@ def _reranking_scorer(texts: Sequence[tuple[str, ...]]) -> EncoderScorer | str:
     samples = [sample for sample in _samples(texts) if len(sample) > 1]
     if len(samples) < 2:
         return (
-            f"fewer than 2 of its {len(texts)} rows have passages of other queries to compete with "
-            "(more rows by --eval)"
+            f"fewer than 2 of its {len(texts)} examples have passages of other queries to compete "
+            "with (give more with --eval)"
         )
 
     def evaluate(model: st.CrossEncoder) -> Score:
@@ -84,7 +84,9 @@ def _reranking_scorer(texts: Sequence[tuple[str, ...]]) -> EncoderScorer | str:
         ranks = torch.tensor([sum(not s < one for s in (one, *others)) for one, *others in scores])
         return mean_score((1 / ranks.double()) * (ranks <= RANKS), MRR)
 
-    others = f"up to {NEGATIVES} of other rows" if len(texts[0]) == 2 else "the row's negatives"
+    others = "the example's negatives"
+    if len(texts[0]) == 2:
+        others = f"up to {NEGATIVES} passages of other examples"
     measure = f"passages ranked before {others} (MRR@10)"
     return EncoderScorer(measure, evaluate)
 

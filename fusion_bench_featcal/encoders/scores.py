@@ -48,11 +48,11 @@ def encoder_scorer(
         ValueError: If an example has no label, but others have one.
     """
     if not rows:
-        return "it has no rows to score (--eval)"
+        return "it has no examples to score (give some with --eval)"
     texts = [tuple(row[name] for name in text_names(rows[0])) for row in rows]
     targets = Targets.of(rows, row_name)
     if targets.kind == "lists":
-        return f"its column {targets.name} has lists, not one value per row"
+        return f"its column {targets.name} has lists, not one value per example"
     methods = [method for method, _ in calls_of(merged, row_name(0), rows[0])]
     if isinstance(merged, st.CrossEncoder):
         return reranker_scorer(merged, texts, targets, row_name)
@@ -79,12 +79,12 @@ def class_name_scorer(
     targets = Targets.of(rows, row_name)
     names = sorted({*map(str, targets.values)})
     if targets.kind != "words" or len(names) < 2 or all(map(str.isdecimal, names)):
-        return "class names need at least two labels in words"
+        return "scoring by class names needs at least two labels in words"
     if not isinstance(names_by, st.SentenceTransformer | st.SparseEncoder):
-        return f"a {type(names_by).__name__} has no embeddings of class names"
+        return f"a {type(names_by).__name__} cannot embed class names"
     name, *more = text_names(rows[0])
     if more:
-        return "class names are for rows of one text"
+        return "scoring by class names needs examples with one text"
     ((method, _),), texts = calls_of(names_by, row_name(0), rows[0]), [row[name] for row in rows]
     numbers = torch.tensor([names.index(str(value)) for value in targets.values])
 
@@ -125,7 +125,10 @@ def _similarities(model: Any, first: object, second: object) -> Tensor:
 def _label_scorer(calls: Calls, targets: Targets) -> EncoderScorer | str:
     """Return a scorer in which each text is a query, and all other texts are the corpus."""
     if targets.kind == "none":
-        return "its rows are single texts without labels (labelled rows or pairs by --eval)"
+        return (
+            "its examples are single texts without labels (give labelled examples or pairs with "
+            "--eval)"
+        )
     measure = "texts whose nearest other text has the same label (accuracy@1, MRR@10)"
     belongs = _belongs(targets.values, range(len(targets.values)))
     itself = torch.eye(len(belongs), dtype=torch.bool)
@@ -182,8 +185,8 @@ def _retrieval_scorer(
     usable = belongs.any(1) & ~(belongs | itself).all(1)
     if usable.sum() < 2:
         return (
-            f"fewer than 2 of its {len(usable)} rows have both right and wrong texts to choose "
-            "from (more rows by --eval)"
+            f"fewer than 2 of its {len(usable)} examples have both right and wrong texts to choose "
+            "from (give more with --eval)"
         )
 
     def evaluate(model: Any) -> Score:

@@ -34,8 +34,8 @@ class Targets(NamedTuple):
                 continue
             if None in values:
                 raise ValueError(
-                    f"{row_name(values.index(None))} has no {name}, but other rows have one: "
-                    "give it, leave the row out, or evaluate nothing (--no-eval)"
+                    f"{row_name(values.index(None))} has no {name}, but other examples have one: "
+                    "add it, remove the example, or skip the evaluation (--no-eval)"
                 )
             kind = _kind(name, values)
             return cls(name, [*map(int, values)] if kind == "binary" else values, kind)
@@ -74,4 +74,4 @@ def too_few(targets: Targets) -> str | None:
     rows, alike = len(targets.values), max(Counter(targets.values).values())
     if rows >= 4 and rows - alike >= 2:
         return None
-    return f"too few of its {rows} rows differ in {targets.name} (more by --eval)"
+    return f"too few of its {rows} examples differ in {targets.name} (give more with --eval)"

@@ -38,7 +38,8 @@ def read_texts(
             raise TypeError(f"{name} must be a mapping of tasks, not a {type(values).__name__}")
     if not experts or {*experts} != {*texts}:
         raise ValueError(
-            f"experts are {list(experts)}, texts {list(texts)}: each expert needs texts"
+            f"there are texts for {list(texts)}, but experts {list(experts)}: each expert needs "
+            "texts"
         )
     calls = {task: dict[str, list[Any]]() for task in experts}
     for task, task_calls in calls.items():
@@ -58,7 +59,7 @@ def text_rows(label: str, rows: Any) -> list[Any]:
         rows = rows.to_dict("list")
     columns = rows.values() if isinstance(rows, Mapping) else ()
     if isinstance(rows, str) or any(isinstance(column, str) for column in columns):
-        raise TypeError(f"{label} is a single row, but must be a list: [row]")
+        raise TypeError(f"{label} is a single example, but must be a list: [example]")
     if columns:
         return [dict(zip(rows, row, strict=True)) for row in zip(*columns, strict=True)]
     return list(rows)
@@ -89,15 +90,15 @@ def columns_of(label: str, row: Any) -> dict[Any, str]:
         names = text_names(row)
         if unknown := [name for name in row if name not in (*names, *TARGET_COLUMNS)]:
             raise ValueError(
-                f"{label}[{unknown[0]!r}] has no known name of a text ({', '.join(TEXT_NAMES)}): "
-                "leave it out, or give the row as a tuple of its texts"
+                f"{label}[{unknown[0]!r}] is not a known name of a text ({', '.join(TEXT_NAMES)}): "
+                "leave it out, or give the example as a tuple of its texts"
             )
         columns = {name: row[name] for name in names}
     else:
         row = [row] if isinstance(row, str) or not isinstance(row, Iterable) else [*row]
         columns = dict(enumerate(row))
     if not columns:
-        raise TypeError(f"{label} is {row!r}, without a text")
+        raise TypeError(f"{label} is {row!r}, which contains no text")
     for name, value in columns.items():
         if not isinstance(value, str):
             raise TypeError(f"{label}[{name!r}] is {value!r}, not a text: leave it out")

@@ -58,8 +58,8 @@ def _known(error: BaseException) -> str | None:
     """Return what torch's error for ids outside a look-up table means, or that a library panics."""
     if isinstance(error, IndexError) and "out of range in self" in str(error):
         return (
-            f"an input is outside a table of the model ({error}). Check that token ids come from "
-            "the model's own tokenizer"
+            f"an input is outside one of the model's embedding tables ({error}). Check that token "
+            "ids come from the model's own tokenizer"
         )
     if type(error).__name__ == "PanicException":  # of libraries in Rust, such as tokenizers
         return f"a library has failed (PanicException: {first_line(error)})"

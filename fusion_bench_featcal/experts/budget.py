@@ -135,8 +135,8 @@ def limit_reads(
     read_plan = plan_reads(budget, {task: all_sizes[task] for task in tasks})
     if budget is not None and not read_plan.bytes:
         raise CalibrationError(
-            f"{option('expert_read_budget', budget)} is less than one module of one "
-            "expert: give more"
+            f"{option('expert_read_budget', budget)} is smaller than one module of one "
+            "expert: raise it"
         )
     for task, expert in experts.items():
         not_read = read_plan.omitted.get(task, ())

@@ -55,17 +55,17 @@ def check_same_function(
     if "model_type" in differing:
         kind, expected = differing["model_type"]
         raise CalibrationError(
-            f"{label} is a {kind!r} model, {other} a {expected!r} one: experts must share "
+            f"{label} is a {kind!r} model, but {other} is a {expected!r} model: experts must share "
             "its architecture. Check its folder"
         )
     text = str(parts)
     is_limit_read = "rope_theta" not in text or _WITH_LIMIT.search(text)
     if any(key.rpartition(".")[2] != _LIMIT or is_limit_read for key in differing):
-        pairs = [f"{key}={value!r} (there {ref!r})" for key, (value, ref) in differing.items()]
+        pairs = [f"{key}={value!r} instead of {ref!r}" for key, (value, ref) in differing.items()]
         raise CalibrationError(
-            f"{label} is another function than {other}, in whose modules its weights run: "
-            f"its config has {', '.join(pairs)}. Check its folder. To calibrate all "
-            "the same, write the other values into its config.json"
+            f"{label} computes a different function than {other} (differences: "
+            f"{', '.join(pairs)}), so its weights would run in the wrong architecture. Check its "
+            "folder. To calibrate it anyway, write the other values into its config.json"
         )
 
 

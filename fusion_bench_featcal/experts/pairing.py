@@ -64,8 +64,8 @@ def pair_names(
             )
         elif name not in optional:
             raise CalibrationError(
-                f"{label}: tensor {name!r} has shape {shape}, {owner}'s has {tuple(tensor.shape)}. "
-                f"{advice}"
+                f"{label}: tensor {name!r} has shape {shape}, but {owner}'s has "
+                f"{tuple(tensor.shape)}. {advice}"
             )
     return keys
 
@@ -83,8 +83,8 @@ def _find_keys(
         rows = [source.rows(n, 0, _ROWS) for n in found if tensors[name] is head]
         if any(not torch.equal(rows[0], other) for other in rows):
             raise CalibrationError(
-                f"{label} has two matrices, {' and '.join(sorted(found))}, which are one in "
-                f"{owner}: calibrate models of which all have tie_word_embeddings false, or none"
+                f"{label} has two matrices, {' and '.join(sorted(found))}, which are one matrix in "
+                f"{owner}: all models must have the same tie_word_embeddings"
             )
         keys[name] = next(iter(found), None)
     return keys
@@ -115,7 +115,7 @@ def refuse_more_blocks(
             if key != keys[name] and key in names:
                 raise CalibrationError(
                     f"{label} has the block {following}, which the merged model lacks: both must "
-                    "have equally many blocks"
+                    "have the same number of blocks"
                 )
 
 

@@ -73,7 +73,7 @@ class SafetensorsExpert(ExpertSource):
         except OSError as error:
             raise CalibrationError(f"{file} cannot be read: {error.strerror}") from error
         except Exception as error:  # safetensors raises its own class, not a built-in one
-            raise CalibrationError(f"{file} is no readable safetensors file: {error}") from error
+            raise CalibrationError(f"{file} is not a readable safetensors file: {error}") from error
         for name, stored in tensors.items():
             is_code = stored.dtype == "U8" and name.endswith(".weight")  # else a mask, as in GPT-2
             if is_code or stored.dtype not in DTYPES:
@@ -150,7 +150,7 @@ class SafetensorsExpert(ExpertSource):
                 is_same &= stream.readinto(content.numpy().data) == len(content)
         except OSError as error:
             raise CalibrationError(
-                f"{stored.file} could be read at the start of the run and no longer can: "
+                f"{stored.file} could be read at the start of the run, but no longer can be read: "
                 f"{error.strerror or error}"
             ) from error
         if not is_same:
@@ -188,7 +188,7 @@ def safetensors_files(path: Path) -> list[Path]:
     if path.is_file() or single.is_file():
         return [path if path.is_file() else single]
     if not index.is_file():
-        raise FileNotFoundError(f"{path} holds neither model.safetensors nor an index of shards")
+        raise FileNotFoundError(f"{path} has neither model.safetensors nor an index of shards")
     shards = shards_of(index)
     if missing := [shard for shard in shards if not (path / shard).is_file()]:
         raise CalibrationError(f"{path} lacks the shards {missing} that {index.name} names")
@@ -228,7 +228,7 @@ def refuse_code(folder: Path) -> None:
     """
     if (folder / _GENERATE).is_file():
         raise CalibrationError(
-            f"{folder} has {_GENERATE}: code beside a model is not run. Remove the file"
+            f"{folder} has {_GENERATE}: code in a model's folder is not run. Remove the file"
         )
 
 
@@ -253,14 +253,14 @@ def open_config(folder: Path) -> dict[str, object] | None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise CalibrationError(
             f"{file} has a quantization_config ({method}), and quantized weights cannot be "
-            "calibrated: save the model in bfloat16 (model.dequantize() of transformers), or "
-            "remove the key if the tensors of its files are plain"
+            "calibrated: save the model in bfloat16 (transformers' model.dequantize()), or "
+            "remove the key if the tensors in its files are not quantized"
         )
     if IS_RELEASE_4 and config.get("rope_parameters"):
         raise CalibrationError(
             f"{file} has rope_parameters, which were written by transformers 5 and which "
             f"{RELEASE} does not read. Install transformers 5, or write rope_theta and "
-            "rope_scaling in their place"
+            "rope_scaling instead"
         )
     types, kind = str(config.get("layer_types") or ""), str(config.get("model_type"))
     names = {*re.findall(r"\w+", types)} - {"full_attention"}

@@ -55,8 +55,9 @@ def notes_on_experts(models: Mapping[str, LazyModel], base: LazyModel) -> list[s
             )
         if distance > UNRELATED:
             notes.append(
-                f"{label} may not be tuned from this base: on a sample of weights it lies "
-                f"{distance:.2f} times the base's norm away (tuned models: below 0.5)"
+                f"{label} may not be fine-tuned from this base: on a sample of weights, its "
+                f"distance from the base is {distance:.2f} times the base's norm (fine-tuned "
+                "models: below 0.5)"
             )
     return notes
 

@@ -158,8 +158,8 @@ def source_of(model: nn.Module | ExpertSource) -> ExpertSource:
         return InMemoryExpert(model)
     if not isinstance(model, ExpertSource):
         raise CalibrationError(
-            f"a {type(model).__name__} is no model: give a module, or a class of your own derived "
-            "from ExpertSource"
+            f"a {type(model).__name__} is not a model: give a module, or an instance of your own "
+            "class derived from ExpertSource"
         )
     return model
 

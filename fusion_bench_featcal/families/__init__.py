@@ -82,9 +82,9 @@ def resolve_family(family: Any, model: nn.Module) -> Family:
     if find_stages(model):
         return ENCODER_DECODER if is_encoder_decoder(model) else STACK
     raise ValueError(
-        f"{option('family', 'auto')} does not know {type(model).__name__} (model type "
-        f"{model_type!r}), and no list of modules clearly holds its blocks. Name the "
-        "blocks in a list, or a family of your own (docs/models.md)"
+        f"{option('family', 'auto')} does not support {type(model).__name__} (model type "
+        f"{model_type!r}), because no list of modules clearly holds its blocks. Give the names "
+        "of the blocks, or a family of your own (docs/howto/own-family.md)"
     )
 
 
@@ -116,5 +116,5 @@ def _family_of_target(_target_: Any, **options: Any) -> Family:
     except Exception as error:  # a user's class may raise anything
         raise ValueError(f"{option('family')}: {_target_}: {error}") from error
     if not isinstance(family, Family):
-        raise ValueError(f"{option('family')}: {_target_} made {family!r}, which is no Family")
+        raise ValueError(f"{option('family')}: {_target_} made {family!r}, which is not a Family")
     return family

@@ -119,8 +119,8 @@ def stages_of(family: Family, model: nn.Module) -> list[list[str]]:
     stages = family.stages(model)
     if not stages or not all(isinstance(stage, list | tuple) and stage for stage in stages):
         raise CalibrationError(
-            f"{option('family', family.name)}: stages gives {stages!r}, but must give one list of "
-            "names for each stage, [[block, ...], ...]"
+            f"{option('family', family.name)}: stages returned {stages!r}, but must return one "
+            "list of names for each stage, [[block, ...], ...]"
         )
     modules = [name for name, _ in model.named_modules()]
     for block in (block for stage in stages for block in stage):
@@ -238,7 +238,7 @@ def hidden_output(output: Any) -> Tensor:
     elif isinstance(output, tuple | list):
         output = output[0]
     if not isinstance(output, Tensor):
-        raise TypeError(f"a block returned {type(output).__name__} in place of hidden features")
+        raise TypeError(f"a block returned {type(output).__name__} instead of hidden features")
     return output
 
 
@@ -254,8 +254,8 @@ def mask_named(inputs: Any, name: str | None) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise CalibrationError(
-            f"the input {name!r} is {shape}, but a mask of padding is [batch, positions]. Give "
-            "such a mask"
+            f"the input {name!r} is {shape}, but a padding mask must have the shape [batch, "
+            "positions]"
         )
     return mask
 

@@ -51,7 +51,7 @@ def compare_with_model(
         if family.compared and (reason := _difference(family, model, stages, inputs)):
             raise CalibrationError(
                 f"{option('family', family.name)}: the blocks of {type(model).__name__} cannot "
-                f"be run one by one: {reason}. Write or correct a family (docs/models.md)"
+                f"be run one by one: {reason}. Write or correct a family (docs/howto/own-family.md)"
             )
         return needs_first and family.reads_first(model, inputs)
 
@@ -69,22 +69,25 @@ def _difference(
         if "out of range in self" in str(error):  # tokens that do not fit have a message
             raise
         _block_outputs(model, blocks, inputs)  # raises if the model itself cannot take them
-        return f"it does not run without its blocks, or they fail alone ({error})"
+        return f"it does not run without its blocks, or a block fails on its own ({error})"
     expected = _block_outputs(model, blocks, inputs)
     if (run := [name for name, _ in expected]) != [*alone]:
         return f"it runs {run}, not each of {[*alone]} once, in this order"
     for block, right in expected:
         hidden = alone[block]
         if right.shape != hidden.shape:
-            return f"{block} gives {tuple(hidden.shape)} alone and {tuple(right.shape)} in place"
+            return (
+                f"{block} returns {tuple(hidden.shape)} on its own but {tuple(right.shape)} in the "
+                "model"
+            )
         if not right.isfinite().all():
             return None  # calibration raises a better message
         gap = float((hidden - right).double().norm() / right.double().norm().clamp_min(1e-30))
         if not gap <= max(_ROUNDING, 4 * torch.finfo(right.dtype).eps):
             return (
-                f"alone, {block} gives features {gap:.1e} (relative) away from those in the "
-                "model's own forward pass, so that it depends on more than the output of the block "
-                "before it, or another module, such as an activation, runs between them"
+                f"on its own, {block} returns features that differ by {gap:.1e} (relative) from "
+                "those in the model's forward pass. It depends on more than the output of the "
+                "block before it, or another module, such as an activation, runs between them"
             )
     return None
 
@@ -113,7 +116,7 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
     outputs: list[tuple[str, Tensor]] = []
 
     def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        remedy = "Write a family for such blocks (docs/models.md)"
+        remedy = "Write a family for such blocks (docs/howto/own-family.md)"
         with error_context(type(model).__name__, name, cause=message_of(TypeError), remedy=remedy):
             outputs.append((name, hidden_output(output).clone()))
         if len(outputs) > len(blocks):  # a block runs again
@@ -143,7 +146,7 @@ def _block_outputs(model: nn.Module, blocks: list[str], inputs: Any) -> list[tup
             if len(outputs) < len(blocks):  # else it fails after them, where nothing is calibrated
                 raise CalibrationError(
                     f"{type(model).__name__}.forward fails on a batch ({type(error).__name__}: "
-                    f"{error}). The entries of a mapping are its keywords, those of a tuple its "
-                    "arguments, in batches: leave labels out"
+                    f"{error}). A mapping is passed as keyword arguments, a tuple as positional "
+                    "arguments, both in batches: leave labels out"
                 ) from error
     return outputs

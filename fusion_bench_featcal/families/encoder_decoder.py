@@ -74,8 +74,8 @@ class EncoderDecoder(EveryPosition):
             return mask
         if not torch.all(mask > 0):
             raise CalibrationError(
-                f"the {model.main_input_name} of {type(model).__name__} are padded, and its blocks "
-                "have other positions than these: give batches of one length or of one sample"
+                f"the {model.main_input_name} of {type(model).__name__} are padded, but its blocks "
+                "have other positions: give batches of one length or of one sample"
             )
         return None
 

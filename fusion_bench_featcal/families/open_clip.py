@@ -163,6 +163,6 @@ def _check(name: str, attention: Any, stack: nn.Module) -> None:
         )
     if not attention.batch_first and not hasattr(stack, "batch_first"):
         raise CalibrationError(
-            f"module {name} has its batch in second place and {type(stack).__name__} no "
-            "batch_first to change that; open_clip_torch 2.26 or newer has"
+            f"module {name} expects the batch in the second dimension, and {type(stack).__name__} "
+            "has no batch_first to change this. Install open_clip_torch 2.26 or newer"
         )

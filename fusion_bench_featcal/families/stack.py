@@ -101,7 +101,7 @@ class Stack(Family):
         if not stages or not all(stages):
             raise CalibrationError(
                 f"{option('family', self.name)} finds no blocks in {type(model).__name__}: it has "
-                f"no {lacks}. Choose another family, or write one (docs/models.md)"
+                f"no {lacks}. Choose another family, or write one (docs/howto/own-family.md)"
             )
         return [*stages, *([name] for name in self.tail)]
 
@@ -123,14 +123,14 @@ class Stack(Family):
         if list(calls) != stages[index]:
             raise CalibrationError(
                 f"{option('family', self.name)}: {type(model).__name__} runs {list(calls)}, not "
-                f"each of {stages[index]} once, in this order: name blocks that run, or another "
-                "family"
+                f"each of {stages[index]} once, in this order. Name blocks that run, or choose "
+                "another family"
             )
         hidden, mask = calls[block].hidden, self.masks(model, inputs, index, "all").get("")
         if mask is not None and hidden.shape[:-1] != mask.shape:
             raise CalibrationError(
                 f"block {block} of {type(model).__name__} receives features {tuple(hidden.shape)}, "
-                f"which do not fit its mask of padding {tuple(mask.shape)}: "
+                f"which do not fit its padding mask {tuple(mask.shape)}: "
                 f"{_cause_of_positions(hidden, mask)}"
             )
         args = {name: call.args for name, call in calls.items()}
@@ -212,7 +212,7 @@ class Stack(Family):
         ids = inputs.get("input_ids")
         if isinstance(ids, Tensor) and ids.shape != labelled.shape:
             raise CalibrationError(
-                f"labels have the shape {tuple(labelled.shape)}, and input_ids {tuple(ids.shape)}: "
+                f"labels have the shape {tuple(labelled.shape)}, but input_ids {tuple(ids.shape)}: "
                 "give a label for each token, -100 where there is none"
             )
         predicts = torch.zeros_like(labelled)
@@ -302,6 +302,6 @@ def _cause_of_positions(hidden: Tensor, mask: Tensor) -> str:
     if hidden.ndim == 2 or len(hidden) == 1 < len(mask):
         return "the model may remove padding. Load it with attn_implementation=sdpa"
     return (
-        "it pads or shortens texts, or exchanges dimensions, so that padding is not known there. "
+        "it pads or shortens texts, or swaps dimensions, so that its padded positions are unknown. "
         "Such a model cannot be calibrated"
     )

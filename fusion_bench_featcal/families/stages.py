@@ -33,7 +33,7 @@ class Stages(Family):
                 return [names]
         raise CalibrationError(
             f"{option('family', 'stages')} does not fit {type(model).__name__}, which is not "
-            "built like a ResNet, ConvNeXt or SegFormer. Write a family (docs/models.md)"
+            "built like a ResNet, ConvNeXt or SegFormer. Write a family (docs/howto/own-family.md)"
         )
 
     def begin(self, model: nn.Module, inputs: Any, block: str, ended: Any = None) -> Call:

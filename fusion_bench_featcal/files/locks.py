@@ -72,7 +72,7 @@ def _locked(file: Path, option: str, target: Path, names: str) -> Iterator[None]
                 "another folder"
             ) from error
         except OSError as error:
-            warning = "%s %s cannot be locked (%s): start no second run with it"
+            warning = "%s %s cannot be locked (%s): do not start a second run with it"
             log.warning(warning, option, target, error)
         try:
             if lock.is_locked:

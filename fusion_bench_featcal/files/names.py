@@ -28,7 +28,7 @@ def refuse_unusable_names(
         is_usable = _USABLE.fullmatch(name) and len(name.encode()) <= _MOST_BYTES
         if not is_usable or name.casefold() in taken:
             raise ValueError(
-                f"{setting}: {name[:100]!r} cannot name a file, or is taken. Choose a name of at "
-                f"most {_MOST_BYTES} bytes of letters, digits and signs such as _ and -"
+                f"{setting}: {name[:100]!r} cannot be a file name, or is already used. Choose a "
+                f"name of at most {_MOST_BYTES} bytes of letters, digits and signs such as _ and -"
             )
         taken.add(name.casefold())

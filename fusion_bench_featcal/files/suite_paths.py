@@ -46,7 +46,7 @@ def suite_path(relative: str) -> str:
     root = suite_root()
     resolved = (root / relative).resolve()
     if not resolved.is_relative_to(root):
-        raise ValueError(f"suite path {relative!r} leaves the suites' folder {root}")
+        raise ValueError(f"suite path {relative!r} is outside the suites' folder {root}")
     if not resolved.exists():
         folder = next(parent for parent in resolved.parents if parent.is_dir())
         existing = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
@@ -79,7 +79,7 @@ def weights_path(name: str) -> str:
         is_made = name == SPEECH_MODEL
         words = "make_speech.py FOLDER" if is_made else f"fetch_weights.py FOLDER {name}"
         raise FileNotFoundError(
-            f"no pretrained weights {name!r} in the folder {root}: fetch them by `python "
+            f"no pretrained weights {name!r} in the folder {root}: fetch them with `python "
             f"scripts/{words}` in a source checkout, and set {WEIGHTS_VARIABLE}=FOLDER"
         )
     return str(root / name)

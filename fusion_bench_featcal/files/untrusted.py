@@ -16,7 +16,7 @@ def pointer_text(file: Path) -> str | None:
     """Return a text on a file of git-lfs that has no content, or None for other files."""
     if file.stat().st_size > _POINTER_BYTES or not file.read_bytes().startswith(_POINTER):
         return None
-    return f"{file} is a pointer of git-lfs, not the file it names: run git lfs pull in the folder"
+    return f"{file} is a git-lfs pointer, not the file itself: run git lfs pull in the folder"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     content = parse_json(path.read_bytes(), path)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it is no mapping")
+        raise ValueError(f"{path} is damaged: it is not a mapping")
     return content
 
 
@@ -75,7 +75,7 @@ class _Loader(yaml.SafeLoader):
         names = set[str]()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in names:
-                problem = f"the key {key.value!r} stands twice"
+                problem = f"the key {key.value!r} appears twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             names.add(str(key.value))
         return node
@@ -103,4 +103,4 @@ def parse_yaml(text: str) -> object:
 
 
 def _refuse(text: str) -> object:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")

@@ -4,8 +4,9 @@ If a named file or model is missing or does not fit, all functions here raise a 
 names the option. If a calibration cannot go on, they raise a CalibrationError.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 if TYPE_CHECKING:
     from fusion_bench_featcal.folders.request import Request
@@ -14,7 +15,37 @@ if TYPE_CHECKING:
 __all__ = ["calibrate_folder"]
 
 
-def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
+Location = str | Path
+"""A file or folder, or an id of the hub."""
+
+
+class FolderOptions(TypedDict, total=False):
+    """The options of `Request` as typed keywords of `calibrate_folder`."""
+
+    config: Location | None
+    merge: str | None
+    base: Location | None
+    expert: Mapping[str, Location]
+    data: Mapping[str, Location]
+    columns: Mapping[str, str]
+    eval: Mapping[str, Location]
+    eval_rows: int
+    no_eval: bool
+    out: Location | None
+    strict: bool
+    preset: str
+    set: Mapping[str, Any]
+    tokenizer: Location | None
+    chat_template: Location | None
+    text_tower: Location | None
+    prompt: Mapping[str, str]
+    device: str
+    push: str | None
+    plan: bool
+    resume: bool
+
+
+def calibrate_folder(merged: Location | None = None, **options: Unpack[FolderOptions]) -> Path:
     """Calibrate a merged model in a folder or on the hub: `featcal calibrate` in Python.
 
     Args:
@@ -30,6 +61,15 @@ def calibrate_folder(merged: str | Path | None = None, **options: Any) -> Path:
         ValueError: If an option is unknown, or models or data do not fit.
         CalibrationError: If a model is missing, or the calibration cannot go on. Finished blocks
             are not removed. The messages of both errors name the command's options.
+
+    Example:
+        >>> calibrate_folder(
+        ...     "merged",
+        ...     base="base",
+        ...     expert={"math": "models/math", "code": "models/code"},
+        ...     data={"math": "math.jsonl", "code": "code.jsonl"},
+        ...     out="repaired",
+        ... )
     """
     from fusion_bench_featcal.folders.read_request import read_request
 

@@ -46,8 +46,8 @@ def calibration_inputs(recipe: str | Path, **options: Any) -> dict[str, list[Any
         raise ValueError(f"{recipe} has no --data: its model was merged without samples")
     if changed := changed_inputs(folder / REPORT, data_digests(request)):
         raise ValueError(
-            f"{', '.join(changed)} changed since the repair in {folder}, which read other samples: "
-            "restore the former data"
+            f"{', '.join(changed)} changed since the repair in {folder}: restore the data that the "
+            "repair used"
         )
     with quiet():
         tasks = open_models_and_data(InputModels(request)).tasks

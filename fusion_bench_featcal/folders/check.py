@@ -88,8 +88,8 @@ def check_merge(
     if recipe.obstacle:
         verb = "may be"
         sentences.append(
-            f"{recipe.obstacle} cannot be replayed: compared only names, shapes, tokenizers, chat "
-            "templates, end tokens and generation configs"
+            f"{recipe.obstacle} cannot be replayed, so only names, shapes, tokenizers, chat "
+            "templates, end tokens and generation configs were compared"
         )
     return [*sentences, f"the merge {verb if is_right else 'is not'} {said}"], is_right
 
@@ -139,12 +139,13 @@ def _examine_tensors(
     lacking = {n: [models[p].name for p, has in keys.items() if n not in has] for n in tensors}
     for name in tensors.keys() - own_keys.keys():
         if len(lacking[name]) < len(models):
-            yield name, "are missing, or have another shape than config.json says"
+            yield name, "are missing, or have a different shape than config.json says"
     for key, name in sorted({key: name for name, key in own_keys.items()}.items()):
         if name.endswith(VOCABULARY) and recipe.allows_change("vocabulary"):
             yield name, None
         elif lacking[name]:
-            yield name, f"are missing in {', '.join(lacking[name])}, or have another shape there"
+            lacking_models = ", ".join(lacking[name])
+            yield name, f"are missing in {lacking_models}, or have a different shape there"
         else:
             found = {place: s.tensor(keys[place][name]) for place, s in sources.items()}
             adapted = {place for place in found if models[place].is_adapter}
@@ -165,7 +166,7 @@ def _examine(
         names: All tensors of the merged model.
     """
     if not all_finite(merged):
-        return "have NaN or infinity"
+        return "have NaN or infinite values"
     if recipe.obstacle or not merged.is_floating_point():  # mergekit copies integers
         are_equal = (torch.equal(merged, tensor) for tensor in tensors.values())
         return None if recipe.obstacle or any(are_equal) else "are in none of the models"

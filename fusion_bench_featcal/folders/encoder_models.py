@@ -140,7 +140,7 @@ class EncoderModels(Models):
             if not model.is_adapter:
                 experts[task] = self._open(model, reference)
             elif self.base is None:
-                raise ValueError(f"{model.label} is an adapter: name its base by --base DIR")
+                raise ValueError(f"{model.label} is an adapter: name its base with --base DIR")
             else:
                 experts[task] = with_adapter(self.base, model.label, model.folder)
         return experts
@@ -157,9 +157,9 @@ class EncoderModels(Models):
         inside = {id(tensor) for tensor in transformer_of(merged.label, module_donor).parameters()}
         if outside := [name for name, t in module_donor.named_parameters() if id(t) not in inside]:
             raise ValueError(
-                f"{merged.label} has no modules.json, and lacks {outside[0]} of "
-                f"{self.module_donor.folder}, which mergekit does not merge: merge by "
-                f"{type(module_donor).__name__}.merge of sentence-transformers, or give --merge HOW"
+                f"{merged.label} has no modules.json and lacks {outside[0]} of "
+                f"{self.module_donor.folder}, which mergekit does not merge: merge with "
+                f"sentence-transformers' {type(module_donor).__name__}.merge, or give --merge HOW"
             )
         return with_weights(module_donor, merged)
 

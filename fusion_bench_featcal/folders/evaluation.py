@@ -25,20 +25,20 @@ from fusion_bench_featcal.results.sentences import RARELY
 from fusion_bench_featcal.run.processes import Processes
 
 _Scores = Mapping[str, Score]
-_ADVICE = "Try more samples (--set samples_per_task=N), {}, or leaving their experts out"
+_ADVICE = "Try more samples (--set samples_per_task=N), {}, or leave out the experts of these tasks"
 _NOT_EXPERTS = (
     "experts no better than the merged model on their own examples: {}. Check --tokenizer, "
-    "--chat-template, the labels, and that --data and --expert are of the same task"
+    "--chat-template, the labels, and that --data and --expert belong to the same task"
 )
 _LOW_SCORE_WARNING = (
-    "fewer than a tenth of their own examples are right for the experts of {}: check --tokenizer, "
+    "the experts answer fewer than a tenth of their own examples correctly: {}. Check --tokenizer, "
     "labels or targets, and for language models --chat-template and how prompts end"
 )
 _UNREADABLE = 8.0
 """Loss of the merged model on general sentences from which on it cannot read English."""
 _UNENDED = (
-    "{} of {} of the expert of {} are right but for the end token, which it does not write: train "
-    "it with the end token of --tokenizer, or name the tokenizer of its training"
+    "{} of {} of the expert of {} are right except for the end token, which it does not generate. "
+    "Train it with the end token of --tokenizer, or give the tokenizer that it was trained with"
 )
 
 
@@ -214,10 +214,10 @@ class Evaluation:
         if held_out := [task for task in tasks if task in scored - self.request.eval.keys()]:
             yield (
                 f"test examples of {', '.join(held_out)} were held out from --data, so they cannot "
-                "show how the models do on other data (--eval NAME=FILE)"
+                "show how the models do on other data (give some with --eval NAME=FILE)"
             )
         if repeating := [name for name, task in tasks.items() if task.has_repeats]:
-            yield f"test examples repeat samples: {', '.join(repeating)}"
+            yield f"some test examples are also samples: {', '.join(repeating)}"
         if unscored := [name for name in tasks if name not in scored]:
             yield f"not scored: {', '.join(unscored)}"
 

@@ -100,8 +100,8 @@ def _read_labels(
     labels: list[Any] = [items.read(index)[1] for index in subset.indices]
     if None in labels:
         raise ValueError(
-            f"{subset.option}: images without labels cannot be evaluated: put them into one folder "
-            "per class, name the column (--columns label=NAME), or give --no-eval"
+            f"{subset.option}: images without labels cannot be evaluated. Put them into one folder "
+            "per class, name the label column (--columns label=NAME), or give --no-eval"
         )
     names = items.classnames
     if not isinstance(heads, ZeroShot):
@@ -110,13 +110,13 @@ def _read_labels(
             values,
             names,
             heads,
-            lambda n: f"{subset.option}, item {subset.indices[n]}",
+            lambda n: f"{subset.option}, example {subset.indices[n]}",
             more_labels=items.labels if names is None else names,
         )
         return class_indices, own_logits, note
     if names is None:
         raise ValueError(
-            f"{subset.option}: zero-shot heads need class names, and the labels are numbers: put "
+            f"{subset.option}: zero-shot heads need class names, but the labels are numbers. Put "
             "the images into one folder per class, or give --no-eval"
         )
     prompts = [prompt.replace("{}", name) for name in names]

@@ -47,10 +47,12 @@ from fusion_bench_featcal.run.processes import Processes
 from fusion_bench_featcal.run.result import CalibrationResult
 
 _MERGED_ONLY = (
-    "the model was merged, and not calibrated. With unlabeled samples of each task, --data "
-    "NAME=FILE, FeatCal+ repairs it"
+    "the model was merged but not calibrated. To repair it with FeatCal+, give unlabeled samples "
+    "of each task, --data NAME=FILE"
 )
-_SAMPLES_ADD = {SWUDI: " (64 per task added 0 to 8 points on the bundled benchmark suites)"}
+_SAMPLES_ADD = {
+    SWUDI: " (with 64 samples per task it gained 0 to 8 points on the bundled benchmark suites)"
+}
 
 
 @using_vocabulary(WORDS)
@@ -136,7 +138,7 @@ def _check_complete(request: Request) -> None:
     if changed := changed_inputs(out / REPORT, digests_of(InputModels(request))):
         raise ValueError(
             f"{out} was saved by this command with other files: {', '.join(changed)} changed "
-            "since. Name a new folder by --out"
+            "since. Name a new folder with --out"
         )
 
 
@@ -216,8 +218,8 @@ def _open_inputs(inputs: InputModels, processes: Processes) -> Evaluation:
     if request.strict and not any(task.scorer for task in tasks):
         reasons = "; ".join(text for task in tasks for text in task.notes[1:])
         raise ValueError(
-            f"--strict compares scores, and no task has any ({reasons}). Give rows that can be "
-            "scored, by --eval NAME=PATH"
+            f"--strict compares scores, but no task can be scored ({reasons}). Give test examples "
+            "that can be scored with --eval NAME=PATH"
         )
     changed = changed_inputs(request.blocks_folder, digests)
     # Other test examples change no block.
@@ -225,7 +227,7 @@ def _open_inputs(inputs: InputModels, processes: Processes) -> Evaluation:
     if request.has_blocks and changed and not request.plan:
         raise ValueError(
             f"{', '.join(changed)} changed since the blocks in {request.blocks_folder} were "
-            "calibrated: restore what they were made of, or remove that folder to begin again"
+            "calibrated: restore these inputs, or remove that folder to start over"
         )
     return Evaluation(request, opened, processes, notes, digests)
 
@@ -250,8 +252,8 @@ def _calibrate_and_save(evaluation: Evaluation) -> None:
     show_scores(report, first_notes, evaluation.scores)
     if not is_saved:
         raise NotImproved(
-            "--strict: nothing was saved, because a task is worse or there are warnings, and the "
-            "merged model is as it was. Without --strict the calibrated model goes to "
+            "--strict: nothing was saved, because a task is worse or there are warnings. The "
+            "merged model is unchanged. Without --strict, the calibrated model is saved to "
             f"{request.folder}"
         )
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fusion_bench_featcal.files.untrusted import read_yaml
 
 FILE, MOE_FILE = FILES = "mergekit_config.yml", "mergekit_moe_config.yml"
-ADVICE = "Name the models by --base and --expert NAME=DIR"
+ADVICE = "Name the models with --base and --expert NAME=DIR"
 _BASE_IS_MERGED = ("slerp", "nearswap", "arcee_fusion")
 """Methods whose `base_model` is one of the merged models, not their common origin."""
 _BASE_IS_UNREAD = ("linear", "karcher")
@@ -63,15 +63,15 @@ def read_merge(merged: Path) -> Merge | None:
         raise ValueError(f"{error}. {ADVICE}") from error
     if isinstance(content, Mapping) and {"experts", "gate_mode"} & content.keys():
         raise ValueError(
-            f"{merged} was made by mergekit-moe, which routes tokens between its models and does "
-            "not merge them. Only merged models are calibrated"
+            f"{merged} was made with mergekit-moe, which routes tokens between its models and does "
+            "not merge them. Only merged models can be calibrated"
         )
     try:
         return _parse_merge(content, merged)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not as mergekit writes it: {error}. {ADVICE}") from error
+        raise ValueError(f"{file} is not a valid mergekit config: {error}. {ADVICE}") from error
 
 
 def _parse_merge(content: Any, merged: Path) -> Merge:
@@ -80,8 +80,8 @@ def _parse_merge(content: Any, merged: Path) -> Merge:
     modules = parts_of(content, "modules") or [content]
     if any(map(moves_layers, modules)):
         raise ValueError(
-            f"{method} of slices that stack or move layers gives a model with other blocks than "
-            "its experts, so it cannot be calibrated"
+            f"slices that stack or move layers ({method}) give the model other blocks than its "
+            "experts have, so it cannot be calibrated"
         )
     pieces, models = list[Mapping[str, Any]](), list[dict[str, None]]()
     entries, stated = list[Entry](), dict[str, list[Any]]()
@@ -130,7 +130,7 @@ def _find_base(
     if {*adapted} - {base} or any(entry.adapter for entry in bases):
         raise ValueError(
             "it adds LoRA adapters to other models than the base: merge each into a folder of its "
-            "own (PEFT's merge_and_unload) and name it by --expert NAME=DIR"
+            "own (PEFT's merge_and_unload) and name it with --expert NAME=DIR"
         )
     return base
 

@@ -43,9 +43,9 @@ def with_merge_config(
     option, named = f"{merged}/{FILE}", experts
     if not experts:
         named = _choose_experts(merge, option)
-        notes.append(f"experts by {FILE} ({merge.method})")
+        notes.append(f"experts from {FILE} ({merge.method})")
     if base is None and merge.base is not None:
-        notes.append(f"base by {FILE}")
+        notes.append(f"base from {FILE}")
     by_config = [] if base or not merge.base else [merge.base]
     by_config += named.values() if not experts else ()
     refuse_missing(option, by_config)
@@ -72,22 +72,22 @@ def _choose_experts(merge: Merge, option: str) -> dict[str, str]:
     totals = merge.weights
     if merge.has_negative_weight:
         raise ValueError(
-            f"{option} has a negative weight or lambda: the merge moves away from a model, and a "
-            "calibration would move back. Name the experts by --expert NAME=DIR"
+            f"{option} has a negative weight or lambda: the merge moves away from a model, but a "
+            "calibration would move back to it. Name the experts with --expert NAME=DIR"
         )
     if absent := [location for location, weight in totals.items() if weight == 0]:
         raise ValueError(
-            f"{option} gives {', '.join(absent)} the weight 0: they are not in the merge, "
-            "and a calibration would add them. Name the experts by --expert NAME=DIR"
+            f"{option} gives {', '.join(absent)} the weight 0: the merge leaves them out, but a "
+            "calibration would add them. Name the experts with --expert NAME=DIR"
         )
     if merges := [path for path in totals if any((Path(path) / file).exists() for file in FILES)]:
         raise ValueError(
-            f"{option}: {', '.join(merges)} was merged itself, as mergekit-multi does on the way, "
-            f"so it is no expert. Name the models that were fine-tuned by --expert NAME=DIR"
+            f"{option}: {', '.join(merges)} is itself a merge, such as an intermediate model of "
+            "mergekit-multi, not an expert. Name the fine-tuned models with --expert NAME=DIR"
         )
     experts = {last_part(location): location for location in totals}
     if not experts or len(experts) < len(totals):
-        problem = f"{', '.join(totals)} end in one name" if experts else "no models"
+        problem = f"{', '.join(totals)} end in the same name" if experts else "no models"
         raise ValueError(f"{option}: {problem}. {ADVICE}")
     return experts
 
@@ -109,7 +109,7 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
     try:
         merge = read_merge(Path(merged).expanduser())
     except ValueError:  # all models are named by options
-        notes.append(f"{FILE} cannot be read, so weights of the merge have no part in FeatCal+")
+        notes.append(f"{FILE} cannot be read, so FeatCal+ does not use the weights of the merge")
         return {}
     by_path = {_resolved(model): w for model, w in merge.weights.items()} if merge else {}
     paths = {name: _resolved(location) for name, location in experts.items()}
@@ -120,9 +120,8 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
     instead = f"--set 'task_weights={{{', '.join(f'{name}: 1' for name in weights)}}}'"
     if merge.has_negative_weight or not all(weights.values()):
         notes.append(
-            f"weights in {FILE} are not one positive number per expert. They are not kept, because "
-            "FeatCal+ replaces the merge and moves towards every expert, so all tasks count alike "
-            f"(other weights: {instead})"
+            f"the weights in {FILE} are not one positive number per expert, so they are not kept, "
+            f"and FeatCal+ treats all experts equally (to set weights: {instead})"
         )
         return {}
     values = {name: weight for name, weight in weights.items() if weight}
@@ -130,8 +129,8 @@ def task_weights(merged: str, experts: Mapping[str, str], notes: list[str]) -> d
     factors = {name: float(f"{value / mean:.4g}") for name, value in values.items()}
     weights_text = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
     notes.append(
-        f"--set task_weights by {FILE}: {weights_text}, because FeatCal+ replaces the merge (other "
-        f"weights: {instead})"
+        f"--set task_weights from {FILE}: {weights_text}. Without them, FeatCal+ would treat all "
+        f"experts equally (to change them: {instead})"
     )
     return factors
 

@@ -12,8 +12,8 @@ from fusion_bench_featcal.models.merging import LOW_RANK, MergedOnRead, SwudiOnR
 from fusion_bench_featcal.results.notes import WARNING, Note
 
 _LOW_RANK = (
-    "the task vectors of {} have few directions, as those of merged LoRA adapters. --merge swudi "
-    "can harm such experts by 10 to 60 points: use --merge task_arithmetic:0.3"
+    "the task vectors of {} have low rank, like those of merged LoRA adapters. --merge swudi can "
+    "cost such experts 10 to 60 points: use --merge task_arithmetic:0.3"
 )
 
 
@@ -42,8 +42,8 @@ def open_merged(
         return MergedOnRead(reference, base, models, merger.scale)
     if adapters := [model.label for model in inputs.experts.values() if model.is_adapter]:
         raise ValueError(
-            f"{adapters[0]} is an adapter. --merge swudi needs experts that were tuned whole, and "
-            "can end far below task arithmetic with adapters: use --merge task_arithmetic:0.3"
+            f"{adapters[0]} is an adapter. --merge swudi needs fully fine-tuned experts. With "
+            "adapters it can be far worse than task arithmetic: use --merge task_arithmetic:0.3"
         )
     return SwudiOnRead(reference, base, models, family, torch.device(inputs.request.device))
 

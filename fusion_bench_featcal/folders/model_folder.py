@@ -89,8 +89,8 @@ class ModelFolder(ModelFiles):
             if any(name in several for several in classes):
                 if kind == TEXT_CLASSIFIER and has_decoder:
                     raise ValueError(
-                        f"{self.label} is a {name}, whose texts run through an encoder and a "
-                        "decoder. Encoder-decoders are calibrated as language models alone"
+                        f"{self.label} is a {name}, an encoder-decoder with a classifier. featcal "
+                        "calibrate takes encoder-decoders only as language models"
                     )
                 return kind
         if self.is_language_model:
@@ -101,7 +101,7 @@ class ModelFolder(ModelFiles):
             return _INPUTS[inputs]
         raise ValueError(
             f"{self.label} is a {name}; featcal calibrate takes language models, speech models, "
-            "text and image classifiers and encoders, and CLIP models. Calibrate others by "
+            "text and image classifiers and encoders, and CLIP models. Calibrate others with "
             "fusion_bench method=featcal"
         )
 
@@ -134,8 +134,8 @@ def body_name(classifier: Any) -> str:
         if hasattr(child, "config") and find_stack(child):
             return name
     raise ValueError(
-        f"{type(classifier).__name__} has no model in front of its head that experts can share "
-        f"({prefix}, or one with a list of blocks). Calibrate it by fusion_bench method=featcal"
+        f"{type(classifier).__name__} has no model before its head that experts can share "
+        f"({prefix}, or one with a list of blocks). Calibrate it with fusion_bench method=featcal"
     )
 
 
@@ -171,8 +171,8 @@ def class_names(model: ModelFolder) -> list[str]:
     for index, name in enumerate(names):
         if str(indices.get(name, index)) != str(index):
             raise ValueError(
-                f"{model.label}: in its config.json {name!r} is class {index} by id2label and "
-                f"{indices[name]} by label2id. Correct one of them"
+                f"{model.label}: in its config.json, {name!r} is class {index} in id2label but "
+                f"{indices[name]} in label2id. Correct one of them"
             )
     return names
 

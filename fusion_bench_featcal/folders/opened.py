@@ -115,5 +115,5 @@ def require_base(request: Request) -> None:
     if request.base is None and is_needed:
         instead = "" if request.merged is None else ", or give --set anchor_rho=1"
         raise ValueError(
-            f"--base is missing: name the model that the experts were tuned from{instead}"
+            f"--base is missing: name the model that the experts were fine-tuned from{instead}"
         )

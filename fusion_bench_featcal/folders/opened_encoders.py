@@ -24,14 +24,14 @@ from fusion_bench_featcal.results.notes import Note, notes_of
 
 _UNSUPPORTED = {
     "text_tower": "--text-tower is for CLIP",
-    "tokenizer": "--tokenizer: models of sentence-transformers have their own",
-    "chat_template": "--chat-template: models of sentence-transformers have their own prompts",
+    "tokenizer": "--tokenizer: sentence-transformers models have their own",
+    "chat_template": "--chat-template: sentence-transformers models have their own prompts",
 }
 _TEXT_OPTIONS = ("max_length", "calibration_targets", "generated_tokens")
 
 _SINGLE_TEXT_OPTIONS = (
-    "A classifier of single texts with one output has no modules.json, and in its config.json "
-    '"problem_type": "regression"'
+    "A classifier of single texts with one output must have no modules.json, and "
+    '"problem_type": "regression" in its config.json'
 )
 _READING_ATTRIBUTES = ("prompts", "default_prompt_name", "max_seq_length", "do_lower_case")
 
@@ -52,7 +52,10 @@ def open_encoders(inputs: InputModels, class_name: str) -> Opened:
         if getattr(request, name) is not None:
             raise ValueError(f"{reason}: leave it out")
     for name in (name for name in _TEXT_OPTIONS if name in request.set):
-        raise ValueError(f"--set {name}: sentence-transformers reads the texts: leave it out")
+        raise ValueError(
+            f"--set {name} has no effect, because sentence-transformers reads the texts: leave it "
+            "out"
+        )
     require_base(request)
     models = EncoderModels(inputs, class_name)
     # The model itself limits the length of texts.
@@ -80,15 +83,16 @@ def _notes(models: EncoderModels) -> list[str]:
     inputs, donor, merged = models.inputs, models.module_donor, models.merged
     notes = notes_on_inputs(inputs)
     if donor.encoder_class is None:
-        manner = "as a reranker" if isinstance(merged, st.CrossEncoder) else "by its mean"
+        manner = "as a reranker" if isinstance(merged, st.CrossEncoder) else "with mean pooling"
         notes.append(f"no modules.json: sentence-transformers reads {donor.label} {manner}")
     elif inputs.merged not in (None, donor):
         location = inputs.request.merged
-        notes.append(f"{location} has no modules.json: modules are those of {donor.label}")
+        notes.append(f"{location} has no modules.json: its modules are taken from {donor.label}")
     expected = {name: _reading_attribute(merged, name) for name in _READING_ATTRIBUTES}
     for task, expert in models.experts.items():
         if differing := [n for n in expected if _reading_attribute(expert, n) != expected[n]]:
-            notes.append(f"expert {task} has other {', '.join(differing)} than the merged model")
+            text = f"expert {task} and the merged model differ in {', '.join(differing)}"
+            notes.append(text)
     if models.base is None:
         return [*notes, without_base([*inputs.request.expert.values()], "--base {}")]
     labelled = {f"expert {task}": as_lazy(task, model) for task, model in models.experts.items()}
@@ -112,7 +116,7 @@ def _open_task(task: str, request: Request, models: EncoderModels) -> Task:
         data, scorer = data.unscored(scorer), None
     notes = list[str]()
     if unread := sentences.unread:
-        advice = "--columns NAME=COLUMN reads one"
+        advice = "to read one, give --columns NAME=COLUMN"
         notes.append(f"columns that are not read: {', '.join(unread)} ({advice})")
     return data.opened(
         [sentences[index] for index in data.samples.indices],

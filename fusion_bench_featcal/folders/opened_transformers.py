@@ -53,7 +53,8 @@ def open_transformers(inputs: InputModels) -> Opened:
     kind, names = source.kind, [*request.tasks, *request.further]
     if request.further and kind in CLASSIFIERS:
         raise ValueError(
-            f"--eval {request.further[0]}: no expert of this name, whose head it needs"
+            f"--eval {request.further[0]}: the evaluation needs the head of an expert of this "
+            "name, but there is none"
         )
     positions = positions_of(source.empty) if kind in TEXT_MODELS else NO_LIMIT
     settings, note = _complete_settings(request, kind, processor, positions)
@@ -103,19 +104,19 @@ def _complete_settings(
     unread = () if kind in LANGUAGE_MODELS else ("calibration_targets", "generated_tokens")
     unread += () if kind in TEXT_MODELS else ("max_length",)
     for name in (name for name in unread if name in request.set):
-        raise ValueError(f"--set {name} has no part in a model of kind {kind}: leave it out")
+        raise ValueError(f"--set {name} has no effect on a model of kind {kind}: leave it out")
     settings = request.settings
     if kind not in TEXT_MODELS:
         return settings.complete(max_length=None), None
     if request.text_tower or request.prompt:
         raise ValueError(
-            f"--text-tower is for CLIP, --prompt for CLIP and encoders, and these are {kind} models"
+            f"--text-tower is for CLIP, --prompt for CLIP and encoders, but these are {kind} models"
         )
     if "max_length" in request.set:
         return settings.with_rule_defaults, None
     most, limit = longest_text(tokenizer, positions)
     is_cut = kind != SPEECH and most <= MAX_LENGTH and most == positions
-    note = f"texts are cut at {most} tokens: {limit}" if is_cut else None
+    note = f"texts are truncated at {most} tokens, {limit}" if is_cut else None
     return settings.complete(max_length=min(MAX_LENGTH, most)), note
 
 
@@ -142,15 +143,16 @@ def _refuse_text_models(models: TransformersModels) -> None:
     for name, model in {**paired.experts, "base": paired.base}.items():
         if model is not None and any(tensor not in model.keys for tensor in paired.unused):
             raise ValueError(
-                f"{labels[name]} lacks the tower of {models.structure_source.label}, which rows "
-                "with images calibrate: name a whole model, or leave images out of all tasks"
+                f"{labels[name]} lacks the tower of {models.structure_source.label}, which "
+                "examples with images calibrate. Name a complete model, or remove the images of "
+                "all tasks"
             )
 
 
 def _image_heads(inputs: InputModels, structure_source: ModelFolder) -> dict[str, Any]:
     """Return each task's class names, or zero-shot heads of a whole CLIP, None without one."""
     if structure_source.kind == IMAGE_ENCODER:
-        raise ValueError(f"{structure_source.label} has no head to be scored with: give --no-eval")
+        raise ValueError(f"{structure_source.label} has no head to score with: give --no-eval")
     if structure_source.kind != "clip":
         return _class_names(inputs)
     named = filter(None, (inputs.merged, inputs.base))

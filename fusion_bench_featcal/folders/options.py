@@ -24,8 +24,8 @@ WORDS = Vocabulary("--set ", {
     "image_column": "--columns image=NAME", "label_column": "--columns label=NAME",
     "split": "PATH:SPLIT", "template": "--chat-template FILE",
     "swudi": "--merge swudi", "processes": " (torchrun --nproc-per-node)",
-    "float32": "save MERGED, --base and every --expert in it, by model.float().save_pretrained("
-    "DIR)",
+    "float32": "save MERGED, --base and every --expert in it, with "
+    "model.float().save_pretrained(DIR)",
 })  # fmt: skip
 """Names of the command's options in messages that other entry points share."""
 
@@ -44,7 +44,7 @@ def setting_word(word: str) -> dict[str, Any]:
     try:
         return {name: parse_yaml(text)}
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{name}={text} is no YAML: {error}") from error
+        raise argparse.ArgumentTypeError(f"{name}={text} is not valid YAML: {error}") from error
 
 
 def columns(word: str) -> dict[str, str]:
@@ -53,7 +53,7 @@ def columns(word: str) -> dict[str, str]:
     pairs = list(map(pair, word[len(task) + len(colon) :].split(",")))
     named = {f"{task}{colon}{part}": c for entry in pairs for part, c in entry.items()}
     if len(named) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{word!r} has a column twice")
+        raise argparse.ArgumentTypeError(f"{word!r} names a column twice")
     return named
 
 

@@ -147,8 +147,8 @@ def _compare_folders(
     for expert in experts.values():
         if expert.kind != source.kind:
             raise ValueError(
-                f"{expert.label} is of kind {expert.kind}, and {source.label} of kind "
-                f"{source.kind}: experts must share it. Check its folder"
+                f"{expert.label} is of kind {expert.kind}, but {source.label} is of kind "
+                f"{source.kind}: all models must be of one kind. Check its folder"
             )
 
 

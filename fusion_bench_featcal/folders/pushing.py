@@ -12,7 +12,7 @@ from fusion_bench_featcal.folders.options import RECIPE
 from fusion_bench_featcal.models.hub import patiently, status_of
 
 _REPORT = "featcal/*"
-_LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+_LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN to a token that can write"
 
 
 def push_to_hub(folder: str | Path, repo_id: str, private: bool = True) -> str:
@@ -72,6 +72,9 @@ def check_push(repo_id: str) -> None:
         raise CalibrationError(f"{option}: {first_line(error).rstrip('.')}{remedy}") from error
     owners = [user["name"], *(organization["name"] for organization in user.get("orgs", ()))]
     if owner not in owners:
-        raise CalibrationError(f"{option}: you are logged in as {' and '.join(owners)}. {_LOG_IN}")
+        raise CalibrationError(
+            f"{option}: you are logged in as {user['name']}, who can upload only to "
+            f"{' and '.join(owners)}. {_LOG_IN}"
+        )
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise CalibrationError(f"{option}: your token may only read. {_LOG_IN}")
+        raise CalibrationError(f"{option}: your token can only read. {_LOG_IN}")

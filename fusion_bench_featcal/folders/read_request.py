@@ -38,7 +38,7 @@ def read_request(values: Mapping[str, object], source: str = "featcal calibrate"
         path = Path(file).expanduser()
         content = read_yaml(path)
         if not isinstance(content, Mapping) or "config" in content:
-            raise ValueError(f"--config {path} is no recipe: it needs lines of `option: value`")
+            raise ValueError(f"--config {path} is not a recipe: it needs lines `option: value`")
         recipe = _check_options(content, f"{file}: ")
         recipe = with_full_paths(recipe, Request, path.parent)
         chosen = recipe | {
@@ -64,7 +64,7 @@ def check_folder(request: Request) -> None:
             raise ValueError(f"--out {request.out} is inside {label}: name a folder outside it")
     if not request.resume and request.has_blocks:
         raise ValueError(
-            f"{request.blocks_folder} has blocks of an interrupted run: go on with --resume, or "
+            f"{request.blocks_folder} has blocks of an interrupted run: continue with --resume, or "
             "remove it"
         )
 
@@ -89,18 +89,18 @@ def _complete(request: Request) -> Request:
         raise ValueError(
             "give MERGED, the merged model's folder, or --merge HOW"
             if merged is None
-            else f"{merged} is merged already, and --merge merges: leave one of them out"
+            else f"{merged} is already merged, but --merge makes a new merge: leave one of them out"
         )
     if request.out is None and not request.plan:
         raise ValueError("give --out DIR, a new folder for the model")
     notes, base, experts, origin = list[str](), request.base, request.expert, "--expert"
     if (merger := request.merger) and merger.scale and merger.scale > 1:
-        effect = f"goes {merger.scale:g} times as far as each expert"
+        effect = f"moves {merger.scale:g} times as far from the base as each expert"
         notes.append(f"--merge {merge} {effect}: usual scales are 0.1 to 1")
     if merged is not None:
         base, experts, origin = with_merge_config(merged, base, experts, notes)
     if not experts:
-        raise ValueError("name the experts: --expert NAME=DIR for each")
+        raise ValueError("name each expert with --expert NAME=DIR")
     refuse_unusable_names(experts, origin, _RESERVED)
     changed = {"base": base, "expert": dict(experts)}
     by_config = tuple(name for name in changed if changed[name] != getattr(request, name))
@@ -129,9 +129,9 @@ def _check_names(request: Request) -> None:
         refuse_unknown(names, request.expert, f"--{option}: expert ")
     missing = [task for task in request.expert if task not in request.data]
     if missing and (request.calibrates or request.merged is not None):
-        instead = "" if request.calibrates else ". Without samples, --merge swudi merges experts"
+        instead = "" if request.calibrates else ". To merge without samples, use --merge swudi"
         raise ValueError(
-            f"no data of {', '.join(missing)}: every expert needs samples of its task, "
+            f"no data for {', '.join(missing)}: every expert needs samples of its task, "
             f"--data {missing[0]}=FILE{instead}"
         )
 
@@ -149,17 +149,19 @@ def _check_paths(request: Request) -> None:
 def _check_combinations(request: Request) -> None:
     """Refuse options that contradict each other, and prompts without a class name."""
     if request.strict and request.no_eval:
-        raise ValueError("--strict compares scores, which --no-eval skips: leave one out")
+        raise ValueError("--strict compares scores, but --no-eval skips them: leave one out")
     if not request.calibrates:
         is_paper = request.preset != Request.preset
         unused = {"--strict": request.strict, "--set": request.set, "--preset": is_paper}
         if names := [name for name, value in unused.items() if value]:
             raise ValueError(
-                f"{', '.join(names)}: without --data the experts are merged, and nothing is "
-                f"calibrated. Leave {names[0]} out, or give samples by --data NAME=FILE"
+                f"{', '.join(names)}: without --data the experts are only merged, not calibrated. "
+                f"Leave {names[0]} out, or give samples with --data NAME=FILE"
             )
     if request.merge and "expert_read_budget" in request.set:
-        raise ValueError("--merge reads all of each expert: leave --set expert_read_budget out")
+        raise ValueError(
+            "--merge reads every expert completely: leave --set expert_read_budget out"
+        )
     for text in request.prompt.values():
         if "{}" not in text:
             raise ValueError(f"--prompt {text!r} has no {{}} for the class name")

@@ -126,7 +126,7 @@ def read_recipe(merged: Path) -> Recipe | None:
         named = pieces[0].get("base_model") or content.get("base_model")
         base = parse_entry(named, merged).location if named else None
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        problem = f"is not as mergekit writes it: {error}. {ADVICE}"
+        problem = f"is not a valid mergekit config: {error}. {ADVICE}"
         raise ValueError(f"{merged / FILE} {problem}") from error
     own = ({base: {}} if base else {}) | {m.location: values for m, values in models.items()}
     shared = [*map(parameters_of, (pieces[0], modules[0], content))]

@@ -64,38 +64,40 @@ class Request:
         is_recorded=False,
     )  # fmt: skip
     merge: str | None = setting(
-        None, "without MERGED: swudi, task_arithmetic:0.3 or simple_average", metavar="HOW"
+        None,
+        "merge the experts instead of giving MERGED: swudi, task_arithmetic:0.3 or simple_average",
+        metavar="HOW",
     )
     base: str | None = setting(
-        None, "the model that the experts were tuned from", metavar="DIR", is_location=True
+        None, "the model that the experts were fine-tuned from", metavar="DIR", is_location=True
     )
     expert: Mapping[str, str] = mapping(
-        "an expert: a folder or hub id, whole or an adapter (repeatable)",
+        "an expert: folder or hub id of a complete model or an adapter (repeatable)",
         "NAME=DIR", is_location=True,
     )  # fmt: skip
     data: Mapping[str, str] = mapping(
         "an expert's samples: a .jsonl, .csv or .parquet file, a folder of images, a saved "
-        "dataset FOLDER[:SPLIT] or a hub dataset ID:SPLIT (repeatable). Without any, --merge only "
-        "merges",
+        "dataset FOLDER[:SPLIT] or a hub dataset ID:SPLIT (repeatable). Without samples, --merge "
+        "only merges",
         "NAME=PATH", is_location=True,
     )  # fmt: skip
     columns: Mapping[str, str] = mapping(
-        "other names of columns of --data and --eval, such as prompt=instruction,target=output. "
-        "NAME: for one task only (repeatable)",
+        "columns of --data and --eval that have other names than expected, such as "
+        "prompt=instruction,target=output. With NAME: for one task only (repeatable)",
         "[NAME:]PART=COLUMN,...", options.columns,
     )  # fmt: skip
     eval: Mapping[str, str] = mapping(
         "test examples of an expert's task (default: a fifth of --data, held out), or of another "
-        "task, on which base, merged and repaired model are compared",
+        "task, on which the base, merged and repaired models are compared",
         "NAME=PATH", is_location=True,
     )  # fmt: skip
     eval_rows: int = setting(
-        200, "maximum rows per task to evaluate (default: 200)", ge=1, metavar="N"
+        200, "maximum number of test examples per task (default: 200)", ge=1, metavar="N"
     )
-    no_eval: bool = setting(False, "calibrate and save only")
+    no_eval: bool = setting(False, "only calibrate and save")
     out: str | None = setting(None, "a new folder for the model", metavar="DIR", is_recorded=False)
     strict: bool = setting(
-        False, "save nothing, and exit with 1, if a task is worse or there are warnings"
+        False, "if a task is worse or there are warnings, save nothing and exit with 1"
     )
     preset: str = setting(
         "plus", "settings: FeatCal+ (default) or the paper's", choices=("plus", "paper")
@@ -111,22 +113,24 @@ class Request:
         None, "chat template to use instead of the tokenizer's", metavar="FILE", is_location=True
     )
     text_tower: str | None = setting(
-        None, "a whole CLIP, for zero-shot heads", metavar="DIR", is_location=True
+        None, "a complete CLIP model, for zero-shot heads", metavar="DIR", is_location=True
     )
     prompt: Mapping[str, str] = mapping(
-        f"text of a class name (CLIP: {PROMPT}). Encoders are scored by class names only if it is "
-        "set. NAME= for one task (repeatable)",
+        f"prompt for class names (CLIP: {PROMPT}). Encoders are scored by class names only if it "
+        "is set. With NAME= for one task only (repeatable)",
         "[NAME=]TEXT", options.prompt,
     )  # fmt: skip
     device: str = setting("cpu", "cpu (default) or cuda")
     push: str | None = setting(
         None,
-        "upload the saved model to this repository of the hub, which is created as a private one",
-        accepts="OWNER/NAME, a model of the hub", check=lambda name: str(name).count("/") == 1,
+        "upload the saved model to this repository on the hub. A new repository is private",
+        accepts="OWNER/NAME, a model on the hub", check=lambda name: str(name).count("/") == 1,
         metavar="OWNER/NAME", is_recorded=False,
     )  # fmt: skip
-    plan: bool = setting(False, "show reads, files and downloads, and stop", is_recorded=False)
-    resume: bool = setting(False, "resume after an interruption", is_recorded=False)
+    plan: bool = setting(
+        False, "only show reads, files and downloads, without a run", is_recorded=False
+    )
+    resume: bool = setting(False, "continue an interrupted run", is_recorded=False)
     notes: tuple[str, ...] = ()
     by_config: tuple[str, ...] = ()
 
@@ -231,8 +235,8 @@ class Request:
             return Merger(name, float(scale))
         raise ValueError(
             "--merge takes swudi, simple_average or task_arithmetic:SCALE with a scale above 0, "
-            f"got {self.merge!r}; other mergers run by fusion_bench method=featcal "
-            "method@method.base_method=..., or give the folder of a merged model"
+            f"got {self.merge!r}. For other merging methods, give the folder of a merged model, or "
+            "run fusion_bench method=featcal method@method.base_method=..."
         )
 
     def columns_of(self, task: str) -> dict[str, str]:

@@ -69,7 +69,7 @@ def save_folder(result: CalibrationResult, facts: Facts, evaluation: Evaluation)
         )
         if models.heads is not None:
             own = models.heads.saved_name
-            print(f"heads: {folder / HEADS}/NAME. {folder} loads with that of {own}")
+            print(f"heads: {folder / HEADS}/NAME. {folder} loads with the head of {own}")
             inputs = "Image" if models.title.startswith("image") else "Sequence"
             kind = f"AutoModelFor{inputs}Classification"
             card += _HEADS.format(heads=HEADS, own=own, kind=kind)

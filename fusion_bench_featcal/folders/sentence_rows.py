@@ -45,14 +45,16 @@ class SentenceRows:
     def problem(self) -> str | None:
         """Return why it is not known which columns are texts, or None if it is known."""
         if not self.columns:
-            return ", and none of them has a known name of texts"
+            return ", and none of them is a known name of a text"
         texts = ", ".join(self.columns)
         pair_columns = [name for name in self.columns if not name.startswith("negative")]
         if len(pair_columns) != min(2, len(self.columns)):
-            return f", of which {texts} are texts, but a row has one text, or two and negatives"
+            return (
+                f", of which {texts} are texts, but an example has one text, or two and negatives"
+            )
         name, *more = self.columns
         if self._others and not more and name not in ("text", "sentence"):
-            return f", of which only {texts} has a known name of texts"
+            return f", of which only {texts} is a known name of a text"
         lists = [c for c, v in self._others.items() if "neg" in c.lower() and isinstance(v, list)]
         if not lists:
             return None
@@ -69,7 +71,7 @@ class SentenceRows:
         for name, text in chosen.items():
             if not isinstance(text, str) or not text.strip():
                 column = self.columns[name]
-                advice = ": write a row for each of its texts" * isinstance(text, list)
+                advice = ": write an example for each of its texts" * isinstance(text, list)
                 raise ValueError(
                     f"{self.row_name(index)}: {column} is {text!r:.40}, not a text{advice}"
                 )
@@ -112,14 +114,14 @@ def open_sentences(
         rows = TextRows(table, option)
     available = [*table.column_names]
     if not len(rows):
-        raise ValueError(f"{option} has no rows")
+        raise ValueError(f"{option} has no examples")
     refuse_unknown(columns, [*text_names(columns), *TEXT_NAMES, *TARGET_COLUMNS], "--columns ")
     absent = [f"{name}={column}" for name, column in columns.items() if column not in available]
     absent = [pair for pair in absent if not pair.startswith(f"{LABEL}=")]  # only scores need it
     opened = SentenceRows(rows, available, columns)
     if reason := f", so {', '.join(absent)} is wrong" if absent else opened.problem:
         raise ValueError(
-            f"{option} has the columns {', '.join(available)}{reason}: name them by --columns "
+            f"{option} has the columns {', '.join(available)}{reason}: name them with --columns "
             "[NAME:]text=COLUMN, or query=COLUMN,document=COLUMN"
         )
     return opened

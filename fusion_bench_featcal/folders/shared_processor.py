@@ -56,7 +56,7 @@ class SharedProcessor:
         owner = next((e for e in inputs.experts.values() if e.folder == self.folder), None)
         if owner not in (None, model) and self._request.tokenizer is None:
             name = "tokenizer" if self._is_text else "image processor"
-            self.note = f"the {name} is that of {owner.label}, as MERGED and --base have none"
+            self.note = f"the {name} is from {owner.label}, because MERGED and --base have none"
         self.loaded = self._load(model)
 
     def _find(self, inputs: InputModels, model: ModelFolder) -> Path:
@@ -95,12 +95,12 @@ class SharedProcessor:
         self.loaded.chat_template = self.loaded.chat_template or loaded.chat_template
         if not self.loaded.chat_template:
             raise CalibrationError(
-                f"{self.option}: it has no chat template, by which rows with images are written: "
-                "give one by --chat-template FILE"
+                f"{self.option}: it has no chat template, but examples with images need one: give "
+                "one with --chat-template FILE"
             )
         if getattr(loaded, "patch_size", 0) is None:  # as in files of LLaVA before release 4.45
             raise CalibrationError(
-                f"{self.option}: its processor has no patch_size. Write that of the model's "
+                f"{self.option}: its processor has no patch_size. Copy patch_size from the model's "
                 "vision_config into the folder's processor_config.json"
             )
         check_processors(loaded, self.option, self._experts)

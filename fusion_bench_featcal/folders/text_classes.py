@@ -44,8 +44,8 @@ def open_class_task(
         labels = _labels_of(data.tests)
         reason = not_scored(labels, classes)
         if task not in request.eval and all(label is None for label in labels):
-            advice = f"--columns {task}:label=COLUMN, or labelled rows by --eval"
-            reason = f"its rows have no {column} ({advice})"
+            advice = f"give --columns {task}:label=COLUMN, or labelled examples with --eval"
+            reason = f"its examples have no {column} ({advice})"
         data = data.unscored(reason) if reason else data
 
     def batches(subset: Subset, settings: FeatCalSettings) -> TextBatches:
@@ -72,8 +72,8 @@ def _class_indices(data: TaskData, classes: Sequence[str]) -> tuple[list[int], s
     if None in labels:
         column = test.dataset.columns.get(LABEL, LABEL)
         raise ValueError(
-            f"{test.option}: rows need a label to be evaluated ({column!r} is empty or no column): "
-            "name its column by --columns label=COLUMN, or give --no-eval"
+            f"{test.option}: the evaluation needs labels, but column {column!r} is empty or "
+            "missing. Name the column with --columns label=COLUMN, or give --no-eval"
         )
     more_labels = _labels_of(data.samples) if test.dataset is data.samples.dataset else []
     names = test.dataset.classes(LABEL)

@@ -43,14 +43,14 @@ def open_texts(
         table = load_texts(location, split)
     available = {*table.column_names}
     if not len(table):
-        raise ValueError(f"{option} has no rows")
+        raise ValueError(f"{option} has no examples")
     chosen = {name: column for name, column in columns.items() if name != LABEL}
     absent = [f"{name}={column}" for name, column in chosen.items() if column not in available]
     if absent or not (chosen or available & {*usual} - {LABEL}):
         needed = names[:2] if names != usual else ("text", LABEL)
         reason = f", so {', '.join(absent)} is wrong" if absent else ""
         raise ValueError(
-            f"{option} has the columns {', '.join(table.column_names)}{reason}: name them by "
+            f"{option} has the columns {', '.join(table.column_names)}{reason}: name them with "
             f"--columns [NAME:]{','.join(f'{name}=COLUMN' for name in needed)}"
         )
     always_read = usual if names == usual else images
@@ -70,8 +70,8 @@ def notes_on_examples(data: TaskData, unread: Sequence[str], *batches: TextBatch
     """
     notes = [f"columns that are not read: {', '.join(unread)}"] if unread else []
     if left_out := data.samples.dataset.left_out:
-        notes.append(f"{pluralize(left_out, 'row')} with weight 0 or label false left out")
-    for name, texts in zip(("samples", "rows to evaluate on"), batches, strict=False):
+        notes.append(f"left out {pluralize(left_out, 'example')} with weight 0 or label false")
+    for name, texts in zip(("samples", "test examples"), batches, strict=False):
         if cut := texts.truncation_note(texts.inputs):
-            notes.append(f"of the {name}, {cut}")
+            notes.append(f"among the {name}, {cut}")
     return notes

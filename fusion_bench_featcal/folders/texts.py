@@ -29,8 +29,8 @@ Batches = TypeVar("Batches", bound=MediaBatches)
 LONG = 16
 """Median number of target tokens above which accuracy counts tokens, not whole answers."""
 _PROMPT_COLUMNS = ("prompt", "target", "messages", "text", "context", "choices", "system")
-_WHOLE_ANSWERS = "share of whole answers that are right"
-_TOKENS = "share of tokens that are right"
+_WHOLE_ANSWERS = "exact match of whole answers"
+_TOKENS = "share of correctly predicted tokens"
 
 
 def open_language_task(task: str, models: TransformersModels, encoder: TextEncoder) -> Task:
@@ -57,7 +57,7 @@ def open_language_task(task: str, models: TransformersModels, encoder: TextEncod
     data, places = data.without_repeats(map(repr, calibration.inputs), map(repr, test.inputs))
     test = test.select(places)
     if test.are_generated and task not in request.expert:
-        raise ValueError(f"{data.tests.option} has no targets, and no expert could write them")
+        raise ValueError(f"{data.tests.option} has no targets, and no expert can generate them")
     lengths = [LONG + 1] * test.samples  # answers that the expert writes count as long
     if not test.are_generated:
         rows = [sample.labels for sample in test.encoded]
@@ -67,8 +67,8 @@ def open_language_task(task: str, models: TransformersModels, encoder: TextEncod
     are_plain = all(text.form == "prompt" for text in calibration.texts)
     if are_plain and getattr(encoder.tokenizer, "chat_template", None):
         notes.append(
-            "prompts are texts, to which the tokenizer's chat template is not applied. If the "
-            "model is used in chats, give rows with messages"
+            "the tokenizer's chat template is not applied to these prompts, only to messages. If "
+            "you use the model in chats, give examples with messages"
         )
     if calibration.are_generated:
         notes.append(_note_on_generated_targets(data, calibration))
@@ -96,8 +96,8 @@ def _note_on_generated_targets(data: TaskData, calibration: TextBatches) -> str:
     way = f"--columns {task}:{pairs},target=COLUMN"
     if not {*names} <= {*_PROMPT_COLUMNS} or len(names) < len(calibration.columns):
         way = "name that column target"
-    advice = f". If {' or '.join(unread)} has them: {way}" if unread else ""
-    return f"no targets in --data, so its expert writes them{advice}"
+    advice = f". If {' or '.join(unread)} contains them: {way}" if unread else ""
+    return f"no targets in --data, so its expert generates them{advice}"
 
 
 def _with_targets(batches: TextBatches) -> TextBatches:
@@ -105,8 +105,8 @@ def _with_targets(batches: TextBatches) -> TextBatches:
     lacking = [text.name for text in batches.texts if text.lacks_target]
     if 0 < len(lacking) < batches.samples:
         raise ValueError(
-            f"{lacking[0]}: no target, as in {len(lacking)} of {batches.samples} rows. Leave "
-            "these rows out, or leave out all targets, so that the expert writes them"
+            f"{lacking[0]}: {len(lacking)} of {batches.samples} examples have no target. Remove "
+            "these examples, or remove all targets, so that the expert generates them"
         )
     if not lacking:
         return batches
@@ -144,7 +144,7 @@ def _open_image_texts(
     if request.settings.calibration_targets == "generated":
         raise ValueError(
             f"{data.samples.option} has images, for which experts generate no answers: leave out "
-            f"{option('calibration_targets', 'generated')}, and give the rows answers"
+            f"{option('calibration_targets', 'generated')}, and add answers to the examples"
         )
     samples, tested = (
         [replace(text, images=tuple(resolve_file(folder, i) for i in text.images)) for text in some]
@@ -154,9 +154,12 @@ def _open_image_texts(
     calibration = ImageTextBatches(samples, processor, encoder, chosen or encoder.positions)
     columns = dict.fromkeys(name for text in samples for name in text.columns)
     notes = notes_on_examples(data, calibration.unread)
-    notes += ["towers, and modules between them and the decoder, are calibrated where images run"]
+    notes += [
+        "towers, and the modules between them and the decoder, are calibrated with the examples "
+        "that have images"
+    ]
     if any(text.form == "prompt" for text in samples):
-        notes.append("the chat template writes all prompts as turns of a user")
+        notes.append("the chat template renders every prompt as a user turn")
     data, test = without_repeated_media(data, calibration, tested)
     lengths = [int((test.encode_target(row) != NO_TARGET).sum()) for row in test.rows]
     scorer, measure = _score_answers(test, lengths)

@@ -46,10 +46,10 @@ def warnings_on_tokens(
         differs = partial(_difference, tokenizer, other)
         differing = next(filter(None, map(differs, probes)), None)
         if differing is None and any(map(differs, _texts([*samples.get(label, ())]))):
-            differing = "one of its samples becomes other tokens"
+            differing = "one of its samples gets different tokens"
         if differing is not None:
             texts.append(
-                f"{label} has a tokenizer that splits texts otherwise than {option}: {differing}"
+                f"{label} has a tokenizer that splits texts differently from {option}: {differing}"
             )
     return notes_of(texts, WARNING)
 
@@ -59,8 +59,8 @@ def warnings_on_chats(tokenizers: Tokenizers) -> list[Note]:
     rendered = {label: render_shortest_chat(tokenizer) for label, tokenizer in tokenizers.items()}
     option, expected = next(iter(rendered.items()))
     texts = [
-        f"{label} has another chat template than {option}, which writes {expected!r:.60} where it "
-        f"has {chat!r:.60}. Choose one by --chat-template FILE"
+        f"{label} has a different chat template from {option}: it renders {chat!r:.60} instead of "
+        f"{expected!r:.60}. Choose one with --chat-template FILE"
         for label, chat in rendered.items()
         if expected and chat and chat != expected
     ]
@@ -95,9 +95,9 @@ def refuse_languages(tokenizers: Tokenizers, models: Iterable[ModelFolder]) -> N
         other, expected = first.setdefault(key, (label, value))
         if value != expected:
             raise CalibrationError(
-                f"{label} is for {value}, and {other} for {expected or 'no language'} ({key}), but "
-                "one tokenizer writes the targets of all tasks: repair tasks of one target "
-                "language together, and name a tokenizer of this language by --tokenizer"
+                f"{label} is for {value}, but {other} is for {expected or 'no language'} ({key}), "
+                "and one tokenizer encodes the targets of all tasks. Repair tasks of one target "
+                "language together, and name a tokenizer of this language with --tokenizer"
             )
 
 
@@ -116,7 +116,7 @@ def _difference(
     pairs = zip_longest(_tokens(tokenizer, text), _tokens(other, text), fillvalue="")
     for expected, token in pairs:
         if expected != token:
-            return f"of {text!r} it makes {token!r} where {expected!r} is here"
+            return f"in {text!r} it has {token!r} instead of {expected!r}"
     return None
 
 

@@ -98,7 +98,7 @@ def check_root_keys(names: Iterable[str], config: DictConfig) -> None:
         if name in method:
             raise ValueError(f"{name} is a setting of the method: write method.{name}=...")
         keys = (*ROOT_KEYS, *(f"method.{key}" for key in method))
-        raise ValueError(f"{name} is unknown, and nothing would read it{nearest_hint(name, keys)}")
+        raise ValueError(f"{name} is unknown and has no effect{nearest_hint(name, keys)}")
 
 
 def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, object]) -> None:
@@ -114,7 +114,9 @@ def refuse_settings_of_other_rules(words: Iterable[str], method: Mapping[str, ob
     for word in words:
         name = word.removeprefix("method.").partition("=")[0]
         if name in RULE_SETTINGS and name not in method and "rule" in method:
-            raise ValueError(f"{word} has no part in the rule {method['rule']}: {remedy_of(name)}")
+            raise ValueError(
+                f"{word} has no effect with the rule {method['rule']}: {remedy_of(name)}"
+            )
 
 
 def check_tasks_have_data(tasks: Iterable[str], available: Iterable[str], split: str) -> None:
@@ -134,8 +136,9 @@ def check_tasks_have_data(tasks: Iterable[str], available: Iterable[str], split:
             raise CalibrationError(
                 f"task {task!r} has no calibration data{nearest_hint(task, available)}: set "
                 f"modelpool.{split}_datasets.{task} or method.calibration_split (now {split}), or "
-                f"with method=featcal +method.calibration_data.{task} (a path, a hub id or a data "
-                f"set's config). The pool's {split}_datasets are: {', '.join(available) or 'none'}."
+                f"with method=featcal +method.calibration_data.{task} (a path, a hub id or the "
+                f"config of a dataset). The pool's {split}_datasets are: "
+                f"{', '.join(available) or 'none'}."
             )
 
 

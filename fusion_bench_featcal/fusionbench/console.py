@@ -38,8 +38,11 @@ _NEEDLESS = re.compile(
     r"Using a slow image processor|(?s:(?=.* LOAD REPORT)(?!.*(MISSING|MISMATCH|CONVERSION)))"
 )
 _SWITCHES = ("print_config", "print_function_call")
-_OF_CELLS = "The same command goes on after its finished cells"
-_OF_BLOCKS = "With method.checkpoint_dir and method.resume=true a run goes on after its last block"
+_OF_CELLS = "Repeat the command to continue after the finished runs"
+_OF_BLOCKS = (
+    "With method.checkpoint_dir and method.resume=true, a run continues after its last finished "
+    "block"
+)
 WORDS = Vocabulary("method.", {
     "rule=plus": "method=featcal/plus", "rule=paper": "method=featcal",
     "float32": "models that are stored or loaded in it, and fabric.precision=32-true",

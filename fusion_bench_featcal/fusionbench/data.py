@@ -72,13 +72,15 @@ def calibration_batches(
     are_generated = settings.calibration_targets == "generated"
     name, is_of_sounds = type(modelpool).__name__, is_of_speech(modelpool)
     if are_generated and encoder_class is not None and not encoder_class.generates_text:
-        raise CalibrationError(f"{name} generates no text: set method.calibration_targets=labels")
-    if are_generated and is_of_sounds:
         raise CalibrationError(
-            f"{name} needs texts of sounds: set method.calibration_targets=labels"
+            f"{name} does not generate text: set method.calibration_targets=labels"
         )
+    if are_generated and is_of_sounds:
+        raise CalibrationError(f"{name} needs transcripts: set method.calibration_targets=labels")
     if encoder_class is not None and settings.calibration_corruption is not None:
-        raise CalibrationError(f"{name} has texts: set method.calibration_corruption=null")
+        raise CalibrationError(
+            f"{name} has texts, not images: set method.calibration_corruption=null"
+        )
     batches, encoder = {}, None
     if encoder_class is not None:
         tokenizer = processor.tokenizer if is_of_sounds else processor
@@ -131,7 +133,7 @@ def draw_samples(available: int, task: str, settings: FeatCalSettings) -> list[i
     if available == 0:
         setting = _setting(task, settings.calibration_split, settings)
         raise CalibrationError(
-            f"task {task!r} has 0 samples in {setting}. Give it data, or choose another "
+            f"task {task!r} has no samples in {setting}. Add data, or choose another "
             "method.calibration_split."
         )
     if available < settings.samples_per_task:

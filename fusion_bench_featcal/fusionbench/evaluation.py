@@ -54,7 +54,7 @@ def open_tests(taskpool: Any) -> None:
             examples = getattr(taskpool.test_dataloaders[task], "dataset", None)
             if isinstance(examples, Sized):  # a user's pool may have anything there
                 if not len(examples):
-                    raise CalibrationError(f"task {task!r} has no test items")
+                    raise CalibrationError(f"task {task!r} has no test examples")
                 getitem(examples, 0)  # type: ignore[call-overload]  # raises if it cannot be read
 
 

@@ -90,9 +90,9 @@ class FeatCal(FeatCalSettings, Method):
         for name, expert in inputs.models.experts.items():
             if self.expert_read_budget and expert.module is None and expert.files is None:
                 raise CalibrationError(
-                    "method.expert_read_budget needs experts in safetensors files, unlike "
-                    f"{name!r} (modelpool.models.{name}): save it as safetensors, or set the "
-                    "budget to null"
+                    "method.expert_read_budget needs experts in safetensors files, but "
+                    f"{name!r} (modelpool.models.{name}) is not in one: save it as safetensors, or "
+                    "set the budget to null"
                 )
         self.open_batches(inputs)
 

@@ -171,7 +171,9 @@ def inference_overhead(model: nn.Module, added: Mapping[str, int]) -> dict[str, 
 class SampleSettings(Method, PoolDraw):
     """A method that draws samples like FeatCal."""
 
-    batch_size: int = setting(16, "Samples in a forward pass. Changes memory and rounding.", ge=1)
+    batch_size: int = setting(
+        16, "Number of samples in a forward pass. It changes only memory and rounding.", ge=1
+    )
 
     @property
     def calibration_settings(self) -> FeatCalSettings:

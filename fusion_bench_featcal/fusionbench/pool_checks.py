@@ -42,7 +42,10 @@ def check_pool_models(models: PoolModels, fabric: Fabric) -> None:
         )
     platform = getattr(models.pool, "_platform", "hf")
     if platform not in ("hf", "huggingface"):
-        raise CalibrationError(f"modelpool.platform={platform}: download the models, name folders")
+        raise CalibrationError(
+            f"modelpool.platform={platform} is not supported: download the models and name their "
+            "folders"
+        )
     refuse_unusable_names(models.experts, "modelpool.models")
     if not models.experts:
         raise CalibrationError(
@@ -53,8 +56,8 @@ def check_pool_models(models: PoolModels, fabric: Fabric) -> None:
         entry, setting = plain_config(model.entry), f"modelpool.models.{name}"
         if entry is None or entry == "" or isinstance(entry, bool | int | float | list):
             raise CalibrationError(
-                f"{setting} is {entry!r}, which is no model: give a folder or hub id, or a mapping "
-                "with _target_"
+                f"{setting} is {entry!r}, which is not a model: give a folder or hub id, or a "
+                "mapping with _target_"
             )
         if isinstance(entry, Mapping) and isinstance(entry.get("_target_"), str):
             import_target(setting, entry["_target_"])

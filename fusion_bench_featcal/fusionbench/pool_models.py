@@ -286,8 +286,8 @@ def load_pool_model(modelpool: BaseModelPool, name: str) -> nn.Module:
                 load_paired(model, fetch(adapter, f"modelpool.models.{name}={adapter}"))
         if not isinstance(model, nn.Module):
             raise CalibrationError(
-                f"it gives a {type(model).__name__}, not an nn.Module. Sources of weights work "
-                "from Python, calibrate(...)"
+                f"it returns a {type(model).__name__}, not an nn.Module. A source of weights can "
+                "only be used from Python, in calibrate(...)"
             )
         return bind_own_functions(model)
 
@@ -299,5 +299,5 @@ def _explain_loading_error(entry: object, error: Exception) -> str | None:
     cause = loading_cause(error)
     if cause.startswith("Unsupported model configuration type"):
         target = f"{{_target_: transformers.<class>.from_pretrained, {NAME}: {entry}}}"
-        cause = f"its model pool takes no plain names. Write {target}"
+        cause = f"its model pool does not accept plain names. Write {target}"
     return f"{entry} cannot be loaded: {cause}"

@@ -181,7 +181,7 @@ class PostMergingAlgorithm(ConfiguredAlgorithm):
         processes, merged = self._processes, None
         if inputs.upstream is None:
             return None
-        processes.doing = "the upstream merger (method.base_method)"
+        processes.doing = "the merging method (method.base_method)"
         if processes.rank == 0:
             if report is not None:
                 family = getattr(next(iter(self.methods.values())), "family", None)

@@ -74,7 +74,8 @@ def load_input_processor(models: PoolModels) -> Any:
     is_clip = hasattr(modelpool, "load_clip_model")
     image_class = CLIPProcessor if is_clip else AutoImageProcessor
     processor = _load_entry(models, "processor", AutoProcessor if is_of_sounds else image_class)
-    check_processors(processor, "modelpool.processor", folders)
+    compared = processor.feature_extractor if is_of_sounds else processor
+    check_processors(compared, "modelpool.processor", folders)
     if is_of_sounds:
         return processor
     first = models.first

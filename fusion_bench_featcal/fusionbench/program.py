@@ -112,8 +112,8 @@ def run_merger(
                 print_log.info(text)
     if not isinstance(merged, nn.Module):
         raise CalibrationError(
-            f"{setting} ({method_name(config)}) returned {type(merged).__name__}; "
-            "what follows needs one merged model"
+            f"{setting} ({method_name(config)}) returned {type(merged).__name__}, but must return "
+            "one merged model"
         )
     bind_own_functions(merged)
     return convert_batch_counts(torch.int64, merged).requires_grad_(False)

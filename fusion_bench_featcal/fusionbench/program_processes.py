@@ -118,5 +118,6 @@ def _pickle_without_values(model: nn.Module) -> bytes:
     except (AttributeError, pickle.PicklingError) as error:  # by the kind of function
         raise CalibrationError(
             f"the merged {type(model).__name__} cannot be sent to other processes, because its "
-            f"loader has set functions on it ({first_line(error)}): run in one, fabric.devices=1"
+            f"loader has set functions on it ({first_line(error)}): run in one process, "
+            "fabric.devices=1"
         ) from error

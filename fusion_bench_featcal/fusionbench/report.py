@@ -136,8 +136,9 @@ class Report:
             scored = {task for values in evaluation.scores.values() for task in values}
             unscored = [task for task in facts.samples if task not in scored]
             text = (
-                f"{', '.join(unscored)}: calibrated, but not evaluated and in no average. Add "
-                "tests to the task pool: default_taskpool.tasks or default_taskpool.test_datasets"
+                f"{', '.join(unscored)}: calibrated but not evaluated, so not part of any average. "
+                "Add test data to the task pool: default_taskpool.tasks or "
+                "default_taskpool.test_datasets"
             )
             # If all tasks are unscored, the task pool has other names for them.
             is_partial = 0 < len(unscored) < len(facts.samples)
@@ -194,7 +195,7 @@ class Report:
             return
         tasks = self._tasks or task_names(taskpool) or self.run.tasks or pool.model_names
         if missing := [task for task in tasks if task not in self._experts]:
-            text = f"{', '.join(missing)}: no expert in the model pool, so in no average"
+            text = f"{', '.join(missing)}: no expert in the model pool, so not part of any average"
             self.run.note(Note(NOTE, text))
             tasks = [task for task in tasks if task in self._experts]
         log.info("evaluating experts, each on its own task")

@@ -49,7 +49,8 @@ class MergedBy(Settings):
 
     base_method: Mapping[str, Any] | None = setting(
         None,
-        "Upstream merger, whose model is improved. Null: the pool's `_merged_` model.",
+        "Merging method that makes the initial merged model. Null: the pool's `_merged_` model is "
+        "used.",
         accepts="a method's config (method@method.base_method=task_arithmetic, with the @)",
         check=is_merger,
     )
@@ -61,20 +62,20 @@ class RunSettings(MergedBy):
 
     save: str = setting(
         FEATCAL,
-        "Row to save and return.",
+        "Model to save and return, by its name in the report.",
         accepts=f"{FEATCAL}, {FEATCAL}_<preset> or {MERGED}",
     )
     presets: Mapping[str, Any] | None = setting(
         None,
-        "Further settings to calibrate on the same merged model, {name: {setting: value}}. Null: "
-        "with the paper's rule the model pool's presets.",
+        "Further settings with which the same merged model is calibrated, {name: {setting: "
+        "value}}. Null: with the paper's rule, the presets of the model pool.",
         accepts="a mapping of names to settings",
         check=is_mapping,
     )
     compare_with: Sequence[str] | None = setting(
         None,
-        "Reference rows to evaluate: base, experts, merged. Null: the model pool's choice, else "
-        "[merged].",
+        "Reference models to evaluate: base, experts, merged. Null: the model pool's choice, "
+        "or [merged] if the pool has none.",
         accepts=f"a list of {', '.join(COMPARED_ROWS)}",
         check=lambda value: is_text_list(value, COMPARED_ROWS),
     )
@@ -156,7 +157,7 @@ def select_models(
     rows = {row: settings} | {f"{FEATCAL}_{name}": preset for name, preset in presets.items()}
     rows[row] = settings  # a preset may have the same name
     save = row if run_settings.save == FEATCAL else run_settings.save
-    refuse_unknown([save], [*rows, MERGED], "method.save: row ")
+    refuse_unknown([save], [*rows, MERGED], "method.save: model ")
     return SelectedModels(rows, tuple(references), save)
 
 
@@ -199,7 +200,9 @@ def refuse_other_rule(row: str, rule: object, key: str) -> None:
         ValueError: Naming the key.
     """
     if row == FEATCAL_PLUS and rule != "plus":
-        raise ValueError(f"{key}: the row {row} is FeatCal+: set {key}.rule=plus, or rename it")
+        raise ValueError(
+            f"{key}: the name {row} stands for FeatCal+: set {key}.rule=plus, or rename it"
+        )
 
 
 def plain_config(value: object) -> Any:

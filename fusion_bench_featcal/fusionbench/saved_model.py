@@ -64,8 +64,8 @@ def check_save_target(program: FabricModelFusionProgram) -> None:
         return
     if getattr(program, OPTIONS, None):
         raise ValueError(
-            f"{OPTIONS} has no effect: a model is saved in its dtype, with its tokenizer or "
-            "processor, and not uploaded. Leave it out"
+            f"{OPTIONS} has no effect, because a model is always saved in its dtype, with its "
+            "tokenizer or processor, and never uploaded. Leave it out"
         )
     with locked_target(target, SAVE_PATH):  # removes what a killed run has left
         check_target(target, SAVE_PATH)

@@ -106,5 +106,5 @@ class SavedReport(Report):
             print(*closing_lines(self.row, saved, self._folder, unsaved), sep="\n")
         if self._failed:
             rows = "; ".join(f"{row} ({first_line(error)})" for row, error in self._failed.items())
-            raise CalibrationError(f"failed: {rows}. The other rows are finished")
+            raise CalibrationError(f"failed: {rows}. The other models are finished")
         return self.model

@@ -38,7 +38,7 @@ def _apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:
     _hydra_applies(choices, config)
     if not expand_task_lists(config) and any(choice.is_add() for choice in choices):
         raise ConfigCompositionException(
-            f"{_TASKS}: this pool has no list of tasks to choose from. Remove a task by "
+            f"{_TASKS}: this pool has no list of tasks to choose from. Remove a task with "
             "~modelpool.models.NAME"
         )
     for override in (override for override in overrides if override not in choices):

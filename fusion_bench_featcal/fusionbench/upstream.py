@@ -63,7 +63,7 @@ class Upstream:
         if config is None and not models.pool.has_merged:
             raise CalibrationError(
                 "method.base_method is null, but the pool has no merged model: name one as "
-                f"modelpool.models.{MERGED_MODEL}, or choose a merger "
+                f"modelpool.models.{MERGED_MODEL}, or choose a merging method "
                 "(method@method.base_method=task_arithmetic)"
             )
         target = None if config is None else config.get("_target_")
@@ -106,9 +106,9 @@ class Upstream:
         if limit > read and not str(budget).endswith("%"):
             return limit - read
         raise CalibrationError(
-            f"expert_read_budget={budget} cannot be kept: {self.name} reads every expert whole "
-            f"({read} bytes), before the calibration reads any. Give more bytes than that, or a "
-            "model that is merged already"
+            f"expert_read_budget={budget} is too small: {self.name} reads every expert completely "
+            f"({read} bytes) before the calibration starts. Give more bytes than that, or a model "
+            "that is already merged"
         )
 
     def reads(self) -> dict[str, Any]:

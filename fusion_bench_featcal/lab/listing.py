@@ -19,16 +19,15 @@ def listing() -> str:
     keys = [key for entry in defaults if isinstance(entry, dict) for key in entry]
     names = {
         "methods: method=NAME": method_names(),
-        "mergers: method=compare method.upstreams=[NAME,...]": [
+        "merging methods: method=compare method.upstreams=[NAME,...]": [
             merger for key in keys if (merger := key.partition("@upstream_mergers.")[2])
         ],
-        "model pools: modelpool=NAME, and those of FusionBench": sorted(
+        "model pools: modelpool=NAME, in addition to FusionBench's": sorted(
             file.stem for file in (config / "modelpool").iterdir()
         ),
         "families: family=NAME": ["auto", *FAMILIES_BY_NAME, *installed_classes(FAMILIES)],
-        "model types, beside those that have the structure of one of them (docs/models.md)": sorted(
-            chain(*MODEL_TYPES.values())
-        ),
+        "model types, in addition to types with the structure of one of them "
+        "(docs/reference/models.md)": sorted(chain(*MODEL_TYPES.values())),
     }
     wrapper = textwrap.TextWrapper(80, initial_indent="  ", subsequent_indent="  ")
     wrapper.break_on_hyphens = False

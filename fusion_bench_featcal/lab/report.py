@@ -15,7 +15,7 @@ def report(options: argparse.Namespace) -> None:
     names = ("out", "html", "figures", "markdown", "latex")
     forms = [form for form in names if getattr(options, form)]
     if options.against and forms:
-        raise ValueError(f"--against prints differences alone: leave out --{' and --'.join(forms)}")
+        raise ValueError(f"--against prints only differences: leave out --{' and --'.join(forms)}")
     if options.figure_format and not options.figures:
         raise ValueError("--figure-format needs --figures DIR, the folder of the figures")
     results, metric = join_folders(options.runs), options.metric

@@ -34,7 +34,7 @@ def settings_of_method(method: str) -> list[Field[object]]:
 
 def settings_page(method: str, *, as_json: bool) -> str:
     """Return a method's settings as JSON, or as a text of 80 columns."""
-    lines = [f"method={method}", "method.<name>=<value> sets one; null stands for None"]
+    lines = [f"method={method}", "Set one with method.<name>=<value>; null stands for None"]
     records = []
     for field in settings_of_method(method):
         values, meaning = accepted_values(field), field.metadata["help"]

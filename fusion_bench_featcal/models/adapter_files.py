@@ -25,7 +25,8 @@ _BESIDE_THE_WEIGHTS = {
 }  # fmt: skip
 _REFUSED = {  # PEFT would import the module that `megatron_core` names
     "megatron_config": "is for Megatron, whose modules are not loaded",
-    "layer_replication": "repeats layers of its base. Models must have equally many blocks",
+    "layer_replication": "repeats layers of its base, but all models need the same number of "
+    "blocks",
 }
 # Methods, and initial values, that PEFT loads without the base's matrices. Others, such as PiSSA,
 # split a matrix of the base.
@@ -48,18 +49,18 @@ def adapter_config(folder: Path) -> dict[str, object]:
         config = read_json(file)
         kind = config["peft_type"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CalibrationError(f"{file} is no adapter's config: {error!r}") from error
+        raise CalibrationError(f"{file} is not an adapter config: {error!r}") from error
     if beside := _BESIDE_THE_WEIGHTS.get(str(kind)):
         raise CalibrationError(
             f"{file}: {kind} learns {beside}, which is not in the weights, so there is nothing to "
-            "merge. Name an adapter of another method, such as LoRA, or a whole model"
+            "merge. Name an adapter of another method, such as LoRA, or a complete model"
         )
     if kind == "LORA" and not isinstance(config.get("lora_alpha"), int | float):
-        raise CalibrationError(f"{file} has no number lora_alpha")
+        raise CalibrationError(f"{file} has no numeric lora_alpha")
     if kind not in [*PeftType]:
         raise CalibrationError(
             f"adapter {folder}: peft_type is {kind!r:.60}, which PEFT {version('peft')} does not "
-            "have. Merge it by the release that made it, and name the folder"
+            "have. Merge it with the PEFT release that made it, and name the merged model"
         )
     for key in filter(config.get, _REFUSED):
         raise CalibrationError(f"adapter {folder} {_REFUSED[key]}")
@@ -154,7 +155,8 @@ def load_paired(wrapped: Any, adapter: Path) -> None:
     unused = result.unexpected_keys
     texts = [f"lacks {pluralize(len(missing), 'tensor')}, such as {missing[0]}"] if missing else []
     if unused:
-        texts += [f"has {pluralize(len(unused), 'tensor')} of no module, such as {unused[0]}"]
+        count = pluralize(len(unused), "tensor")
+        texts += [f"has {count} without a module, such as {unused[0]}"]
     if texts:  # PEFT inserts the name of the adapter, `default`
         raise CalibrationError(
             f"{adapter / WEIGHTS} {' and '.join(texts).replace('.default', '')}. Check its base, "

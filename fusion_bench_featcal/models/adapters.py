@@ -113,10 +113,10 @@ class AdapterExpert(SourceView):
         if float((one - two).abs().max()) > _ROUNDING * float(one.abs().max()):
             first, second = sorted(paths, reverse=True)
             raise CalibrationError(
-                f"adapter {self._folder} changes {first} and {second}, which are one tensor in the "
-                f"base ({key}, by tie_word_embeddings), differently: train it with "
-                "ensure_weight_tying=True, or give a base, and MERGED, with tie_word_embeddings "
-                "false in config.json and both matrices in the file of weights"
+                f"adapter {self._folder} changes {first} and {second} differently, but they are "
+                f"one tensor in the base ({key}, because of tie_word_embeddings). Train it with "
+                "ensure_weight_tying=True, or give a base and MERGED that have tie_word_embeddings "
+                "false in config.json and both matrices in their weights"
             )
 
     def _names(self, path: str) -> list[str]:
@@ -194,5 +194,5 @@ def _peft_errors(folder: Path) -> Iterator[None]:
     except Exception as error:  # a kind of adapter may raise anything
         absent, text = "there is no " * isinstance(error, KeyError), " ".join(str(error).split())
         raise CalibrationError(
-            f"adapter {folder} cannot be merged by PEFT: {absent}{text:.500}"
+            f"PEFT cannot merge the adapter {folder}: {absent}{text:.500}"
         ) from error

@@ -103,7 +103,7 @@ def card_text(
         warnings.append(f"{facts.as_merged.title.capitalize()}: {modules}")
     limits = page([
         *warnings,
-        "Abilities that the tables above do not have were not tested",
+        "Abilities that are not in the tables above were not tested",
         "The licences of the base and of all experts apply",
     ])  # fmt: skip
     samples = {task: entry["samples"] for task, entry in facts.samples.items()}
@@ -195,16 +195,16 @@ def card_tags(folder: Path) -> list[str]:
 
 def _about(name: str, rule: Any) -> str:
     """Return the title and a sentence on the method that made a model."""
-    row = f"row `{name}` of its report"
+    row = f"Its report lists it as `{name}`"
     if name == MERGED:
-        return f"# Merged model\n\nAs merged, without calibration: {row}."
+        return f"# Merged model\n\nMerged without calibration. {row}."
     if rule is None:
-        return f"# Merged model ({name})\n\nMade by fusion_bench_featcal, {row}."
+        return f"# Merged model ({name})\n\nMade with fusion_bench_featcal. {row}."
     names = {"paper": "FeatCal", "plus": "FeatCal+, its extension of the paper's FeatCal"}
     method = f"{names.get(rule, 'FeatCal')} ({PAPER})"
     method += "" if rule in names else f" and the rule `{rule}`"
-    title = f"# Merged model, repaired by {'FeatCal+' if rule == 'plus' else 'FeatCal'}"
-    return f"{title}\n\nMade by fusion_bench_featcal with {method}, {row}."
+    title = f"# Merged model, repaired with {'FeatCal+' if rule == 'plus' else 'FeatCal'}"
+    return f"{title}\n\nMade by fusion_bench_featcal with {method}. {row}."
 
 
 def _changed(settings: Mapping[str, object]) -> Mapping[str, object]:
@@ -235,7 +235,7 @@ def _command() -> str:
     if program in ("cli.py", "__main__.py", "-m"):
         program = "featcal" if sys.argv[1:2] in (["calibrate"], ["repair"]) else "fusion_bench"
     if program not in ("featcal", "fusion_bench"):
-        return "By calls from Python."
+        return "Called from Python."
     words = ["calibrate", "--config", "recipe.yaml", "--out", "DIR"]
     if program == "fusion_bench":
         words = [_ABOVE.sub("", word) if _WRITTEN.match(word) else _VALUE.sub(MASK, word)

@@ -37,8 +37,8 @@ def stubs_text(weights: ExpertSource) -> str | None:
         return None
     return (
         f"{pluralize(len(stubs), 'tensor')} of its files have no values, such as {stubs[0]}: "
-        "DeepSpeed ZeRO-3 has saved stubs. Collect the weights by zero_to_fp32.py, which is in the "
-        "folder of the checkpoint"
+        "DeepSpeed ZeRO-3 has saved stubs. Collect the weights with zero_to_fp32.py, which is in "
+        "the folder of the checkpoint"
     )
 
 
@@ -55,7 +55,7 @@ def wrapper_text(weights: ExpertSource) -> str | None:
         if inside := sorted(name for name in names if f".{added}" in name):
             return (
                 f"{pluralize(len(inside), 'name')} of its tensors, such as {inside[0]}, have "
-                f"{added!r}, which {_WRAPPERS[added]} added. Save the model without it by "
+                f"{added!r}, which {_WRAPPERS[added]} added. Save the model without it with "
                 f"save_pretrained, or {_strip(f'n.replace({added!r}, {str()!r})')}"
             )
     return None
@@ -73,12 +73,12 @@ def unpaired_text(missing: Collection[str], unused: Collection[str]) -> str:
     prefixes = Counter(name[:end] for name, end in dots if name[end:] in missing)
     if prefixes:
         return f"{text}: {_prefix_text(prefixes.most_common(1)[0][0])}"
-    return f"{text}, and has others, such as {min(unused)}" if unused else text
+    return f"{text}, but has others, such as {min(unused)}" if unused else text
 
 
 def _prefix_text(prefix: str, origin: str = "") -> str:
     return (
-        f"the names of its tensors start with {prefix!r}{origin}. Save the model inside by "
+        f"the names of its tensors start with {prefix!r}{origin}. Save the model inside with "
         f"save_pretrained, or {_strip(f'n.removeprefix({prefix!r})')}"
     )
 
@@ -86,6 +86,6 @@ def _prefix_text(prefix: str, origin: str = "") -> str:
 def _strip(name: str) -> str:
     """Return how each tensor gets another name, which is an expression of its name n."""
     return (
-        f"strip each safetensors file f: save_file({{{name}: t for n, t in load_file(f).items()}}, "
-        "f, {'format': 'pt'})"
+        f"rename them in each safetensors file f: save_file({{{name}: t for n, t in "
+        "load_file(f).items()}, f, {'format': 'pt'})"
     )

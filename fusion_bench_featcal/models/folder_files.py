@@ -80,8 +80,8 @@ class FolderFiles:
                 continue
             if file.exists() and roots.isdisjoint(file.resolve().parents):
                 raise ValueError(
-                    f"{file} is a link out of its folder, to {file.resolve()}, and would become "
-                    "part of the saved model: put a copy in its place, or remove it"
+                    f"{file} links to {file.resolve()}, outside its folder, and would become part "
+                    "of the saved model: replace it with a copy, or remove it"
                 )
             is_skipped = skipped_folders is None or name.parts[0] in {*_FOLDERS, *skipped_folders}
             is_skipped &= len(name.parts) > 1
@@ -127,8 +127,8 @@ class FolderFiles:
             if _has_weights(name) and name.parts[0] not in _FOLDERS and len(name.parts) < 3
             if not any(map(name.match, (*_STATES, *_OWN)))
         ]
-        text = f"weights beside the model are neither repaired nor copied: {', '.join(beside):.200}"
-        return [f"{text} of {self.folder}"] if beside else []
+        text = f"other weights in {self.folder} are neither repaired nor copied: "
+        return [f"{text}{', '.join(beside):.200}"] if beside else []
 
 
 def _has_weights(file: Path) -> bool:

@@ -143,8 +143,8 @@ def _check_bytes(model: HubModel, name: str) -> None:
     if file.stat().st_size != model.files[name] or digest != (expected or digest):
         file.unlink()
         raise CalibrationError(
-            f"{model.option}: {name} has arrived with other bytes than the hub's, and was removed. "
-            f"Check the network, and {_AGAIN}"
+            f"{model.option}: the downloaded {name} differs from the file on the hub and was "
+            f"removed. Check the network, and {_AGAIN}"
         )
 
 

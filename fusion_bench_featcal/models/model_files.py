@@ -73,8 +73,8 @@ class ModelFiles:
             return False
         if whole := self.folder_files.matching("model*.safetensors", "pytorch_model*.bin"):
             raise self._error(
-                f"{self.folder} has two models: an adapter (adapter_config.json) and whole weights "
-                f"({whole[0]}). Move one of them to another folder"
+                f"{self.folder} has two models: an adapter (adapter_config.json) and a complete "
+                f"model ({whole[0]}). Move one of them to another folder"
             )
         return True
 
@@ -112,7 +112,7 @@ class ModelFiles:
         if self.config is None:
             inside = sorted({str(f.parent) for place in _INSIDE for f in self.folder.glob(place)})
             raise self._error(
-                f"{self.folder} has no config.json, so it is no model"
+                f"{self.folder} has no config.json, so it is not a model"
                 + (f". Name the model inside: {' or '.join(inside)}" if inside else "")
             )
         if self.weights is not None:
@@ -123,8 +123,8 @@ class ModelFiles:
                 raise self._error(f"{self.folder} has no weights")
             raise self._error(
                 f"{self.folder} has no model.safetensors, and no model.safetensors.index.json "
-                f"that names {', '.join(shards):.100}. Copy the index from where the model was, "
-                "or join the files to one"
+                f"that names {', '.join(shards):.100}. Copy the index from the model's source, "
+                "or join the files into one"
             )
         self._check_counts(self.config)
 
@@ -136,7 +136,7 @@ class ModelFiles:
             if isinstance(value, Mapping):
                 self._check_counts(value)
             elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > most:
-                raise self._error(f"config.json: {key} is {value}, more than its files have")
+                raise self._error(f"config.json: {key} is {value}, but its files have fewer layers")
             elif (key, value) == ("num_experts_per_tok", 0) and ".experts." in str(names):
                 raise self._error(f"config.json: {key} is 0, so no routed expert would run")
 
@@ -179,7 +179,7 @@ class ModelFiles:
         except AttributeError as error:
             raise self._error(
                 f"its config.json names the class {name}, which transformers "
-                f"{transformers.__version__} does not have; code beside a model is not run"
+                f"{transformers.__version__} does not have; code in a model's folder is not run"
             ) from error
 
     @cached_property
@@ -223,9 +223,9 @@ class ModelFiles:
         declared, usual = (self.config or {}).get("model_type"), whole.config_class.model_type
         if declared not in (None, usual):
             raise self._error(
-                f"{self.folder / 'config.json'}: model_type is {declared!r}, and its class "
-                f"{whole.__name__} is a {usual!r}. Correct one of them; code beside a model is not "
-                "run"
+                f"{self.folder / 'config.json'}: model_type is {declared!r}, but its class "
+                f"{whole.__name__} is a {usual!r}. Correct one of them; code in a model's folder "
+                "is not run"
             )
         # transformers writes infinite numbers as mappings.
         decoded = getattr(whole.config_class, "_decode_special_floats", copy.deepcopy)(self.config)
@@ -283,7 +283,7 @@ class ModelFiles:
             shape = [*model.state_dict()[name].shape]
             is_of_classes = "Classification" in kind.__name__ and shape[0] == model.num_labels
             says = "config's id2label says" if is_of_classes else "config says"
-            raise self._error(f"tensor {name} has not the shape {shape} that its {says}")
+            raise self._error(f"tensor {name} does not have the shape {shape} that its {says}")
         missing = {*info["missing_keys"]}
         if any(name not in spare for name in missing):
             raise self._error(unpaired_text(missing, info["unexpected_keys"]))
@@ -330,7 +330,7 @@ class ModelFiles:
         """
         if self.is_adapter:
             if base is None:
-                raise self._error("it is an adapter, whose base is not named")
+                raise self._error("it is an adapter, but its base is not named")
             return self._adapted(base.weights_of_whole, base, part)
         weights = None if structure is None else self._fitting(structure, optional)
         # transformers may use other tensor names than the files

@@ -144,7 +144,8 @@ def check_room(writes: Mapping[str, int | None]) -> None:
         if free < needed:
             raise CalibrationError(
                 f"nothing was calibrated: the run needs {bytes_text(needed)} of disk space in "
-                f"{' and '.join(sizes)}, {bytes_text(free)} are free. Name a folder on another disk"
+                f"{' and '.join(sizes)}, but {bytes_text(free)} are free. Name a folder on another "
+                "disk"
             )
 
 
@@ -154,16 +155,16 @@ def show_plan(plan: Plan) -> None:
         (f"to fetch: {masked(download.name)}", download.bytes) for download in plan.downloads
     ]
     if any(size is not None for _, size in sizes):
-        sizes.append(("to fetch, without unknown ones", sum(size or 0 for _, size in sizes)))
+        sizes.append(("to fetch, without unknown sizes", sum(size or 0 for _, size in sizes)))
     sizes += [("read from experts, at most", plan.read), ("the calibrated model", plan.output)]
     sizes += [(f"free in {folder}", size) for folder, size in plan.free.items()]
     lines = [(label, ["unknown" if size is None else bytes_text(size)]) for label, size in sizes]
     for row, times in plan.rows.items():
         strengths = (f"{name}={value:g}" for name, value in plan.strengths.get(row, {}).items())
         amount = "once" if times == 1 else pluralize(times, "time")
-        lines.append((", ".join([f"row {row}", *strengths]), [amount]))
+        lines.append((", ".join([f"model {row}", *strengths]), [amount]))
     if plan.jobs > 1:
-        lines.append(("jobs of the sweep (sizes and settings: the first job's)", [str(plan.jobs)]))
+        lines.append(("jobs of the sweep (sizes and settings of the first job)", [str(plan.jobs)]))
     if not plan.downloads:
         lines.append(("to fetch", ["nothing"]))
     Table("plan", ["amount"], lines).show()

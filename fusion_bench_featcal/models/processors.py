@@ -53,7 +53,9 @@ def read_processor(folder: Path, kind: Any, option: str) -> Any:
         return kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # any error of the processor's library
         if not has_processor(folder, is_image=name != "tokenizer"):
-            raise CalibrationError(f"no {name} in {folder}: name its folder by {option}") from error
+            raise CalibrationError(
+                f"no {name} in {folder}: name its folder with {option}"
+            ) from error
         raise CalibrationError(
             f"the {name} in {folder} cannot be loaded: {_cause(folder, error)}. Check {option}"
         ) from error
@@ -97,10 +99,10 @@ def load_tokenizers(
         if expert_numbers and differing:
             token = differing[0]
             raise CalibrationError(
-                f"{label} has another tokenizer than {option}: {len(differing)} of {len(numbers)} "
-                f"tokens differ, such as {token!r} ({numbers[token]} here, "
-                f"{expert_numbers.get(token, 'missing')} there). Experts must share one; check "
-                f"{option}"
+                f"{label} has a different tokenizer from {option}: {len(differing)} of "
+                f"{len(numbers)} tokens differ, such as {token!r} "
+                f"({expert_numbers.get(token, 'missing')} instead of {numbers[token]}). Experts "
+                f"must share one: check {option}"
             )
     return tokenizers
 
@@ -135,10 +137,10 @@ def check_processors(processor: object, option: str, experts: Mapping[str, Path]
         for name in sorted({*expected, *actual}, key=lambda n: (not n.startswith("do_"), n)):
             if expected.get(name) != actual.get(name):
                 raise CalibrationError(
-                    f"{label} has another {_name_of(kind)} than {option}: {name} is "
-                    f"{_shown(actual.get(name))} there and {_shown(expected.get(name))} here. "
-                    f"Experts must share one: check {option}, or if the expert was tuned with this "
-                    f"one, correct the {' or '.join(files)} in {folder}"
+                    f"{label} has a different {_name_of(kind)} from {option} ({name}: "
+                    f"{_shown(actual.get(name))} instead of {_shown(expected.get(name))}). Experts "
+                    f"must share one: check {option}, or if the second value is right for this "
+                    f"expert, too, correct the {' or '.join(files)} in {folder}"
                 )
 
 
@@ -184,7 +186,7 @@ def _cause(folder: Path, error: Exception) -> str:
     if not (IS_RELEASE_4 and is_newer):
         return first_line(error).rstrip(".")
     return (
-        f"its {_CONFIGS[0]} was written by transformers 5, and {RELEASE} reads it. Install "
+        f"its {_CONFIGS[0]} was written by transformers 5, but {RELEASE} is installed. Install "
         'transformers 5, or write "tokenizer_class": "PreTrainedTokenizerFast" there and leave out '
         "extra_special_tokens"
     )

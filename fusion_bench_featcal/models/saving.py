@@ -47,7 +47,7 @@ def writing_model(target: Path, needed: int, *, option: str, advice: str) -> Ite
     """
     try:
         if needed > free_space(target.parent):
-            raise OSError("the disk has too little room")
+            raise OSError("the disk does not have enough room")
         with new_path(target) as new:
             yield new
     except CalibrationError:  # a damaged block, which names its file
@@ -57,11 +57,11 @@ def writing_model(target: Path, needed: int, *, option: str, advice: str) -> Ite
         if not isinstance(error, _FILE_ERRORS) and type(error) is not Exception:
             raise
         if target.is_dir() and any(target.iterdir()):
-            message = f"{option} is another run's by now: name a new folder"
+            message = f"{option} was written by another run in the meantime: name a new folder"
             raise CalibrationError(message) from error
         cause = getattr(error, "strerror", None) or first_line(error)
         raise CalibrationError(
-            f"the model cannot be saved to {option}: {cause}. It needs {bytes_text(needed)}, and "
+            f"the model cannot be saved to {option}: {cause}. It needs {bytes_text(needed)}, but "
             f"{bytes_text(free_space(target.parent))} are free there. {advice}"
         ) from error
 

@@ -250,7 +250,7 @@ def shapes_of(folder: str | Path, *, tokens: int, option: str = "the model in") 
 
 def _shape(group: Group, x: Tensor) -> GroupShape:
     if group.convolves:
-        raise CalibrationError(f"{group.name} is a convolution, which is not estimated")
+        raise CalibrationError(f"{group.name} is a convolution, whose cost is not estimated")
     return GroupShape(x.numel() // group.in_features, group.in_features, sum(group.out_features))
 
 

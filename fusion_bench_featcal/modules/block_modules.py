@@ -168,9 +168,9 @@ def _refuse_unusable(
     for leaf, parameter in direct.items():
         names, reason = shared[id(parameter)], ""
         if not parameter.is_floating_point():
-            reason = f"is quantised ({parameter.dtype}): load the merged model in a floating dtype"
+            reason = f"is quantized ({parameter.dtype}): load the merged model in a floating dtype"
         elif len(names) > 1:
-            reason = f"is one parameter under the names {names}; it has no update of its own"
+            reason = f"is shared under the names {names}, so it cannot be updated separately"
         if reason:
             raise CalibrationError(
                 f"block {block}: {name}.{leaf} {reason}. Or exclude it: {exclusion([name])}"

@@ -71,15 +71,15 @@ def record(
     if twice:
         ends = [name.rpartition(".")[2] for name in twice]
         raise CalibrationError(
-            f"modules {', '.join(twice)} run twice in their block, and such inputs are not "
+            f"modules {', '.join(twice)} run twice in their block, so their inputs cannot be "
             f"summed. Exclude them: {exclusion(ends)}"
         )
     for name, x, version in versions:
         if x._version != version:
             raise CalibrationError(
-                f"module {name}: the block overwrites its input afterwards (an in-place "
-                "operation), so that it cannot be summed. Write the block's forward without "
-                f"it, or exclude the module: {exclusion([name])}"
+                f"module {name}: the block later overwrites its input (an in-place operation), so "
+                "the input cannot be summed. Rewrite the block's forward without this operation, "
+                f"or exclude the module: {exclusion([name])}"
             )
     return recorded
 
@@ -175,8 +175,9 @@ class Group:
         shape = shape[:1] if self.kind == "norm" else shape
         if (solved.weight.shape, solved.bias.shape) != (shape, shape[:1]):
             raise CalibrationError(
-                f"module {self.name}: the rule's solve gives a weight {tuple(solved.weight.shape)} "
-                f"and a bias {tuple(solved.bias.shape)}, not {shape} and {shape[:1]}"
+                f"module {self.name}: the rule's solve returned a weight "
+                f"{tuple(solved.weight.shape)} and a bias {tuple(solved.bias.shape)}, not {shape} "
+                f"and {shape[:1]}"
             )
         tensors = solved.weight.split(self.out_features), solved.bias.split(self.out_features)
         for site, weight, bias in zip(self.sites, *tensors, strict=True):

@@ -1,8 +1,8 @@
 """Advice on a repaired model, from scores of several models on the same examples.
 
 A task is better or worse if the scores of its examples change by more than chance explains: a
-two-sided p-value below 5 % after Holm's correction for the number of tasks. `docs/decide.md` has
-the rule, and how often it is wrong.
+two-sided p-value below 5 % after Holm's correction for the number of tasks. The rule and how
+often it is wrong are in `docs/explanation/verdict.md`.
 """
 
 import math
@@ -163,7 +163,7 @@ def advise(
     if unit and lead and lead.half is not None and not lead.is_above(LEAST_LEAD):
         sentence = (
             "No model can be recommended: the experts are hardly better than the base "
-            f"({unit(lead)} on average), so no method can be told from another here. "
+            f"({unit(lead)} on average), so methods cannot be told apart here. "
             "Check the experts and their data"
         )
         return Advice(WEAK, sentence)

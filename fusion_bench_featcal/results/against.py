@@ -34,12 +34,13 @@ def against(results: Results, name: str, metric: str | None = None) -> Any:
 
     if results.labels:
         raise ReportError(
-            f"--against compares rows of equal settings, and {', '.join(results.labels)} differ"
+            "--against compares models with equal settings, but they differ in "
+            f"{', '.join(results.labels)}"
         )
     frame = frame_of(results, metric)
     records: list[dict[str, Any]] = []
     if not any(line.values for line in frame.lines):
-        raise ReportError("--against: nothing was scored, so there are no rows to compare")
+        raise ReportError("--against: nothing was scored, so there are no models to compare")
     for suite, suite_frame in frame.by_suite().items():
         reference = _find_line(suite_frame.lines, name)
         for line in suite_frame.lines:
@@ -65,5 +66,5 @@ def _find_line(lines: Sequence[FrameLine], name: str) -> FrameLine:
         choices = [line.first.title for line in matches] or titles
         near = [] if matches else get_close_matches(name, titles, 1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ReportError(f"--against: name one row, got {name!r}{hint}. There are: {choices}")
+        raise ReportError(f"--against: name one model, got {name!r}{hint}. There are: {choices}")
     return matches[0]

@@ -70,10 +70,11 @@ Panels = Mapping[str, Mapping[str, Mapping[Any, ErrorBar]]]
 """Panel -> model -> category or position -> value."""
 
 
-def figures_of(frame: Frame) -> "dict[str, Figure]":
+def figures_of(frame: Frame, width: float | None = None) -> "dict[str, Figure]":
     """Draw a frame: its metric by task, or the average along settings with numbers.
 
     Bars are 95 % intervals of the values, over test examples and from three seeds on over seeds.
+    Without a width in inches, figures are as wide as their panels need.
     """
     metric, suites = frame.metric, frame.by_suite()
     unit = f"{metric}, %" if Unit.of(metric).factor == 100 else metric
@@ -82,11 +83,11 @@ def figures_of(frame: Frame) -> "dict[str, Figure]":
     for suite, suite_frame in suites.items() if frame.tasks else ():
         ending = f"-{suite}" if len(suites) > 1 else ""
         if not suite_frame.labels:
-            figures[f"{metric}{ending}"] = dots(_values_by_task(suite_frame), unit + bars)
+            figures[f"{metric}{ending}"] = dots(_values_by_task(suite_frame), unit + bars, width)
         for key in suite_frame.labels:
             if panels := _averages_along(suite_frame, key):
                 name = f"{metric}-{key}{ending}"
-                figures[name] = curves(panels, key + bars, f"average {unit}")
+                figures[name] = curves(panels, key + bars, f"average {unit}", width=width)
     return figures
 
 
@@ -152,7 +153,7 @@ def _averages_along(frame: Frame, key: str) -> Panels:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def chart_style() -> Iterator[None]:
     """Apply the common style while figures are created and saved."""
     try:
         import matplotlib
@@ -163,18 +164,19 @@ def _style() -> Iterator[None]:
         yield
 
 
-@_style()
-def dots(panels: Panels, label: str) -> "Figure":
+@chart_style()
+def dots(panels: Panels, label: str, width: float | None = None) -> "Figure":
     """Draw values with their intervals, a line for each category.
 
     Args:
         panels: Panel -> model -> category -> value.
         label: Label of the horizontal axis.
+        width: Width of the figure in inches, or None for that of its panels.
     """
     categories = _unique(values for rows in panels.values() for values in rows.values())
     styles = marks(_unique(panels.values()))
     height = 0.5 + len(categories) * (0.2 + 0.13 * max(map(len, panels.values())))
-    figure, grid = _make_panels(panels, (2.75, height), label)
+    figure, grid = _make_panels(panels, (2.75, height), label, width)
     for axes, rows in zip(grid, panels.values(), strict=True):
         for number, (row, values) in enumerate(rows.items()):
             shift = 0.7 * ((number + 0.5) / len(rows) - 0.5)
@@ -191,8 +193,10 @@ def dots(panels: Panels, label: str) -> "Figure":
     return figure
 
 
-@_style()
-def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> "Figure":
+@chart_style()
+def curves(
+    panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True, width: float | None = None
+) -> "Figure":
     """Draw lines with intervals. An axis of positive numbers over a wide range is logarithmic.
 
     Args:
@@ -200,9 +204,10 @@ def curves(panels: Panels, xlabel: str, ylabel: str, *, joined: bool = True) -> 
         xlabel: Label of the horizontal axis.
         ylabel: Label of the vertical axis.
         joined: Draw lines between the points of a model.
+        width: Width of the figure in inches, or None for that of its panels.
     """
     styles = marks(_unique(panels.values()))
-    figure, grid = _make_panels(panels, (2.8, 2.3), xlabel)
+    figure, grid = _make_panels(panels, (2.8, 2.3), xlabel, width)
     figure.supylabel(ylabel, fontsize=9)
     line = "-" if joined else "none"
     for axes, rows in zip(grid, panels.values(), strict=True):
@@ -260,16 +265,19 @@ def _unique(groups: Iterable[Iterable[object]]) -> list[Any]:
 
 
 def _make_panels(
-    panels: Mapping[str, object], size: tuple[float, float], xlabel: str
+    panels: Mapping[str, object], size: tuple[float, float], xlabel: str, width: float | None
 ) -> "tuple[Figure, list[Axes]]":
-    """Create a figure with a panel of a size in inches for each name, three side by side."""
+    """Create a figure with a panel of a size in inches for each name, three side by side.
+
+    A width of the figure changes that of its panels.
+    """
     from matplotlib.figure import Figure
 
     if not panels:
         raise ReportError("there is nothing to draw")
     across = min(3, len(panels))
     down = math.ceil(len(panels) / across)
-    figure = Figure(figsize=(1.1 + size[0] * across, 0.5 + size[1] * down))
+    figure = Figure(figsize=(width or 1.1 + size[0] * across, 0.5 + size[1] * down))
     grid = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
     for axes in grid[len(panels) :]:
         axes.remove()
@@ -280,12 +288,12 @@ def _make_panels(
 
 
 def _add_legend(figure: "Figure", styles: Mapping[str, Mapping[str, Any]], linestyle: Any) -> None:
-    """Put a legend of the models below the panels and make room for it."""
+    """Put a legend of the models above the panels and make room for it."""
     from matplotlib.lines import Line2D
 
     columns = max(1, int(12 * figure.get_figwidth() / (max(map(len, styles)) + 6)))
     handles = [Line2D([], [], linestyle=linestyle, label=r, **look) for r, look in styles.items()]
-    figure.legend(handles=handles, loc="outside lower left", ncols=columns)
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns)
     figure.set_figheight(figure.get_figheight() + 0.1 + 0.19 * math.ceil(len(styles) / columns))
 
 
@@ -298,7 +306,7 @@ def svg(figure: "Figure") -> str:
 def _drawn(figure: "Figure", form: str) -> bytes:
     """Return a figure as SVG or PDF, without the time."""
     buffer = io.BytesIO()
-    with _style(), warnings.catch_warnings():
+    with chart_style(), warnings.catch_warnings():
         # Text remains text, because the viewer has glyphs that matplotlib's font lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         keys = ("Date", "Creator", "Format", "Type") if form == "svg" else ("CreationDate",)

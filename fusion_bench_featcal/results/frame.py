@@ -232,7 +232,7 @@ def frame_of(results: Results, metric: str | None = None) -> Frame:
         metric = ACCURACY if ACCURACY in results.metrics else next(iter(results.metrics), ACCURACY)
     elif metric not in results.metrics:
         raise ReportError(
-            f"--metric: no row has {metric!r}; there are {', '.join(results.metrics) or 'none'}"
+            f"--metric: no model has {metric!r}; there are {', '.join(results.metrics) or 'none'}"
         )
     lines = [line for line in _make_lines(results, metric) if line.values or not results.metrics]
     compared = [_compare_with_merged(line, lines, Frame(metric).sign) for line in lines]

@@ -95,9 +95,9 @@ def join(runs: Mapping[Path, Run]) -> Results:
             origins[key] = folder
     if outdated:
         log.warning(
-            "%s left out: newer rows with the same settings and seeds differ in versions or code: "
-            "%s. Report such folders one by one",
-            pluralize(len(outdated), "row"), ", ".join(dict.fromkeys(outdated)),
+            "left out %s (%s), because newer ones with the same settings and seeds differ in "
+            "versions or code. Report such folders one by one",
+            pluralize(len(outdated), "result"), ", ".join(dict.fromkeys(outdated)),
         )  # fmt: skip
     joined = list(rows.values())
     _set_labels(joined)
@@ -234,8 +234,8 @@ def _check_tests(rows: Iterable[Row]) -> None:
             one[task] and two[task] and one[task] != two[task] for task in one
         ):
             raise ReportError(
-                f"rows of {row.suite} have different tasks or test items: {other.title} has {one}, "
-                f"{row.title} has {two}"
+                f"models of {row.suite} have different tasks or test examples: {other.title} has "
+                f"{one}, but {row.title} has {two}"
             )
 
 

@@ -15,8 +15,9 @@ from .tables import Unit
 def leaders(frame: Frame) -> dict[str, list[str]]:
     """Return suite -> a sentence on its best model, in a sweep one for each point.
 
-    If only some models need the task of each input, the sentence names the best of both kinds. Base
-    and experts do not take part. Suites with a single repair and its merged model are left out.
+    If only some models need the task of each input, there is a sentence on the best of each kind.
+    Base and experts do not take part. Suites with a single repair and its merged model are left
+    out.
     """
     suites, texts = frame.by_suite(), dict[str, list[str]]()
     for suite, suite_frame in suites.items():
@@ -28,12 +29,15 @@ def leaders(frame: Frame) -> dict[str, list[str]]:
             if one_model and with_task_id:
                 lead = _Lead.of(one_model, suite_frame)
                 second = _Lead(with_task_id[0], lead.line, suite_frame)
-                text = f"best one model{subject}: {lead.text}; best with task id: {second.text}"
+                found = [
+                    f"Best single model{subject}: {lead.text}",
+                    f"Best model that needs the task id{subject}: {second.text}",
+                ]
             elif len(lines) > 2 or (len(lines) == 2 and not any(line.gain for line in lines)):
-                text = f"best{subject}: {_Lead.of(lines, suite_frame).text}"
+                found = [f"Best model{subject}: {_Lead.of(lines, suite_frame).text}"]
             else:
                 continue
-            texts.setdefault(suite, []).append(text)
+            texts.setdefault(suite, []).extend(found)
     return texts
 
 
@@ -93,13 +97,13 @@ class _Lead(NamedTuple):
         points = "points" if self.frame.metric == ACCURACY else f"in {self.frame.metric}"
         points = f"{Unit.of(self.frame.metric).difference(gain)} {points}"
         if gain.half is not None and abs(gain.value) <= gain.half:
-            text = f"{name} and {other} tie ({points}), the first"
+            text = f"{name}, tied with {other} (difference {points})"
         else:
-            text = f"{name}, {points} {'over' if gain.value > 0 else 'from'} {other}"
-            needed = ", which needs a third" * (gain.seeds == 2)
+            text = f"{name}, {points} compared with {other}"
+            needed = ", which needs a third seed" * (gain.seeds == 2)
             lacks = f" ({pluralize(gain.seeds, 'seed')}, no interval{needed})"
-            text += lacks * (gain.half is None) + ","
-        return f"{text} {self._worse(self.line, self.other)}"
+            text += lacks * (gain.half is None)
+        return f"{text}. It is {self._worse(self.line, self.other)}"
 
     def _worse(self, line: FrameLine, other: FrameLine) -> str:
         """Write on how many tasks a model is worse in the table's digits, and on which most."""

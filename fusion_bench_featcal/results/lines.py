@@ -90,7 +90,7 @@ def read_run(folder: str | Path) -> Run:
     try:
         content = json.loads(file.read_bytes())
         if (schema := content.get("schema")) != SCHEMA:
-            text = f"has schema {schema!r}, and this version reads {SCHEMA}: run again"
+            text = f"has schema {schema!r}, but this version reads {SCHEMA}: run again"
             raise ReportError(f"{file} {text}")
         rows, notes = ([kind(**values) for values in content[key]] for key, kind in _LISTS.items())
         run = Run(rows=rows, notes=notes, **{key: content[key] for key in RUN_COLUMNS})
@@ -168,8 +168,8 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
         below = [file.parent for file in files if "/." not in f"/{file.relative_to(folder)}"]
         if not below:
             raise ReportError(
-                f"no run in or below {path}: a run's log directory has {RUN_FILE}, unless an "
-                "earlier version wrote it: then run again"
+                f"no run in or below {path}: a run's log directory contains {RUN_FILE}. An earlier "
+                "version may have written it without this file: then run again"
             )
         folders |= {run.resolve(): run for run in below}
     return list(folders.values())
@@ -199,7 +199,7 @@ def lines_csv(lines: Iterable[Line]) -> str:
     for line in lines:
         if not math.isfinite(line[VALUE]):
             names = ", ".join(f"{key} {line[key]}" for key in DIMENSIONS[2:] if line.get(key))
-            raise ReportError(f"{line[VALUE]} is no value of {names}")
+            raise ReportError(f"{line[VALUE]} is not a valid value of {names}")
     return table_csv([*labels, *DIMENSIONS, VALUE], lines)
 
 
@@ -223,7 +223,7 @@ def _parse_line(cells: Mapping[str, str]) -> Line:
     filled = {key: text for key, text in cells.items() if text or key in DIMENSIONS}
     line: Line = {key: t if key in _NAMES else _parse_number(t) for key, t in filled.items()}
     if not math.isfinite(line[VALUE]):
-        raise ValueError(f"{line[VALUE]} is no value of {line}")
+        raise ValueError(f"{line[VALUE]} is not a valid value of {line}")
     return line
 
 

@@ -1,9 +1,11 @@
 """One self-contained HTML page of results: tables, figures and notes."""
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from fusion_bench_featcal.errors import ReportError
@@ -12,11 +14,25 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 from .figures import figures_of, svg
 from .frame import Frame
 from .joining import Results
-from .sentences import sentences, verdicts
+from .names import REFERENCES
+from .sentences import sentences, single_repair, verdicts
 from .show import tables_of
-from .tables import Table, without_codes
+from .tables import ABSENT, Table, without_codes
 
 _SUFFIXES = (".html", ".htm")
+_FIGURE_WIDTH = 10  # inches, which a browser scales to the page
+
+
+class _Part(NamedTuple):
+    """A table of the page.
+
+    The first `references` lines are base and experts, which readers do not sort. `examples` are the
+    numbers of test examples of the last columns.
+    """
+
+    table: Table
+    references: int = 0
+    examples: Sequence[str] = ()
 
 
 def write_page(path: Path, frame: Frame, results: Results, setting: str = "--html") -> Path:
@@ -59,14 +75,39 @@ def page_text(frame: Frame, results: Results, folder: Path) -> str:
     }
     text = environment.from_string(template).render(
         title=", ".join(dict.fromkeys(run.suite for run in results.runs.values())),
-        tables=[_with_mergers(table) for table in tables_of(frame)],
-        figures=figures_of(frame),
+        parts=list(_parts(frame)),
+        figures=figures_of(frame, _FIGURE_WIDTH),
+        narrow_figures=figures_of(frame),  # for phones
         verdicts=verdicts(frame),
         lines=sentences(frame),
         machines=list(dict.fromkeys(machines)),
         links=links,
     )
     return without_codes(text.strip()) + "\n"
+
+
+def _parts(frame: Frame) -> Iterator[_Part]:
+    """Yield the tables of each suite. A table of models is divided into a summary and tasks."""
+    for suite, suite_frame in frame.by_suite().items():
+        for table in tables_of(suite_frame):
+            if single_repair(suite_frame) or not suite_frame.tasks:
+                yield _Part(table)
+                continue
+            references = sum(line.first.name in REFERENCES for line in suite_frame.lines)
+            first, last = len(table.heads) - len(suite_frame.tasks), len(table.heads)
+            whole = replace(_with_mergers(table), fixed=table.fixed + 1)  # both have the average
+            start = f"{suite}: {frame.metric}"
+            title = f"{start} by task{table.title.removeprefix(start)}"
+            yield _Part(whole.columns(0, first), references)
+            tasks = replace(whole.columns(first, last), title=title)
+            yield _Part(tasks, references, _test_examples(suite_frame))
+
+
+def _test_examples(frame: Frame) -> list[str]:
+    """Return the number of test examples of each task, or nothing if no task's is known."""
+    flags = [row.correct for line in frame.lines for row in line.rows if row.correct]
+    sizes = [{len(correct[task]) for correct in flags if task in correct} for task in frame.tasks]
+    return [" or ".join(map(str, sorted(size))) or ABSENT for size in sizes] if flags else []
 
 
 def _with_mergers(table: Table) -> Table:

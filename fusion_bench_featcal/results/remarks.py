@@ -45,8 +45,8 @@ that fit no task it is at least 0.92 on the bundled CLIP, T5 and Llama, and at m
 and DINOv2, whose experts are LoRA adapters."""
 
 _SAMPLES_ALONE = (
-    "the experts' weights say little about their data, as LoRA adapters that share a start often "
-    "do: FeatCal+ used mostly the samples"
+    "FeatCal+ relied mostly on the samples, because the experts' weights reveal little about their "
+    "data. This is common for LoRA adapters with the same initial weights"
 )
 
 
@@ -76,8 +76,11 @@ def calibration_facts(
     if as_merged.modules:
         notes.append(Note(NOTE, as_merged.text, name))
     if idle := numbers.get(IDLE):
-        text = f"{idle} of {numbers[SLOTS]} routed experts receive no token of the samples, and "
-        notes.append(Note(NOTE, f"{text}stay as merged. More samples reach more of them", name))
+        text = (
+            f"{idle} of {numbers[SLOTS]} routed experts are left unchanged, because they receive "
+            "no token of the samples. More samples reach more of them"
+        )
+        notes.append(Note(NOTE, text, name))
     notes += far_task(name, settings, distances(records))
     if numbers.get(ROWS_ENERGY, HARDLY) < HARDLY and not is_unlike:
         notes.append(Note(NOTE, _SAMPLES_ALONE, name))
@@ -160,8 +163,8 @@ def far_task(name: str, settings: FeatCalSettings, measured: Mapping[str, float]
     if times < FARTHEST:
         return []
     text = (
-        f"{task} ends farthest from its expert, {times:.1f} times as far as tasks on average. "
-        f"{option('balance', 1)} may serve it better, in twice the time"
+        f"{task} is farthest from its expert after the repair ({times:.1f} times the average "
+        f"distance). {option('balance', 1)} may help it, but takes twice the time"
     )
     return [Note(NOTE, text, name, task)]
 
@@ -190,10 +193,10 @@ def closing_lines(
     `saved_row` is the name of the returned model, which was saved at `saved_path` unless this is
     None. `unsaved` are the other models that could be saved.
     """
-    saved = f"saved the model of row {saved_row}: {saved_path}"
+    saved = f"saved {saved_row}: {saved_path}"
     if saved_path is None:
-        saved = f"not saved: merged_model_save_path=DIR saves the model of row {saved_row}"
-    another = [f"another row is saved by method.save={' or '.join(unsaved)}"] if unsaved else []
+        saved = f"not saved: to save {saved_row}, set merged_model_save_path=DIR"
+    another = [f"to save another model, set method.save={' or '.join(unsaved)}"] if unsaved else []
     if folder is None:
         return [*another, saved]
     return [*another, saved, f"reports: {folder}", f"next: featcal report {typed_path(folder)}"]
@@ -209,9 +212,9 @@ def typed_path(path: Path) -> str:
 def closing_lines_of_a_comparison(folder: Path, cells: Path) -> list[str]:
     """Return the last lines of `method=compare`, which saves no model."""
     return [
-        "compare saves no model; run a method by itself for that:",
+        "compare saves no model. To save one, run its method on its own:",
         "  method=featcal merged_model_save_path=DIR",
         f"reports: {folder}",
-        "next, with the finished cells of other jobs and earlier commands:",
+        "next, with the finished runs of other jobs and earlier commands:",
         f"  featcal report {typed_path(cells)}",
     ]

@@ -32,14 +32,15 @@ class Row:
 
     Attributes:
         suite: Name of the model pool, for example `clip-vit-mini_TA6`.
-        merger: The upstream merger, or "" for the base and the experts, which need none.
-        name: `base`, `experts`, the merger's name for the merged model itself, or a method's.
+        merger: The merging method, or "" for the base and the experts, which need none.
+        name: `base`, `experts`, the merging method's name for the merged model itself, or the name
+            of the method that repairs it.
         seed: Seed of samples and training, or None without randomness.
         scores: Metric -> task -> value, with `accuracy` in 0..1.
         correct: Task -> bool `[examples]`, a flag per test example, or None if the pool has none.
-        settings: Settings of the method or merger.
-        conditions: Further values by which models differ: precision, and settings of the upstream
-            merger for a method on it.
+        settings: Settings of the method or merging method.
+        conditions: Further values by which models differ: precision, and for a repair the settings
+            of the merging method.
         cost: Seconds, bytes and others, as numbers. Costs that were not measured are missing.
         facts: Further numbers of the method, such as the median of `rows_share`.
         samples: Task -> {"samples", "split"} used, empty for methods without data.
@@ -117,16 +118,16 @@ def check_row(row: Row, tasks: Sequence[str], label: str) -> None:
         ReportError: If the tasks differ, a name is taken, an accuracy is outside 0..1, or flags per
             example contradict it.
     """
-    label = f"{label}: row '{row.name}'"
+    label = f"{label}: model '{row.name}'"
     accuracy = row.scores.get(ACCURACY, {})
     if any(AVERAGE in values for values in row.scores.values()):
         raise ReportError(f"{label}: '{AVERAGE}' is the mean over tasks. Rename the task")
     if taken := [metric for metric in row.scores if f"{metric}.".startswith(COST)]:
-        raise ReportError(f"{label}: metric {taken[0]!r} is taken by costs. Rename the metric")
+        raise ReportError(f"{label}: metric {taken[0]!r} is reserved for costs. Rename the metric")
     if tasks and accuracy and set(accuracy) != set(tasks):
         missing, extra = sorted(set(tasks) - set(accuracy)), sorted(set(accuracy) - set(tasks))
         raise ReportError(
-            f"{label} is not about the same tasks as the rows before: missing {missing}, extra "
+            f"{label} does not have the same tasks as the models before: missing {missing}, extra "
             f"{extra}"
         )
     for task, value in accuracy.items():
@@ -140,9 +141,9 @@ def check_row(row: Row, tasks: Sequence[str], label: str) -> None:
     for task, value in accuracy.items():
         flags = row.correct.get(task)
         if flags is None or not flags.size:
-            raise ReportError(f"{label}, task '{task}': no flags per test item")
+            raise ReportError(f"{label}, task '{task}': no flags per test example")
         if abs(float(flags.mean()) - value) > _ROUNDING:
             raise ReportError(
-                f"{label}, task '{task}': {flags.sum()} of {flags.size} test items are right, "
+                f"{label}, task '{task}': {flags.sum()} of {flags.size} test examples are right, "
                 f"which is not the accuracy {value:.6f}"
             )

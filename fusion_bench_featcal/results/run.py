@@ -98,7 +98,7 @@ class Run:
             ReportError: If the name exists, or for a reason of `check_row`.
         """
         if any(row.name == name for row in self.rows):
-            raise ReportError(f"row '{name}' is already in the report")
+            raise ReportError(f"model '{name}' is already in the report")
         finite: dict[str, dict[str, float]] = {}
         for metric, values in scores.items():
             for task, value in values.items():

@@ -83,7 +83,7 @@ def compare_repair(line: FrameLine, frame: Frame) -> RepairScores:
         _compare_tasks(repaired, before, origin, other),
         lead=_compare(experts, base, frame),
         more_examples="Evaluate on more test examples, or repeat the run with other seeds",
-        if_worse="Keep the merged model, or give each task more samples like its own inputs",
+        if_worse="Keep the merged model, or give each task more samples that resemble its inputs",
         **names,
     )
 
@@ -164,7 +164,8 @@ def legend(frame: Frame) -> list[str]:
     lines, repair = frame.lines, single_repair(frame)
     samples = _join_by_text((line, line.samples) for line in lines)
     steps = _join_by_text((line, str(line.first.settings.get("steps") or "")) for line in lines)
-    has_shares = any(line.share is not None for line in lines)
+    shares = [(line.share, line.worst and line.worst.share) for line in lines]
+    has_shares = any(share is not None for pair in shares for share in pair)
     costs = cost_texts(repair) if repair else {}
     has_seeds = any(line.gain and line.gain.seeds >= LEAST_SEEDS for line in lines)
     varied = f"test examples{' and seeds' * has_seeds}"
@@ -177,7 +178,8 @@ def legend(frame: Frame) -> list[str]:
         f"gain: over the merged model, ± half of its 95 % interval over {varied}":
             any(line.gain for line in lines),
         "gap closed: 0 % is the merged model, 100 % the experts": has_shares and not repair,
-        f"worst task: the one with the least {'gap closed' if has_shares else 'gain'}": has_worst,
+        f"worst task: the one with the smallest {'gap closed' if has_shares else 'gain'}":
+            has_worst,
         f"cost: {', '.join(f'{value} {unit}' for unit, value in costs.items())}": costs,
         "task id: inference needs the task of each input":
             any(line.needs_task_id for line in lines),
@@ -230,8 +232,8 @@ def weak_experts(frame: Frame) -> list[Note]:
             value, most = line.values[task], max((m.get(task, 0.0) for m in merged), default=0.0)
             if value < max(RARELY, most - LEAST_GAP):
                 text = (
-                    f"the expert of {task} has {100 * value:.1f} % on its own task, merged models "
-                    f"up to {100 * most:.1f} %. Check its tokenizer, prompts and labels"
+                    f"the expert of {task} has only {100 * value:.1f} % on its own task (merged "
+                    f"models: up to {100 * most:.1f} %). Check its tokenizer, prompts and labels"
                 )
                 notes[task] = Note(WARNING, text, task=task)
     return [*notes.values()]
@@ -251,7 +253,7 @@ def tasks_below_merged(frame: Frame) -> list[Note]:
     return [
         Note(
             WARNING,
-            f"{task} ends below the merged model: {', '.join(texts)} points",
+            f"below the merged model on {task}: {', '.join(texts)} points",
             task=task,
             merger=merger,
         )

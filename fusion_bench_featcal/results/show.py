@@ -1,6 +1,6 @@
 """The frame of results as text: tables with their sentences, and the files of a report."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from fusion_bench_featcal.files import prepare_directory, write_atomic
 
 from .against import against
 from .columns import AVERAGE
-from .frame import Frame, FrameLine, is_lower_better
+from .frame import Frame, FrameLine
 from .joining import Results
 from .lines import LINES_FILE, RUN_FILE, lines_csv, table_csv
-from .names import short_label
+from .names import REFERENCES, short_label
 from .sentences import (
     COSTS,
     compare_repair,
@@ -112,7 +112,21 @@ def _make_table(suite: str, frame: Frame, names: Mapping[str, str]) -> Table:
     title = f"{suite}: {frame.metric}{', %' if unit.factor == 100 else ''}"
     lines = [(_heading(line), [body[i] for _, body in cells]) for i, line in enumerate(frame.lines)]
     heads = [head for head, _ in cells]
-    return Table(title if frame.tasks else suite, heads, lines, fixed=len(settings))
+    average, tasks = len(settings), range(len(heads) - len(frame.tasks), len(heads))
+    compared = (average, *tasks) if frame.tasks else ()
+    bold = {(line, i) for i in compared for line in _best_lines(frame, cells[i][1])}
+    return Table(title if frame.tasks else suite, heads, lines, fixed=average, bold=bold)
+
+
+def _best_lines(frame: Frame, column: Sequence[str]) -> list[int]:
+    """Return the indices of a column's best values, apart from those of base and experts."""
+    texts = {
+        index: text
+        for index, (line, text) in enumerate(zip(frame.lines, column, strict=True))
+        if line.first.name not in REFERENCES and text != ABSENT
+    }
+    best = (max if frame.sign > 0 else min)(texts.values(), key=float, default=None)
+    return [index for index, text in texts.items() if text == best]
 
 
 def _heading(line: FrameLine) -> str:
@@ -150,8 +164,8 @@ def show_against(results: Results, name: str, metric: str | None = None) -> None
         ]  # fmt: skip
         Table(f"{suite}: average {metric} minus that of {name}", ["points", "p"], lines).show()
     print_lines(
-        ["± half of the 95 % interval over test items and, from three seeds on, over seeds; "
-         "p-values with Holm's correction over these rows"]
+        ["±: half of the 95 % interval over test examples and, with three seeds or more, over "
+         "seeds. p: p-values with Holm's correction over these models"]
     )  # fmt: skip
 
 
@@ -165,8 +179,7 @@ def markdown(frame: Frame) -> str:
 
 def latex(frame: Frame) -> str:
     """Return the tables as LaTeX, with the verdicts, the legend and the notes as comments."""
-    heads, is_lower = (AVERAGE, *frame.tasks), is_lower_better(frame.metric)
-    tables = [table.latex(heads, is_lower_better=is_lower) for table in model_tables(frame)]
+    tables = [table.latex() for table in model_tables(frame)]
     first = latex_comment([*verdicts(frame), r"The tables need \usepackage{booktabs}."])
     return "\n\n".join([first, *tables, latex_comment(sentences(frame))]) + "\n"
 

@@ -191,8 +191,8 @@ def _paired_differences(ones: Sequence[Any], partners: Sequence[Any]) -> list[ND
         sizes = {len(side.get(task, ())) for side in (*ones, *partners)}
         if len(sizes) > 1 or any(side.keys() != ones[0].keys() for side in (*ones, *partners)):
             raise ReportError(
-                f"task '{task}': rows with {' and '.join(map(str, sorted(sizes)))} test items or "
-                "other tasks cannot be paired"
+                f"task '{task}': models with {' and '.join(map(str, sorted(sizes)))} test examples "
+                "or with different tasks cannot be compared"
             )
         sides = (np.stack([side[task] for side in part]).astype(float) for part in (ones, partners))
         gains.append(next(sides) - next(sides))

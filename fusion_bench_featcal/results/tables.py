@@ -3,11 +3,11 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from .names import NO_EXPERT, PERCENTAGES, REFERENCES
+from .names import NO_EXPERT, PERCENTAGES
 from .statistics import Difference
 
 if TYPE_CHECKING:
@@ -30,19 +30,22 @@ class Table:
     """A table of text: a title, heads of columns, and lines of (head, cells).
 
     Lines whose head begins with `+ ` belong to the line before. Other lines start a section. The
-    first `fixed` columns are repeated if a wide table is divided.
+    first `fixed` columns are repeated if a wide table is divided. The best values of columns are
+    `bold`: pairs of the index of a line and of a column.
     """
 
     title: str
     heads: Sequence[str]
     lines: Sequence[tuple[str, Sequence[str]]]
     fixed: int = 0
+    bold: Collection[tuple[int, int]] = ()
 
     def columns(self, first: int, last: int) -> "Table":
         """Return a table of the fixed columns and of columns `first` to `last - 1`."""
         chosen = [*range(self.fixed), *range(max(first, self.fixed), last)]
         lines = [(head, [cells[i] for i in chosen]) for head, cells in self.lines]
-        return replace(self, heads=[self.heads[i] for i in chosen], lines=lines)
+        bold = {(line, chosen.index(i)) for line, i in self.bold if i in chosen}
+        return replace(self, heads=[self.heads[i] for i in chosen], lines=lines, bold=bold)
 
     def width(self) -> int:
         """Width on the terminal."""
@@ -71,24 +74,15 @@ class Table:
         texts = [f"| {text} |" for text in texts]
         return "\n".join([texts[0], "|:--" + "|--:" * len(self.heads) + "|", *texts[1:]])
 
-    def latex(self, compared: Iterable[str] = (), *, is_lower_better: bool = False) -> str:
-        """Return a LaTeX table, which needs the package booktabs.
-
-        Args:
-            compared: Heads of columns whose best value is bold, apart from base and experts.
-            is_lower_better: Whether the lowest value is the best.
-        """
-        best = dict[int, str]()
-        for index, column in enumerate(self.heads):
-            texts = [cells[index] for head, cells in self.lines if head not in REFERENCES]
-            if column in {*compared} and (texts := [text for text in texts if text != ABSENT]):
-                best[index] = (min if is_lower_better else max)(texts, key=float)
+    def latex(self) -> str:
+        """Return a LaTeX table, which needs the package booktabs."""
         rows = [["", *map(latex_text, self.heads)]]
-        for head, cells in self.lines:
+        for line, (head, cells) in enumerate(self.lines):
             texts = ["--" if text in (ABSENT, "") else latex_text(text) for text in cells]
-            for index in best if head not in REFERENCES else ():
-                if cells[index] == best[index]:
-                    texts[index] = rf"\textbf{{{texts[index]}}}"
+            texts = [
+                rf"\textbf{{{text}}}" if (line, index) in self.bold else text
+                for index, text in enumerate(texts)
+            ]
             rows.append([latex_text(head), *texts])
         first, *others = [" & ".join(row) + r" \\" for row in rows]
         return "\n".join([

@@ -63,9 +63,9 @@ class Paper(Rule):
         if self.ridge_lambda >= SINGLE_RIDGE or features != torch.bfloat16:
             return None
         return (
-            f"{option('ridge_lambda', f'{self.ridge_lambda:g}')} with bfloat16 features, whose "
-            "rounding moves updates by 1 to 7 % at 1e-5, and by more with few samples. Raise it to "
-            f"{SINGLE_RIDGE:g} or more, or use float32: {user_term('float32')}"
+            f"{option('ridge_lambda', f'{self.ridge_lambda:g}')} is small for bfloat16 features: "
+            "at 1e-5 their rounding changes updates by 1 to 7 %, and by more with few samples. "
+            f"Raise it to {SINGLE_RIDGE:g} or more, or use float32: {user_term('float32')}"
         )
 
     def sums(self, group: Group, merged: Linear, base: Linear | None) -> GroupSums:

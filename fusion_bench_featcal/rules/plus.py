@@ -1,6 +1,6 @@
 """FeatCal+: modules in sequence, task-vector rows, and ridges chosen on held-out samples.
 
-The mathematics is in docs/method.md.
+The mathematics is in docs/reference/formulas.md.
 """
 
 import math

@@ -24,7 +24,8 @@ ROW_RIDGE = 1e-2
 TOLERATED = 8.0
 """Product of both errors of that step at which the rows have at most the energy of the samples.
 
-It was chosen on the bundled MiniLM and DINOv2 and on other experts of them (docs/method.md)."""
+It was chosen on the bundled MiniLM and DINOv2 and on other experts of them
+(docs/reference/formulas.md)."""
 
 
 class TaskVectorRows:

@@ -101,8 +101,8 @@ class CheckpointFolder(Checkpoint):
         self.folder, self._processes = folder, processes
         if not resume and any(folder.glob("block-*.safetensors")):
             raise CalibrationError(
-                f"{option('checkpoint_dir')} {folder} holds the finished blocks of a run. Use "
-                f"{option('resume', 'true')} to go on with it, or choose another folder, or remove "
+                f"{option('checkpoint_dir')} {folder} has the finished blocks of a run. Use "
+                f"{option('resume', 'true')} to continue it, choose another folder, or remove "
                 "this one"
             )
         self._finished: list[str] = []

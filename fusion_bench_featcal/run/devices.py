@@ -104,9 +104,9 @@ def memory_cause(device: torch.device, location: str, error: Exception) -> str |
     if not is_out_of_memory(error):
         return None
     return (
-        f"out of memory ({device.type}) at {location}: {first_line(error)}. What lowers it: "
-        f"{option('activations', 'host')} beside a GPU, a lower {option('batch_size')} or "
-        f"{option('samples_per_task')}, {option('modules')} without the widest modules"
+        f"out of memory ({device.type}) at {location}: {first_line(error)}. To use less, set "
+        f"{option('activations', 'host')} (with a GPU), lower {option('batch_size')} or "
+        f"{option('samples_per_task')}, or exclude the widest modules with {option('modules')}"
     )
 
 

@@ -75,10 +75,10 @@ class FinishedBlocks(SafetensorsExpert):
             seal = metadata.pop("seal", "")
             metadata.pop("format", None)
             if seal != digest_json([file, metadata]):
-                raise CalibrationError("its header was changed, or it is no finished block")
+                raise CalibrationError("its header was changed, or it is not a finished block")
             run, digests = json.loads(metadata["run"]), json.loads(metadata["digests"])
             if digests.keys() != {*self.names_in(self._folder / file)}:
-                raise CalibrationError("it has other tensors than were written")
+                raise CalibrationError("its tensors are not those that were written")
         if others := [name for name, digest in self._run.items() if run.get(name) != digest]:
             raise CalibrationError(
                 f"{option('checkpoint_dir')} {self._folder} belongs to another run: it differs in "
@@ -118,7 +118,7 @@ class FinishedBlocks(SafetensorsExpert):
     def _verify(self, name: str, tensor: Tensor) -> Tensor:
         """Compare a tensor that is read for the first time with its digest, and return it."""
         if name not in self._verified and digest_tensor(tensor) != self._digests[name]:
-            raise CalibrationError(f"its tensor {name!r} is not as it was written")
+            raise CalibrationError(f"its tensor {name!r} has changed since it was written")
         self._verified.add(name)
         return tensor
 
@@ -142,8 +142,8 @@ def writing(path: Path, size: int) -> AbstractContextManager[None]:
         size: Its bytes.
     """
     remedy = (
-        f"It needs {bytes_text(size)}, and {bytes_text(free_space(path.parent))} are free. Make "
-        f"room or change {option('checkpoint_dir')}; with {option('resume', 'true')} a run goes on "
-        "after its last whole block"
+        f"It needs {bytes_text(size)}, but {bytes_text(free_space(path.parent))} are free. Make "
+        f"room or change {option('checkpoint_dir')}. With {option('resume', 'true')}, a run "
+        "continues after its last finished block"
     )
     return error_context(path, cause=unwritten, remedy=remedy)

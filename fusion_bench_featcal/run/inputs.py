@@ -41,7 +41,7 @@ class Inputs:
         models = [*experts.values(), base, self.merged_weights]
         if not all(isinstance(model, nn.Module | None) for model in models):
             raise CalibrationError(
-                "an open_clip model is calibrated in memory: load it from its file"
+                "an open_clip model must be in memory to be calibrated: load it from its file"
             )
         experts = {task: split(expert) for task, expert in experts.items()}
         base = split(base) if isinstance(base, nn.Module) else None

@@ -14,8 +14,8 @@ from fusion_bench_featcal.files.json_files import json_lines
 logger = logging.getLogger(__name__)
 
 UNLIKE_SAMPLES = (
-    "no task's samples fit its expert better than other tasks' samples do, so FeatCal+ uses the "
-    "experts' task vectors alone. Samples like the data in use may give more"
+    "no task's samples fit its expert better than the samples of other tasks, so FeatCal+ uses "
+    "only the experts' task vectors. Samples that resemble your real inputs may work better"
 )
 
 
@@ -53,8 +53,8 @@ class AsMerged:
     def title(self) -> str:
         """The relation of the modules to the experts."""
         if self.compared:
-            return "modules that stay as merged although experts differ in them"
-        return "modules that stay as merged even if experts differ in them (names alone were read)"
+            return "modules left unchanged although experts differ in them"
+        return "modules left unchanged even if experts differ in them (only names were read)"
 
     @property
     def names(self) -> list[str]:
@@ -170,5 +170,5 @@ def exchanged_samples(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     Args:
         records: Records of a log. Only records of kind `trust` are used.
     """
-    text = "its expert fits the samples of task {}. Were the samples exchanged?"
+    text = "its expert fits the samples of task {} better than its own. Were they swapped?"
     return {r["task"]: text.format(r["fits"]) for r in records if r.get("fits")}

@@ -181,7 +181,7 @@ class TorchProcesses(Processes):
                 f"process {self.rank} of {self.size} has lost contact with another one, which "
                 f"failed (see its message), was ended, or has lost its machine ({error}). Start "
                 f"all of them again: with {option('checkpoint_dir')} and "
-                f"{option('resume', 'true')} a run goes on after its last whole block"
+                f"{option('resume', 'true')}, a run continues after its last finished block"
             ) from error
 
 

@@ -18,7 +18,7 @@ class CalibrationResult:
         model: The calibrated model, with class, dtype and device of the merged one. With
             `merged_weights` only its structure.
         log: Records of every block.
-        reads: Count of the bytes read (see docs/runs.md).
+        reads: Count of the bytes read (see docs/reference/files.md).
         weights: The calibrated weights in `checkpoint_dir`, which every read checks for damage, or
             None without a folder.
     """

@@ -317,7 +317,7 @@ def without_fixed_batchnorms(
         fixed = set.intersection(*processes.gather({*filter(is_shared, fixed)}))
         if fixed:
             shared = pluralize(len(fixed), "BatchNorm")
-            logger.warning("the experts share the statistics of %s, which stay as merged", shared)
+            logger.warning("left unchanged: the experts share the statistics of %s", shared)
     return {
         block: replace(part, sites=tuple(site for site in part.sites if site.name not in fixed))
         for block, part in modules.items()

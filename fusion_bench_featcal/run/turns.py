@@ -34,7 +34,7 @@ def turns_of(rule: Rule, groups: Sequence[Group]) -> list[Sequence[Group]]:
     twice = [group.name for group in groups if solved.count(group) > 1]
     if twice or not are_lists or not {*solved} <= {*learned}:
         raise CalibrationError(
-            f"rule: {type(rule).__name__}.turns must give lists of the block's groups, each "
+            f"rule: {type(rule).__name__}.turns must return lists of the block's groups, each "
             f"group in at most one{f'; it repeats {twice[0]}' if twice else f', not {turns}'}"
         )
     return list(with_statistics(turns, groups))

@@ -34,15 +34,16 @@ class FeatCalSettings(PoolDraw, Texts, Options, RuleSettings):
 
     calibration_data: Mapping[str, Any] | None = setting(
         None,
-        "Data in place of the pool's, by task: {task: a.jsonl}, {task: hub/id} or {task: "
+        "Data to use instead of the pool's, by task: {task: a.jsonl}, {task: hub/id} or {task: "
         "{_target_: ...}}. Null: the pool's data.",
         accepts="a mapping of tasks to paths, hub ids or configs of datasets",
         check=lambda value: is_mapping_to(_is_data_set, value),
     )
     batch_size: int | str = setting(
         "auto",
-        "Samples that run through a block together. `auto`: 16, on a GPU 64 images, or as many "
-        "texts (16 to 64) as have 8,192 tokens. Changes memory and rounding.",
+        "Number of samples that run through a block together. `auto`: 16 on a CPU; on a GPU 64 "
+        "images, or as many texts as have 8,192 tokens together (16 to 64). It changes only memory "
+        "and rounding.",
         accepts="auto or an integer >= 1",
         check=lambda value: value == "auto" or is_integer(value, 1),
     )
@@ -72,7 +73,7 @@ class FeatCalSettings(PoolDraw, Texts, Options, RuleSettings):
 
     @classmethod
     def plus(cls, **changes: object) -> Self:
-        """Return the settings of FeatCal+ (docs/method.md), with changes by name."""
+        """Return the settings of FeatCal+ (docs/reference/formulas.md), with changes by name."""
         return cls(**{"rule": "plus", **changes})
 
     def replace(self, **changes: object) -> Self:

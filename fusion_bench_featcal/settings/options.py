@@ -18,9 +18,11 @@ class Draw(Settings):
     """The samples of each task."""
 
     samples_per_task: int | None = setting(
-        None, "Samples of each task that are used. Null: all.", ge=1
+        None, "Number of samples that are used per task. Null: all.", ge=1
     )
-    seed: int = setting(42, "Seeds each task's random numbers, together with its name.", ge=0)
+    seed: int = setting(
+        42, "Random seed. The random numbers of a task also depend on its name.", ge=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,40 +61,42 @@ class Options(Draw, Blocks):
 
     augment: str | None = setting(
         None,
-        "Jittered copies of images, used in addition to them: `none`, `auto` (none of anything "
-        "else) or `jitter` (anything else is refused). Null: as the rule has it.",
+        "Augmented samples: randomly jittered images that are used in addition to the samples. "
+        "`none`, `auto` (if the samples are images) or `jitter` (samples without images are an "
+        "error). Null: the rule's default.",
         choices=("none", "auto", "jitter"),
         by_rule=True,
     )
     decoder_rows: str | None = setting(
         None,
-        "Decoder positions that count: `all` but padding, only `targets`, which predict a target "
-        "token, or `auto`: all, and in the last block only those that its output is read from, if "
-        "there are labels. Targets weigh half in the others. Null: as the rule has it.",
+        "Decoder positions that count. `all`: all but padding. `targets`: only positions that "
+        "predict a target token. `auto`: all, but if there are labels, only `targets` in the last "
+        "block, and at least half of the weight for `targets` in earlier blocks. Null: the rule's "
+        "default.",
         choices=("all", "targets", "auto"),
         by_rule=True,
     )
     expert_read_budget: float | str | None = setting(
         None,
-        "Limit on the bytes of expert weights that are read, an upstream merger's included. The "
-        "merged model's weights replace those that are not read. Null: no limit.",
+        "Limit on the bytes of expert weights that are read, including what the merging method "
+        "reads. Weights that are not read are replaced by the merged model's. Null: no limit.",
         accepts="a whole number of bytes >= 1, an amount such as 800MB or 1.5GiB (units B, KB to "
         "TB, KiB to TiB), or a share of a full read up to 100%, such as 50%",
         check=is_read_budget,
     )
     activations: str = setting(
         "device",
-        "Storage of samples' features between blocks, which changes memory alone.",
+        "Where the samples' features are stored between blocks. It changes only memory.",
         choices=("device", "host"),
     )
     checkpoint_dir: str | None = setting(
         None,
-        "Folder that keeps finished blocks, so that an interrupted run can go on. Null: none.",
+        "Folder that keeps finished blocks, so that an interrupted run can continue. Null: none.",
         accepts="a folder's path",
         check=lambda value: isinstance(value, str | os.PathLike) and bool(os.fspath(value)),
         convert=os.fspath,
     )
-    resume: bool = setting(False, "Go on from finished blocks, if there are any.")
+    resume: bool = setting(False, "Continue after finished blocks, if there are any.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -64,37 +64,40 @@ class RuleSettings(Settings):
     )
     rule: Any = setting(
         "paper",
-        "How a block is solved: `paper`, all modules at once (Algorithm 1), `plus`, FeatCal+, "
-        "groups of modules in turn, without the three settings above (docs/method.md), a rule of "
-        "another package, or your own, {_target_: my_module.MyRule, option: 1}.",
+        "How a block is solved. `paper`: all modules at once (Algorithm 1). `plus`: FeatCal+, "
+        "which solves groups of modules in turn and has none of the three settings above "
+        "(docs/explanation/method.md). Other rules: one of an installed package, or your own, "
+        "{_target_: my_module.MyRule, option: 1}.",
         accepts="paper, plus, a name that an installed package registers, a mapping with "
         "`_target_` and the rule's settings, or a rule",
         check=_is_rule,
     )
     task_weights: Mapping[str, float] | None = setting(
         None,
-        "Factors of the tasks' weights, {task: factor}. Others have 1. FeatCal+ only.",
+        "Factors by which the tasks' weights are multiplied, {task: factor}. Other tasks have 1. "
+        "FeatCal+ only.",
         accepts="a mapping of tasks to numbers above 0",
         check=lambda value: is_mapping_to(is_factor, value),
     )
     balance: float = setting(
         0.0,
-        "Power of each task's distance from its expert in the weights of a second calibration: 1 "
-        "serves tasks more equally, 0 calibrates once. FeatCal+ only.",
+        "Equal treatment of tasks: a second calibration multiplies each task's weight by this "
+        "power of its distance from its expert. 1 treats tasks more equally, 0 calibrates only "
+        "once. FeatCal+ only.",
         ge=0,
         le=4,
         convert=float,
     )
     task_vectors_only: bool | None = setting(
         None,
-        "Change weights only along the experts' task vectors. Null: if the samples fit no task. "
-        "False: never, for tasks that read the same inputs. FeatCal+ only.",
+        "Change weights only along the experts' task vectors. Null: only if the samples fit no "
+        "task. False: never, which suits tasks that read the same inputs. FeatCal+ only.",
     )
     calibrate_bias: bool = setting(True, "Calibrate biases (Eqs. 51-55).")
     calibrate_norm: bool | None = setting(
         None,
-        "Calibrate gains and shifts of LayerNorm and GroupNorm (Eqs. 56-59). Null: as the rule has "
-        "it.",
+        "Calibrate gains and shifts of LayerNorm and GroupNorm (Eqs. 56-59). Null: the rule's "
+        "default.",
         by_rule=True,
     )
 
@@ -117,7 +120,7 @@ class RuleSettings(Settings):
         dotted = BY_NAME.get(target) or installed_classes(RULES).get(target, target)
         kind = named_class(dotted, "rule", "MyRule")
         if not is_dataclass(kind) or not hasattr(kind, "turns"):
-            raise ValueError(f"rule: {target} is no rule: a dataclass with turns and sums")
+            raise ValueError(f"rule: {target} is not a rule, a dataclass with turns and sums")
         names = [field.name for field in fields(kind) if field.init]
         values = {name: value for name, value in self.by_name.items() if name in names}
         self._refuse_changes(kind, target, "", values)
@@ -148,7 +151,7 @@ class RuleSettings(Settings):
             if value not in (getattr(RuleSettings, name), getattr(rule, name, None)):
                 text = remedy or remedy_of(name)
                 raise ValueError(
-                    f"{option(name, value)} has no part in the rule {rule_name}: {text}"
+                    f"{option(name, value)} has no effect with the rule {rule_name}: {text}"
                 )
 
     @property
@@ -163,7 +166,7 @@ class RuleSettings(Settings):
         if (ridge := strengths.get("ridge_lambda", 0)) >= _STRONG_RIDGE:
             sentences.append(
                 f"{option('ridge_lambda', f'{ridge:g}')} is very large: Gram matrices have "
-                "norm 1, so that the samples hardly count"
+                "norm 1, so the samples hardly count"
             )
         if abs(rho := strengths.get("anchor_rho", 0)) > _FAR_ANCHOR:
             sentences.append(

@@ -26,11 +26,13 @@ class PoolDraw(Draw):
     """The number and source of the samples that are drawn for each task from a pool's data."""
 
     samples_per_task: int = setting(
-        256, "Unlabeled samples drawn for each task. A task that has fewer uses all.", ge=1
+        256,
+        "Number of unlabeled samples per task. A task with fewer samples uses all of them.",
+        ge=1,
     )
     calibration_split: str = setting(
         "train",
-        "Split of the data that samples are drawn from.",
+        "Split of the data that samples are taken from.",
         choices=("train", "val", "test"),
     )
     calibration_corruption: Mapping[str, Any] | None = setting(

@@ -39,10 +39,10 @@ class Positions:
         empty = (mask.flatten(1) > 0).any(1).logical_not().nonzero().flatten().tolist()
         if empty:  # other positions would attend to noise
             raise CalibrationError(
-                f"no position of {len(empty)} of {pluralize(len(mask), 'sample')} of a batch "
-                f"counts (rows {empty[:5]}): they are all padding, or have no target (labels all "
-                f"-100). Check the data and {option('max_length')}, or use "
-                f"{option('decoder_rows', 'all')} where targets are missing"
+                f"{len(empty)} of {pluralize(len(mask), 'sample')} of a batch (indices "
+                f"{empty[:5]}) have no position that counts: they are all padding, or have no "
+                f"target (labels all -100). Check the data and {option('max_length')}, or use "
+                f"{option('decoder_rows', 'all')} if targets are missing"
             )
         flat = mask.reshape(-1)
         index = (flat > 0).nonzero().flatten()
@@ -82,8 +82,8 @@ class Positions:
         """
         if not self.are_those_of(features):
             raise CalibrationError(
-                f"it receives rows {tuple(features.shape[:-1])}, but padding is known for "
-                f"{tuple(self.shape)}"
+                f"it receives positions of shape {tuple(features.shape[:-1])}, but the padding "
+                f"mask has the shape {tuple(self.shape)}"
             )
         flat = features.reshape(-1, features.shape[-1])
         return flat if self.index is None else flat.index_select(0, self.index)

@@ -56,8 +56,8 @@ class Checks:
             with error_context(task=task, block=self._block, module=module):
                 if count == 0:
                     raise CalibrationError(
-                        "no position counts: all is padding. Check the masks of its data, or "
-                        f"exclude the module: {exclusion([module])}"
+                        "no position counts, because all are padding. Check the masks of its data, "
+                        f"or exclude the module: {exclusion([module])}"
                     )
                 if broken:
                     raise CalibrationError(
@@ -74,8 +74,8 @@ class Checks:
                     with error_context(task=task, block=self._block, module=module):
                         raise CalibrationError(
                             f"its inputs are almost zero (gram norm {norm:.1e}, median task "
-                            f"{median:.1e}), so its weight would swamp the bias. Check its expert "
-                            "and its calibration data, or drop the task"
+                            f"{median:.1e}), so its weight would dominate the bias. Check its "
+                            "expert and its calibration data, or remove the task"
                         )
 
     def _read(self) -> list[tuple[str, str, bool, float, float]]:

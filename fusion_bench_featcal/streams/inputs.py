@@ -51,8 +51,8 @@ def size_and_rank(label: str, inputs: Any) -> tuple[int, int]:
     for name in media:
         if size > 1 and len(named[name]) != size:
             raise CalibrationError(
-                f"{label} has {size} samples, and {name} {len(named[name])} entries, so that it "
-                "is not known which of them belong to which sample: give batches of one sample"
+                f"{label} has {size} samples, but {name} has {len(named[name])} entries, so it is "
+                "unknown which belong to which sample: give batches of one sample"
             )
     return size, max(tensor.ndim for tensor in tensors)
 

@@ -63,8 +63,9 @@ def check_inputs(
         raise CalibrationError("there is no expert to calibrate towards. Name the experts")
     if alone := sorted({*batches} ^ {*experts}):
         raise CalibrationError(
-            f"tasks {alone} have no expert or no calibration data; experts are {sorted(experts)}, "
-            f"there is data for {sorted(batches)}. Use one name for a task, its expert and its data"
+            f"tasks {alone} have no expert or no calibration data: the experts are "
+            f"{sorted(experts)}, but there is data for {sorted(batches)}. Use one name for a task, "
+            "its expert and its data"
         )
     for task, values in batches.items():
         if isinstance(values, Tensor | Mapping | str):
@@ -134,8 +135,8 @@ def take_samples(
         size, dimensions = size_and_rank(label := f"{user_term('batches', task)}[{number}]", inputs)
         if dimensions != (rank := dimensions if rank is None else rank):
             raise CalibrationError(
-                f"{label} has {dimensions} dimensions, and the first batch {rank}: a single sample "
-                "is a batch of one, sample[None]"
+                f"{label} has {dimensions} dimensions, but the first batch has {rank}: give a "
+                "single sample as a batch of one, sample[None]"
             )
         if limit is not None and size > limit - taken:
             inputs, size = part_of(inputs, size, slice(limit - taken)), limit - taken
@@ -145,7 +146,7 @@ def take_samples(
         if taken == limit:
             return
     if taken == 0:
-        raise CalibrationError(f"{user_term('batches', task)} have no sample. Give the task data")
+        raise CalibrationError(f"{user_term('batches', task)} have no samples. Give the task data")
     if limit is not None and getattr(batches, "samples", None) is None:
         warn_of_few_samples(task, taken, limit)
 
@@ -160,7 +161,7 @@ def warn_of_few_samples(task: str, available: int, limit: int) -> None:
 def _location_of_row(label: str, batches: Any, taken: int, row: int) -> str:
     """Return a sample's name for messages: its name in the dataset, if batches have it."""
     name_of = getattr(batches, "row_name", None)
-    return f"{label}, row {row}" if name_of is None else name_of(taken + row)
+    return f"{label}, sample {row}" if name_of is None else name_of(taken + row)
 
 
 def with_copies(task: str, batch: Batch, copies: int, seed: int) -> Iterator[Batch]:

@@ -161,8 +161,8 @@ class Streams:
         """Return the input of a stage's first block, from the call after the previous stage."""
         ended, block = (call,) if index else (), self.stages[index][0]
         remedy = (
-            "Blocks have none there, nor towers beside the text decoder of a family that lists its "
-            f"blocks alone: use {option('family', 'auto')}"
+            "It cannot use weights of blocks, nor of towers beside the text decoder if the family "
+            f"lists only blocks: use {option('family', 'auto')}"
         )
         with self._running("begin", block, remedy):
             return self.family.begin(model, inputs, block, *ended)
@@ -174,8 +174,8 @@ class Streams:
             CalibrationError: If the family's step needs weights of another module.
         """
         remedy = (
-            "It has those of its block: compute everything else in begin and hand it on in the "
-            "call (docs/models.md)"
+            "It can use only weights of its block: compute everything else in begin and pass it on "
+            "in the call (docs/reference/models.md)"
         )
         with self._running("step", block, remedy):
             return self.family.step(model, block, call)
@@ -359,8 +359,8 @@ class Streams:
             if len({id(recorded.inputs.get(site.name)) for site in group.sites}) > 1:
                 names = [site.name for site in group.sites]
                 raise CalibrationError(
-                    f"task {task}, block {block}: modules {', '.join(names)} share their input in "
-                    f"some batches only. Exclude them: {exclusion(names)}"
+                    f"task {task}, block {block}: modules {', '.join(names)} share their input "
+                    f"only in some batches. Exclude them: {exclusion(names)}"
                 )
         return recorded.inputs
 
@@ -390,6 +390,6 @@ def _refuse_unknown_readers(block: str, recorded: Recorded, batch: Batch) -> Non
     for name, x in recorded.inputs.items():
         if (x.data_ptr(), x.shape) in encoded and not batch.positions.has_own(name):
             raise CalibrationError(
-                f"block {block}: {name} receives the encoder's output, but by its name it is not "
-                f"known which positions count there. Exclude it: {exclusion([name], block)}"
+                f"block {block}: {name} receives the encoder's output, but its name does not show "
+                f"which positions count there. Exclude it: {exclusion([name], block)}"
             )

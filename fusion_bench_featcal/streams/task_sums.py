@@ -138,7 +138,7 @@ class StatisticsTaskSums(NormTaskSums):
             CalibrationError: If only some positions count, because statistics include all.
         """
         if batch.positions.of(self._site.name) is not None:
-            raise CalibrationError("it is BatchNorm, and some positions are padding")
+            raise CalibrationError("it is a BatchNorm, but some positions are padding")
         self.sums[0].add(x.movedim(1, -1).reshape(-1, x.shape[1]))
 
 
@@ -181,7 +181,7 @@ def paired_features(
         yield everyone, rows_of(x, counted), None if y is None else rows_of(y, counted)
         return
     if counted is not None:
-        raise CalibrationError("it is a convolution, whose patches no mask of positions fits")
+        raise CalibrationError("it is a convolution, whose patches do not fit a padding mask")
     start = 0
     for pieces in patches.pieces([x] if y is None else [x, y]):
         rows, stop = [piece.flatten(0, 1) for piece in pieces], start + len(pieces[0])

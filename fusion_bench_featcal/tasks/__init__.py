@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fusion_bench_featcal.tasks.text_rows import load_chats as load_chats
     from fusion_bench_featcal.tasks.text_rows import load_glue as load_glue
 
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     {
         "ClipTaskPool": ".clip_pool",

@@ -85,8 +85,8 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         for key in ("shuffle", "drop_last"):
             if loader.get(key):
                 raise ValueError(
-                    f"taskpool.dataloader_kwargs.{key} must be false: all test items are used, in "
-                    "order"
+                    f"taskpool.dataloader_kwargs.{key} must be false: all test examples are used, "
+                    "in order"
                 )
         super().__init__(
             dict(test_datasets or {}),
@@ -129,7 +129,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
         self._open_tasks[task] = opened = open_task(task, definition, rows, setting)
         items = PixelItems(opened.items, self.data_processor)
         if not len(items):
-            raise CalibrationError(f"task {task!r} has no test items. Check {opened.items.name}")
+            raise CalibrationError(f"task {task!r} has no test examples. Check {opened.items.name}")
         next(iter(items))  # raises if the first item cannot be used
         options: Any = self._dataloader_kwargs
         return DataLoader(items, collate_fn=partial(_collate, opened.items.name), **options)
@@ -168,7 +168,7 @@ class ClipTaskPool(ItemPool, CLIPVisionModelTaskPool):  # type: ignore[override]
             logits = model(batch["pixel_values"], **options)["logits"].float().cpu()
             if not torch.isfinite(logits).all():
                 raise CalibrationError(
-                    f"task {task!r}: the evaluated model gives logits that are not finite. Look "
+                    f"task {task!r}: the evaluated model returns logits that are not finite. Look "
                     "for NaN or infinite values in its weights, or raise fabric.precision"
                 )
             return logits[:, None], batch["labels"].cpu()[:, None]

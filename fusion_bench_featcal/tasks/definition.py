@@ -35,7 +35,7 @@ class TaskDefinition:
 
     data: Any | None = setting(
         None,
-        "Folder, table, hub id, or mapping that builds a dataset. null: that of test_datasets.",
+        "Folder, table, hub id, or mapping that builds a dataset. Null: the data in test_datasets.",
         accepts="a path, a hub id or a mapping with _target_",
         check=lambda v: isinstance(v, str) or (isinstance(v, Mapping) and "_target_" in v),
     )
@@ -44,13 +44,13 @@ class TaskDefinition:
     label_column: str = setting("label", "Column of the labels.")
     classnames: Sequence[str] | None = setting(
         None,
-        "Class names by number. null: those of the data or of FusionBench.",
+        "Class names by number. Null: the names in the data or in FusionBench.",
         accepts="a list of different names, one per label (yes, no, on and off in quotes)",
         check=_are_names,
     )
     templates: Sequence[str] | None = setting(
         None,
-        'Prompts. null: those of FusionBench or "a photo of a {}."',
+        'Prompts. Null: those of FusionBench or "a photo of a {}."',
         accepts="prompts with {} for the class name, as in 'a photo of a {}.'",
         check=_are_templates,
     )
@@ -134,7 +134,8 @@ def _items(
         return load_images(rows, task.split, usual_split=usual, **columns)
     if task.split is not None:
         raise ValueError(
-            f"split {task.split!r} has no effect on what _target_ builds: set it among its keys"
+            f"split {task.split!r} has no effect on a dataset that _target_ builds: set it as one "
+            "of its keys"
         )
     return ImageItems(rows, name=setting.partition(".")[2], **columns)
 

@@ -44,17 +44,17 @@ class Head:
 
     class_names: Sequence[str] | None = setting(
         None,
-        "Class names by number. null: those of the data.",
+        "Class names by number. Null: the names in the data.",
         accepts="a list of texts",
         check=is_text_list,
     )
     template: str = setting(
         "{}",
-        "Text that the base embeds for a class.",
+        "Text that the base model embeds for a class.",
         accepts="a text with {} for the class name",
         check=lambda text: isinstance(text, str) and "{}" in text,
     )
-    temperature: float = setting(TEMPERATURE, "Divisor of cosines.", gt=0)
+    temperature: float = setting(TEMPERATURE, "Temperature, by which cosines are divided.", gt=0)
     file: str | None = setting(
         None, "A safetensors file with `head`, `[classes, d]`, instead of embedded class names."
     )
@@ -158,8 +158,8 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
             return Pooling(self._pooling)  # type: ignore[arg-type]
         if not class_of(self.folder):
             raise CalibrationError(
-                f"{self._label} has no files of sentence-transformers (modules.json), which "
-                f"say how it pools: set taskpool.pooling to one of {', '.join(MODES)}"
+                f"{self._label} has no files of sentence-transformers (modules.json) with its "
+                f"pooling: set taskpool.pooling to one of {', '.join(MODES)}"
             )
         return self.reader.pooling
 
@@ -186,7 +186,7 @@ class EncoderTaskPool(ItemPool, BaseTaskPool):
                 vectors = load_file(head.file)["head"].float()
             if len(vectors) <= max(items.labels):
                 raise CalibrationError(
-                    f"{items.name} has labels up to {max(items.labels)}, and its head has "
+                    f"{items.name} has labels up to {max(items.labels)}, but its head has "
                     f"{len(vectors)} classes: check taskpool.heads.{task}"
                 )
             self._vectors[task] = F.normalize(vectors, dim=-1)
@@ -237,7 +237,7 @@ def _open_texts(source: object, name: str, head: Head, tokenized: Any, size: int
     for index, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
             raise CalibrationError(
-                f"{rows.row_name(index)}: the text is empty, or no text. Remove the row"
+                f"{rows.row_name(index)}: the text is empty or not a text. Remove the example"
             )
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     batches = cache(lambda: tokenized([texts[index] for index in order]))
@@ -266,8 +266,8 @@ def _open_images(source: object, name: str, head: Head, processor: Any, size: in
 
 def _require_labels(labels: Sequence[object], name: str) -> None:
     if not labels:
-        raise CalibrationError(f"{name} has no test rows")
+        raise CalibrationError(f"{name} has no test examples")
     if None in labels:
         raise CalibrationError(
-            f"{name}: item {labels.index(None)} has no {LABEL}, which scores need"
+            f"{name}: example {labels.index(None)} has no {LABEL}, which the scores need"
         )

@@ -71,7 +71,7 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         if not tasks:
             raise ValueError("taskpool has no tasks: name them under taskpool.tasks")
         if include_path is not None and not Path(include_path).is_dir():
-            raise ValueError(f"taskpool.include_path {include_path!r} is no folder")
+            raise ValueError(f"taskpool.include_path {include_path!r} is not a folder")
         if find_spec("lm_eval") is None:
             advice = install_advice("'.[llm]'")
             raise CalibrationError(
@@ -134,6 +134,6 @@ class LMEvalTaskPool(LightningFabricMixin, BaseTaskPool):
         metric = self.tasks[task]
         if metric not in values:
             raise CalibrationError(
-                f"taskpool.tasks.{task}: lm-eval gives no {metric!r} but {sorted(values)}"
+                f"taskpool.tasks.{task}: lm-eval reports no {metric!r}, only {sorted(values)}"
             )
         return {"accuracy": float(values[metric]), **values}

@@ -39,7 +39,7 @@ def open_rows(task: str, rows: object, setting: str) -> TextRows:
             rows = load_texts(rows, "test")
     opened = TextRows(rows, f"task {task!r}, {setting}")
     if not len(opened):
-        raise CalibrationError(f"task {task!r} has no test rows. Check {setting}.")
+        raise CalibrationError(f"task {task!r} has no test examples. Check {setting}.")
     return opened
 
 

@@ -52,7 +52,8 @@ class _AlreadyProjected(nn.Module):
         """Return the features in float32, the head's dtype."""
         if features.shape[-1] != self.width:
             raise CalibrationError(
-                f"the evaluated model's features have {features.shape[-1]} channels, the text "
-                f"features of taskpool.clip_model {self.width}: they belong to different models"
+                f"the evaluated model's features have {features.shape[-1]} channels, but the text "
+                f"features of taskpool.clip_model have {self.width}: they belong to different "
+                "models"
             )
         return features.float()

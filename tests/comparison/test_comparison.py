@@ -92,7 +92,7 @@ def test_a_row_has_settings_samples_curves_and_costs(compared: Any) -> None:
 
 
 def test_a_failed_cell_is_named_beside_the_others(compared: Any) -> None:
-    assert "2 of 12 cells failed" in compared.error and f"failing: {FAILED}" in compared.error
+    assert "2 of 12 runs failed" in compared.error and f"failing: {FAILED}" in compared.error
     failed = [(note.merger, note.row) for note in compared.run.notes if note.kind == "failed"]
     assert failed == [(merger, "failing") for merger in MERGERS]
     assert f"task_arithmetic, failing failed: {FAILED}" in " ".join(compared.screen.split())
@@ -181,7 +181,9 @@ def test_a_calibrated_task_without_tests_is_noted_once(tmp_path: Path) -> None:
     algorithm._program.method = algorithm
     algorithm.run(model_pool())
     (note,) = [note.text for note in read_run(tmp_path / "logs").notes]
-    assert note.startswith("right: calibrated, but not evaluated and in no average. Add tests")
+    assert note.startswith(
+        "right: calibrated but not evaluated, so not part of any average. Add test data"
+    )
     assert "default_taskpool.tasks" in note
 
 
@@ -197,7 +199,7 @@ def test_methods_draw_the_comparisons_samples_unless_they_have_their_own_setting
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"upstream": ["wudi"]}, r"method\.upstream .*nearest: 'upstreams'"),
     ({"post_merging": ["duoble"]}, r"method\.post_merging: duoble is unknown.*: 'double'"),
-    ({UPSTREAM: {"base": AVERAGE}}, r"'base' names a reference row"),
+    ({UPSTREAM: {"base": AVERAGE}}, r"'base' is the name of a reference"),
     ({"default_rows": {"post_merging": ["duoble"]}}, r"default post_merging: duoble.*: 'double'"),
     ({"default_rows": {"upstream": []}}, r"method\.default_rows\.upstream .*'upstreams'"),
     ({"upstreams": []}, r"there is nothing to run"),
@@ -209,8 +211,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"ing_methods\.x.*ridge_lamda.*'ridge_lambda'"),
     ({METHODS: {"x": OURS["Surgery"] | {"rank": 0}}}, r"methods\.x: rank must be an integer"),
     ({METHODS: {"featcal_plus": OURS["FeatCal"]}},
-     r"methods\.featcal_plus: the row featcal_plus is FeatCal\+: set .*\.rule=plus, or rename"),
-    ({METHODS: {"x": AVERAGE}}, r"is no post-merging method: derive it"),
+     r"methods\.featcal_plus: the name featcal_plus stands for FeatCal\+: set .*\.rule=plus, or "
+     "rename"),
+    ({METHODS: {"x": AVERAGE}}, r"is not a post-merging method: derive it"),
     ({"merged_model_save_path": "x"}, "merged_model_save_path"),
 ]  # fmt: skip
 

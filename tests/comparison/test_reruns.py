@@ -129,7 +129,7 @@ def test_a_damaged_cell_is_named_and_made_again(caplog: Any) -> None:
 def test_a_failed_cell_runs_again_and_the_others_do_not(tmp_path: Path) -> None:
     failing = {"failing": method(Failing, until=str(tmp_path / "fixed"))}
     for _ in range(2):
-        with pytest.raises(CalibrationError, match=r"1 of 5 cells failed.*the flux ran dry"):
+        with pytest.raises(CalibrationError, match=r"1 of 5 runs failed.*the flux ran dry"):
             run(more=failing)
     (tmp_path / "fixed").touch()
     assert run(more=failing) == {f"{MERGER}+failing"}

@@ -129,7 +129,7 @@ def test_float32_is_solved_in_float64_unless_it_is_exact_enough():
 @pytest.mark.parametrize(
     ("rank", "value", "ridge", "rounding", "message"),
     [
-        (20, math.nan, 0.5, EPS, "stay unsolved"),
+        (20, math.nan, 0.5, EPS, "are not solved"),
         (3, 1.0, 0.0, EPS, "singular"),
         (3, 1.0, 1e-9, 1e-6, "singular"),  # the ridge is below the rounding of the rows
     ],

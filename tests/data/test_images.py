@@ -62,7 +62,7 @@ def test_every_form_of_a_picture_becomes_upright_rgb(value, expected):
 
 
 BAD: list[tuple[Any, Any, str]] = [
-    (np.zeros((2, 2, 3), np.uint8), RESCALE, "not an image but ndarray.*PIL images, paths"),
+    (np.zeros((2, 2, 3), np.uint8), RESCALE, "expected an image, got ndarray.*PIL images, paths"),
     (file_of(PICTURE)[:999], RESCALE, "the image cannot be read as an image .*truncated"),
     ("no.png", RESCALE, r"file no\.png cannot be read .*No such"),
     (PICTURE, lambda _: 1 / 0, r"the processor fails on this 28 x 28 image \(ZeroDivisionError"),
@@ -83,8 +83,8 @@ def test_pictures_that_fill_the_memory_are_refused_by_their_headers(tmp_path: Pa
     """A file of 10 kB would become some copies of 324 MB."""
     Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
     for value in (tmp_path / "large.png", (tmp_path / "large.png").read_bytes()):
-        with pytest.raises(CalibrationError, match=r"item 3: .*\(81,000,000 pixels, more") as e:
-            read_image(value, "item 3", refuse_depth)
+        with pytest.raises(CalibrationError, match=r"example 3: .*\(81,000,000 pixels, more") as e:
+            read_image(value, "example 3", refuse_depth)
         assert str(e.value).endswith("than 80,000,000). Repair, shrink or remove it")
 
 
@@ -126,11 +126,11 @@ def test_folders_and_tables_give_pictures_and_labels(shapes, kind, monkeypatch):
 @pytest.mark.parametrize("moved", ["circle", "circle/00.png"])
 def test_images_in_folders_of_several_depths_are_refused(tmp_path, shapes, moved):
     """They would be left out, or of a class that has the classes."""
-    with pytest.raises(ValueError, match=r"has shapes/\S+: images .*give the folder that has"):
+    with pytest.raises(ValueError, match=r"has shapes/\S+: images .*give the folder that contains"):
         load_images(str(tmp_path))
     shutil.move(shapes / moved, tmp_path)
     with pytest.raises(
-        ValueError, match=r"\d\d\.png and shapes/\S+: images .* all in class folders"
+        ValueError, match=r"\d\d\.png and shapes/\S+: images .* must all be in class folders"
     ):
         load_images(str(tmp_path))
 
@@ -140,7 +140,7 @@ def test_a_folder_may_have_splits(tmp_path):
         write_class_folders(tmp_path / split, seed=seed)
     assert contents(load_images(str(tmp_path), split="test")) == PICTURES
     assert contents(load_images(str(tmp_path), usual_split="test")) == PICTURES
-    with pytest.raises(ValueError, match="has splits: name one by split, test or train"):
+    with pytest.raises(ValueError, match="has splits: choose one with split, test or train"):
         load_images(str(tmp_path))
     with pytest.raises(ValueError, match=r"no folder for split 'tset' \(nearest: 'test'\)"):
         load_images(str(tmp_path), split="tset")
@@ -169,7 +169,9 @@ def test_a_folder_may_have_a_table_of_its_images(shapes, ending):
     assert contents(load_images(str(shapes), image_column="file_name")) == PICTURES
     assert not load_images(str(shapes), label_column=None).has_labels
     (shapes / "0.png").unlink()
-    with pytest.raises(CalibrationError, match=r"item 0: file .*0\.png cannot be read .*No such"):
+    with pytest.raises(
+        CalibrationError, match=r"example 0: file .*0\.png cannot be read .*No such"
+    ):
         load_images(str(shapes))[0]
 
 
@@ -192,14 +194,14 @@ def test_a_table_beside_splits_is_read_as_imagefolder_does(tmp_path):
     assert not load_images(str(tmp_path), usual_split="test").has_labels
     for ending in ("csv", "jsonl"):
         (tmp_path / "test" / f"metadata.{ending}").write_text("file_name,label\n")
-    with pytest.raises(ValueError, match=r"metadata\.csv and metadata\.jsonl: leave one"):
+    with pytest.raises(ValueError, match=r"metadata\.csv and metadata\.jsonl: keep only one"):
         load_images(str(tmp_path), usual_split="test")
 
 
 def test_other_columns_of_such_a_table(shapes):
     write_metadata(shapes, "csv", column="kind")
     assert contents(load_images(str(shapes), label_column="kind")) == PICTURES
-    with pytest.raises(ValueError, match="no column 'img' of images; there are: file_name"):
+    with pytest.raises(ValueError, match="no image column 'img'; the columns are: file_name"):
         load_images(str(shapes), image_column="img", label_column="kind").read(0)
 
 
@@ -227,7 +229,7 @@ def test_saved_datasets_of_images(shapes, tmp_path, has_splits):
     for items in (load_images(path, "fit"), load_images(f"{path}:fit")):
         assert contents(items) == PICTURES and items.classnames == list(SHAPES)
     assert len(load_images(path, usual_split="test")) == 1
-    with pytest.raises(ValueError, match=r"has splits: name one by split, fit or test"):
+    with pytest.raises(ValueError, match=r"has splits: choose one with split, fit or test"):
         load_images(path)
 
 
@@ -242,18 +244,18 @@ LABELS: list[tuple[list[Any], list[str] | None, Any]] = [
     ([1.0, 0.0], PETS, [1, 0]),
     ([True, False], PETS, [1, 0]),
     (["US", "us"], ["us", "US"], [1, 0]),  # exact names go before folded ones
-    (["Us"], ["us", "US"], "item 0: label 'Us' is none of the 2 classes"),
+    (["Us"], ["us", "US"], "example 0: label 'Us' is not one of the 2 classes"),
     (["Caf\u00e9"], ["x", "cafe\u0301"], [1]),  # two forms of one letter
     ([1, 4], ["1", "2", "3", "4"], [0, 3]),  # numbers that are names
     ([1, 0], ["letter 1", "letter 2"], [1, 0]),  # class names are those of the data
     ([1, 1], ["letter 1", "letter 2"], [1, 1]),
-    ([0, 4], ["1", "2", "3", "4"], "item 0: label 0 is none of the 4 classes.*: 1, 2, 3, 4"),
-    (["cat", "dogg"], PETS, "item 1: label 'dogg' is none of the 2 classes .nearest: 'dog"),
-    ([0, 2], PETS, "item 1: label 2 is none of the 2 classes: cat, dog"),
-    (["cat", None], PETS, "item 1: label None is none"),
-    ([0.5], PETS, "item 0: label 0.5 is none"),
-    ([0.85], None, "item 0: label 0.85 is no class number"),
-    ([[0, 1]], PETS, r"item 0: label \[0, 1\] is none of the 2 classes"),
+    ([0, 4], ["1", "2", "3", "4"], "example 0: label 0 is not one of the 4 classes.*: 1, 2, 3, 4"),
+    (["cat", "dogg"], PETS, "example 1: label 'dogg' is not one of the 2 classes .nearest: 'dog"),
+    ([0, 2], PETS, "example 1: label 2 is not one of the 2 classes: cat, dog"),
+    (["cat", None], PETS, "example 1: label None is not one"),
+    ([0.5], PETS, "example 0: label 0.5 is not one"),
+    ([0.85], None, "example 0: label 0.85 is not a class number"),
+    ([[0, 1]], PETS, r"example 0: label \[0, 1\] is not one of the 2 classes"),
 ]
 
 
@@ -287,13 +289,13 @@ def test_class_names_of_a_dataset(names, classnames, expected, is_warned, caplog
     items: Any = load_images(str(tmp_path / "pets"), classnames=classnames)
     assert [items.read(number)[1] for number in range(2)] == expected
     assert items.classnames == (classnames or names)
-    assert ("class 'cat' has number 0 there and 1 in" in caplog.text) == is_warned
+    assert ("class 'cat' is number 0 in the data but 1 in" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize(("path", "options", "message"), [
     ("table.csv", {"split": "test"}, r"one table without splits: remove split \('test'\)"),
-    ("table.csv", {"image_column": "fil"}, r"no column 'fil' of images \(nearest: 'file'\)"),
-    ("table.csv", {"image_column": "file"}, r"item 0: file .*circle/00\.png cannot"),
+    ("table.csv", {"image_column": "fil"}, r"no image column 'fil' \(nearest: 'file'\)"),
+    ("table.csv", {"image_column": "file"}, r"example 0: file .*circle/00\.png cannot"),
     ("empty", {}, r"data 'empty' has no images: images \(\.avif, "),
     ("./no/such", {}, r"data '\./no/such' is neither a file nor"),
     ("who/what", {"split": "test"}, r"'who/what', split 'test'.*HF_HUB_OFFLINE"),

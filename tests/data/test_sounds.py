@@ -30,7 +30,7 @@ def read(row: dict[str, Any], columns: dict[str, str] | None = None) -> Speech:
 ])  # fmt: skip
 def test_columns_that_change_sound_or_text_are_refused(column):
     row = {"audio": "a.wav", "text": "a b", column: 0.5 if column in ("start", "end") else "x"}
-    message = rf"^data, item 0: column {column} has no place in speech\. .* leave the column out$"
+    message = rf"^data, example 0: column {column} cannot be used in speech\. .* remove the column$"
     with pytest.raises(CalibrationError, match=message):
         read(row)
     with pytest.raises(CalibrationError, match=message):
@@ -57,7 +57,7 @@ def labels(text: str, **options: Any) -> list[int]:
     ("<s> <en> a </s>", "<en> <s> </s>"), ("a </s>", "</s>"), ("a <pad> b", "<pad>"),
 ])  # fmt: skip
 def test_texts_with_special_tokens_are_refused(text, tokens):
-    message = rf"^row: the text contains special tokens \({tokens}\), which the tokenizer writes"
+    message = rf"^row: the text contains special tokens \({tokens}\), which the tokenizer adds"
     with pytest.raises(CalibrationError, match=message):
         labels(text)
     assert labels("a other") == [LANGUAGE, WORDS.index("a"), WORDS.index("<unk>"), END]
@@ -71,7 +71,7 @@ def test_the_longest_text_is_that_of_the_decoder():
     for options in ({"positions": most}, {"positions": 99, "max_length": most}):
         fits = labels("a " * (most - 2), **options)  # beside language and end
         assert len(fits) == most and fits[-1] == END
-        message = rf"^row: the text has 17 tokens, more than {most}, the pos.* max_length\. Change"
+        message = rf"^row: the text has 17 tokens, more than {most} .* max_length\)\. Change"
         with pytest.raises(CalibrationError, match=message):
             labels("a " * (most - 1), **options)
     features = torch.zeros(1, 4, 12)
@@ -93,7 +93,9 @@ def test_sounds_that_are_cut_off_are_refused(kind):
     whole = written(samples, kind)
     assert len(read_sound(whole, "row", RATE)) == len(samples)
     for share in (0.1, 0.9):
-        message = r"^row: the audio: it has \d+% of the sound that its header promises\. Repair or"
+        message = (
+            r"^row: the audio: it has only \d+% of the sound that its header declares\. Repair"
+        )
         with pytest.raises(CalibrationError, match=message):
             read_sound(whole[: int(share * len(whole))], "row", RATE)
 

@@ -22,8 +22,8 @@ CSV = 'prompt,target\n"a, b",00042\n"two\nlines ""quoted""",2024-01-31\n\nx,1e3\
 FILES: dict[str, tuple[str, str, list[int]]] = {
     "a.csv": ("\ufeff" + CSV.replace("\n\n", "\r\n\r\n"), "line", [2, 3, 6, 7]),
     "a.jsonl": ("\n".join(map(json.dumps, ROWS)), "line", [1, 2, 3, 4]),
-    "a.json": (json.dumps(ROWS, indent=1), "item", [0, 1, 2, 3]),
-    "a.parquet": ("", "item", [0, 1, 2, 3]),
+    "a.json": (json.dumps(ROWS, indent=1), "example", [0, 1, 2, 3]),
+    "a.parquet": ("", "example", [0, 1, 2, 3]),
 }
 
 
@@ -46,11 +46,11 @@ def test_values_are_the_texts_that_were_written_with_their_places(name: str, tmp
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("a.jsonl", '{"prompt": "a"}\n\n{"prompt" "b"}', "jsonl: line 3: Expecting ':'"),
-    ("a.json", "[3]", "json: item 0 is no object, but int"),
+    ("a.json", "[3]", "json: example 0 is of type int, not an object"),
     ("a.csv", 'a,b\n"x\ny",1\nx\n', "csv: line 4: 1 values for 2 columns"),
-    ("a.csv", "text;label\nx;1\n", "csv: line 1 separates columns by ';', and CSV by commas"),
-    ("a.csv", "text\tlabel\nx\t1\n", r"csv: line 1 separates columns by '\\t', and"),
-    ("a.csv", b"a,b\n1,2\ncaf\xe9,3\n", "csv: line 3 is not in UTF-8: save it in this enco"),
+    ("a.csv", "text;label\nx;1\n", "csv: line 1 separates columns with ';', CSV needs commas"),
+    ("a.csv", "text\tlabel\nx\t1\n", r"csv: line 1 separates columns with '\\t', CSV"),
+    ("a.csv", b"a,b\n1,2\ncaf\xe9,3\n", "csv: line 3 is not UTF-8: save the file in this enco"),
     ("a.parquet", "a", "parquet: "),
 ])  # fmt: skip
 def test_wrong_lines_are_named(name: str, content: str | bytes, message: str, tmp_path: Path):

@@ -69,7 +69,7 @@ def test_prompt_and_target_of_a_row(kind: str, row: Any, expected: str, options:
 
 
 MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
-    ({"prompt": "a"}, {"kind": "seq2seq"}, "no target.*calibration_targets=generated"),
+    ({"prompt": "a"}, {"kind": "seq2seq"}, "needs a target.*calibration_targets=generated"),
     ({"prompt": "a", "target": " "}, {}, "the target is empty"),
     ({"input_ids": [A, B], "labels": [A]}, {}, "2 input_ids, but .* 1 labels"),
     ({"messages": ASKED}, {}, "chat template"),
@@ -79,7 +79,7 @@ MESSAGES: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("row", "options", "message"), MESSAGES)
 def test_rows_without_a_usable_sample_are_named(row: Any, options: dict[str, Any], message: str):
-    with pytest.raises(CalibrationError, match=rf"task 'a', .*train.*, item 0.*{message}"):
+    with pytest.raises(CalibrationError, match=rf"task 'a', .*train.*, example 0.*{message}"):
         sample(row, **options)
     with pytest.raises(CalibrationError, match="max_length=9 is more than 8 tokens"):
         sample(PAIR, max_length=9, model_max_length=8)
@@ -87,7 +87,7 @@ def test_rows_without_a_usable_sample_are_named(row: Any, options: dict[str, Any
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_named_with_both_limits():
     encoder = CausalTextEncoder(word_tokenizer(model_max_length=8))
-    with pytest.raises(CalibrationError, match=r"a: 6 tokens.*is 8, with 3 for the answer"):
+    with pytest.raises(CalibrationError, match=r"a: 6 tokens.*is 8, of which 3 are for the answer"):
         encoder.prompt(read_row({"prompt": " ".join("abcdef")}, "a"), 3)
 
 
@@ -180,13 +180,15 @@ def test_a_template_shows_tools_and_keys_or_they_are_named():
     assert sample({"messages": TURNS, "tools": [{"name": "e"}]}, **IN_TOOLS) == (
         "e ? b c a d > _ _ _ _ _ d"
     )
-    with pytest.raises(CalibrationError, match=r"item 0: .*template does not show tools\. Leave"):
+    with pytest.raises(
+        CalibrationError, match=r"example 0: .*template does not render tools\. Remove"
+    ):
         sample({"messages": TURNS, "tools": [{"name": "e"}]}, **IN_CHAT)
     turns = [{**turn, "mark": "e"} for turn in TURNS]
     text = read_row({"messages": turns}, "")
     shown, hidden = (CausalTextEncoder(word_tokenizer(**o)).sample(text) for o in (NOTED, IN_CHAT))
     assert not shown.unread and "e" in words(shown.ids)
-    assert hidden.unread == ("mark of turns, which the template does not show",)
+    assert hidden.unread == ("mark of turns, which the template does not render",)
 
 
 def test_the_clock_stands_still_in_templates():
@@ -231,7 +233,9 @@ def test_threads_that_render_at_once_leave_the_clock_of_transformers() -> None:
 def test_a_template_whose_loops_would_take_hours_is_refused() -> None:
     template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = word_tokenizer(**in_chat(template))
-    with pytest.raises(CalibrationError, match=r"^row: .*its loops count beyond 1,000,000"):
+    with pytest.raises(
+        CalibrationError, match=r"^row: .*its loops have more than 1,000,000 iterations"
+    ):
         templates.render(tokenizer, TURNS, "row")
     short = word_tokenizer(**in_chat("{% for i in range(99999) %}{% endfor %}a"))
     assert [templates.render(short, TURNS, "row") for _ in range(20)] == ["a"] * 20

@@ -44,8 +44,7 @@ def test_the_language_decides_by_which_words():
 
 def test_a_missing_library_is_named():
     with mock.patch.dict(sys.modules, {"jiwer": None}):
-        message = (
-            r"^sounds need jiwer: pip install '\.\[speech\]' in a checkout of fusion_bench_featcal$"
-        )
+        command = r"pip install '\.\[speech\]' in a checkout of fusion_bench_featcal"
+        message = rf"^audio data needs jiwer: {command}$"
         with pytest.raises(CalibrationError, match=message):
             word_errors("a", "b")

@@ -197,7 +197,7 @@ def test_tables_and_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> Non
     tables = [line.split() for line in lines]
     assert ["1", "0.400", "(50", "%)", "0.200", "(50", "%)"] in tables
     assert ["featcal", "0.800", "0.700", "0.750"] in tables
-    sentence = "featcal: relative drift changes by -50 % at block 0 (best) to -50 %"
+    sentence = "featcal: the relative drift changes by -50 % at block 0 (best) to -50 %"
     assert any(line.startswith(sentence) for line in lines)
     figures = diagnosis_figures(run)
     assert drawn_points(figures["diagnosis-drift"])["featcal"][:, 1] == pytest.approx([0.1, 0.2])
@@ -212,7 +212,7 @@ def test_tables_and_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> Non
     [
         (10, {"itmes": 3}, r"method\.itmes"),
         (10, {"tasks": ["onne"]}, rf"method\.tasks: expert onne .*'{TASK}'"),
-        (0, {}, rf"task '{TASK}' has 0 items of the test split, .*"
+        (0, {}, rf"task '{TASK}' has 0 examples in the test split, .*"
          rf"modelpool\.test_datasets\.{TASK} .*method\.tasks"),
     ],
 )  # fmt: skip

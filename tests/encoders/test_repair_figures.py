@@ -55,7 +55,8 @@ def test_figures_of_a_repair(encoders: Any, capsys: Any, caplog: Any) -> None:
         assert expected in capsys.readouterr().out.splitlines()
         if is_below is not None:
             assert ("the repaired model is below" in caplog.text) == is_below
-    with pytest.raises(ValueError, match=r"^evaluators are of \['maths'\], experts of \['math'"):
+    message = r"^evaluators are for \['maths'\], but the experts are \['math'"
+    with pytest.raises(ValueError, match=message):
         repaired_by(encoders, texts=TEXTS, evaluator={"maths": evaluator})
 
 

@@ -241,12 +241,14 @@ def test_classes_of_a_reranker(models: dict[str, Any]) -> None:
     named.transformers_model.config.id2label = dict(enumerate(names))
     words = rows(premise=FIRST, hypothesis=SECOND, label=[names[n].upper() for n in labels])
     assert torch.equal(score(named, words).correct, result.correct)
-    assert "has words, and the model's classes have no names" in reason(model, words)
+    assert "has words, but the model's classes have no names" in reason(model, words)
     words[3]["label"] = "never"
-    with pytest.raises(CalibrationError, match=r"^line 4: label 'never' is none of the 3 classes"):
+    with pytest.raises(
+        CalibrationError, match=r"^line 4: label 'never' is not one of the 3 classes"
+    ):
         encoder_scorer(named, words, row_name)
     for more in ({}, {"score": SCORES}):
-        assert "among 3 classes, and its rows" in reason(model, rows(**PAIR, **more))
+        assert "among 3 classes, but its examples" in reason(model, rows(**PAIR, **more))
 
 
 def test_reranking(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,18 +340,20 @@ def test_a_model_is_left_as_it_was(models: dict[str, Any], name: str, caplog: An
 
 SAME = ["same"] * COUNT
 NOT_SCORED: list[tuple[str, list[dict[str, Any]], str]] = [
-    ("cosine", [], "it has no rows to score (--eval)"),
-    ("cosine", rows(text=FIRST), "single texts without labels (labelled rows or pairs by --eval)"),
-    ("cosine", rows(text=FIRST, label=range(COUNT)), "fewer than 2 of its 32 rows have both right"),
-    ("cosine", rows(text=FIRST, label=SAME), "to choose from (more rows by --eval)"),
+    ("cosine", [], "it has no examples to score (give some with --eval)"),
+    ("cosine", rows(text=FIRST),
+     "single texts without labels (give labelled examples or pairs with --eval)"),
+    ("cosine", rows(text=FIRST, label=range(COUNT)),
+     "fewer than 2 of its 32 examples have both right"),
+    ("cosine", rows(text=FIRST, label=SAME), "to choose from (give more with --eval)"),
     ("cosine", rows(text=FIRST[:2], label=[[1], [2]]), "its column label has lists, not one"),
-    ("cosine", rows(query=FIRST, answer=SAME), "fewer than 2 of its 32 rows have both right"),
+    ("cosine", rows(query=FIRST, answer=SAME), "fewer than 2 of its 32 examples have both right"),
     ("cosine", rows(**PAIR, label=LABELS), "of texts with classes (label) have no"),
     ("cosine", rows(query=FIRST[:3], answer=SECOND[:3], label=[0, 1, 2]),
      "name the column `score` if"),
-    ("cosine", rows(**PAIR, label=[0] * COUNT), "too few of its 32 rows differ in lab"),
-    ("cosine", rows(**PAIR, label=[1] + [0] * 31), "too few of its 32 rows differ in"),
-    ("cosine", rows(**PAIR, score=[2.5] * COUNT), "differ in score (more by --eval)"),
+    ("cosine", rows(**PAIR, label=[0] * COUNT), "too few of its 32 examples differ in lab"),
+    ("cosine", rows(**PAIR, label=[1] + [0] * 31), "too few of its 32 examples differ in"),
+    ("cosine", rows(**PAIR, score=[2.5] * COUNT), "differ in score (give more with --eval)"),
     ("CrossEncoder", rows(**PAIR, score=[2.5] * COUNT), "differ in score"),
     ("CrossEncoder", rows(**PAIR, label=LABELS), "has words, and the model has one"),
     ("CrossEncoder", rows(query=FIRST, answer=SAME), "have passages of other queries to compete"),
@@ -363,7 +367,9 @@ def test_rows_without_a_score(models: dict[str, Any], name: str, data: Any, text
 
 def test_careless_rows(models: dict[str, Any]) -> None:
     data = rows(text=FIRST, label=[*LABELS[:3], math.nan, *LABELS[4:]])
-    with pytest.raises(ValueError, match=r"^line 4 has no label, but other rows have one: give it"):
+    with pytest.raises(
+        ValueError, match=r"^line 4 has no label, but other examples have one: add it"
+    ):
         encoder_scorer(models["cosine"], data, row_name)
     with pytest.raises(TypeError, match=r"^line 1 is a single text, but a CrossEncoder reads"):
         encoder_scorer(models["CrossEncoder"], rows(text=FIRST, label=LABELS), row_name)
@@ -394,6 +400,9 @@ def test_labels_without_names(models: dict[str, Any]) -> None:
         return class_name_scorer(data, row_name, models[model], "{}")
 
     for labels in ([*range(COUNT)], ["a"] * COUNT, [f"{n}" for n in range(COUNT)], [None] * COUNT):
-        assert of(rows(text=FIRST, label=labels)) == "class names need at least two labels in words"
-    assert "rows of one text" in of(rows(**PAIR, label=LABELS))
+        assert (
+            of(rows(text=FIRST, label=labels))
+            == "scoring by class names needs at least two labels in words"
+        )
+    assert "examples with one text" in of(rows(**PAIR, label=LABELS))
     assert "MultiVectorEncoder has no" in of(rows(text=FIRST, label=LABELS), "MultiVectorEncoder")

@@ -147,21 +147,23 @@ def changed_row(row: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("texts", "message"), [
-    ({**TEXTS, "math": "a text"}, r"texts\['math'\] is a single row, but must be a list: \[row"),
-    ({**TEXTS, "math": {"query": "a", "answer": "b"}}, r"texts\['math'\] is a single row"),
+    ({**TEXTS, "math": "a text"},
+     r"texts\['math'\] is a single example, but must be a list: \[example"),
+    ({**TEXTS, "math": {"query": "a", "answer": "b"}}, r"texts\['math'\] is a single example"),
     ({**TEXTS, "math": []}, r"texts\['math'\] is empty: each expert needs texts"),
     ({"math": ["a"]}, r"experts are \['math', 'code'\], texts \['math'\]: each expert needs"),
     (changed_row(None), r"texts\['math'\]\[3\]\[0\] is None, not a text: leave it out"),
     (changed_row(7), r"texts\['math'\]\[3\]\[0\] is 7, not a text: leave it out"),
     (changed_row(("a", "b \ud800")), r"texts\['math'\]\[3\]\[1\]: .*surrogates not allowed. Corr"),
-    (changed_row([]), r"texts\['math'\]\[3\] is \[\], without a text"),
-    (changed_row({"label": 1}), r"texts\['math'\]\[3\] is \{'label': 1\}, without a text"),
+    (changed_row([]), r"texts\['math'\]\[3\] is \[\], which contains no text"),
+    (changed_row({"label": 1}), r"texts\['math'\]\[3\] is \{'label': 1\}, which contains no text"),
     (changed_row(("a", 0.5)), r"texts\['math'\]\[3\]\[1\] is 0.5, not a text: leave it out"),
-    (changed_row({"query": "a", "pos": ["b"]}), r"texts\['math'\]\[3\]\['pos'\] has no known name"),
-    (changed_row({"text": "a", "rank": 2}), r"texts\['math'\]\[3\]\['rank'\] has no known na"),
-    (changed_row({"query_id": "q7"}), r"texts\['math'\]\[3\]\['query_id'\] has no known na"),
+    (changed_row({"query": "a", "pos": ["b"]}),
+     r"texts\['math'\]\[3\]\['pos'\] is not a known name"),
+    (changed_row({"text": "a", "rank": 2}), r"texts\['math'\]\[3\]\['rank'\] is not a known na"),
+    (changed_row({"query_id": "q7"}), r"texts\['math'\]\[3\]\['query_id'\] is not a known na"),
     (changed_row({"query": "a", "document": "b", "lang": "en"}),
-     r"texts\['math'\]\[3\]\['lang'\] has no known name of a text \(query, .*a tuple of its"),
+     r"texts\['math'\]\[3\]\['lang'\] is not a known name of a text \(query, .*a tuple of its"),
     ([TEXTS["math"]] * 2, "texts must be a mapping of tasks, not a list"),
 ])  # fmt: skip
 def test_careless_texts(encoders: Any, texts: Any, message: str) -> None:
@@ -186,7 +188,7 @@ def test_careless_models(encoders: Any, plain: str, tmp_path: Path) -> None:
     code = experts["code"]
     careless: list[tuple[dict[str, Any], str]] = [
         ({"merged": "merged"}, r"merged is 'merged', not a model: \['SentenceTransformer'"),
-        ({"experts": {}}, r"experts are \[\], texts \['math', 'code'\]"),
+        ({"experts": {}}, r"there are texts for \['math', 'code'\], but experts \[\]"),
         ({"experts": [*experts.values()]}, "experts must be a mapping of tasks, not a list"),
         ({"device": "cuda:99"}, "device=cuda:99"),
         ({"experts": {"math": reranker, "code": code}},
@@ -194,9 +196,10 @@ def test_careless_models(encoders: Any, plain: str, tmp_path: Path) -> None:
         ({"experts": {"math": tmp_path / "reranker", "code": code}},
          r"experts\['math'\] is a CrossEncoder, but merged is a SentenceTransformer"),
         ({"experts": {"math": model(*modules), "code": code}},
-         r"experts\['math'\]: tensor .* has shape \(\d+, 16\), the merged model's has"),
+         r"experts\['math'\]: tensor .* has shape \(\d+, 16\), but the merged model's has"),
         ({"base": model(*modules)}, r"base: tensor .* has shape \(\d+, 16\)"),
-        ({"base": other_words}, r"base has another vocabulary .*: '.+' is token \w+, in merged"),
+        ({"base": other_words},
+         r"base has a different vocabulary .*: '.+' is token \w+, but in merged"),
         ({"experts": {"math": model(Transformer(plain), Pooling(WIDTH, "cls")), "code": code}},
          r"experts\['math'\] has the modules \['Transformer', 'Pooling cls'\], but merged has"),
         ({"merged": model(routes, Pooling(WIDTH))}, "merged has a Router: only models with one"),

@@ -46,7 +46,9 @@ def test_the_list_that_is_clearly_the_largest_has_the_blocks():
     equal = model_with_lists(layers=linears(2, 9), others=linears(2, 8))
     with pytest.raises(CalibrationError, match=r"family=stack .*Module: it has no list .*write"):
         STACK.stages(equal)
-    with pytest.raises(ValueError, match=r"auto does not know Module .*Name the blocks in a list"):
+    with pytest.raises(
+        ValueError, match=r"auto does not support Module .*Give the names of the blocks"
+    ):
         resolve_family("auto", equal)
 
 
@@ -218,5 +220,7 @@ def test_blocks_that_return_no_features_first_are_named():
 def test_a_list_of_the_decoder_alone_with_images_is_refused():
     suite = suite_named("llava", "images")
     blocks = [f"model.language_model.layers.{n}" for n in range(2)]
-    with pytest.raises(CalibrationError, match=r"the begin of model.* Blocks .*use family=auto"):
+    with pytest.raises(
+        CalibrationError, match=r"the begin of model.* weights of blocks, .*use family=auto"
+    ):
         run_fast(suite, family=blocks)

@@ -40,5 +40,5 @@ def with_bias_of_keys() -> nn.Module:
 def test_models_that_cannot_be_divided_are_refused():
     with pytest.raises(CalibrationError, match=r"\.1\.attn is a .*cannot be split"):
         split(with_bias_of_keys())
-    with pytest.raises(ValueError, match=r"auto does not know TwoTowers.*a family"):
+    with pytest.raises(ValueError, match=r"auto does not support TwoTowers.*a family"):
         resolve_family("auto", TwoTowers(nn.Identity()))

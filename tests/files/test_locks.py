@@ -44,5 +44,7 @@ def test_a_run_that_cannot_lock_says_so_and_leaves_no_lock(
     monkeypatch.setattr(fcntl, "flock", without_locks)
     with locked_target(tmp_path / "out", "--out"):
         pass
-    assert "out cannot be locked" in caplog.text and "start no second run with it" in caplog.text
+    assert (
+        "out cannot be locked" in caplog.text and "do not start a second run with it" in caplog.text
+    )
     assert not [*tmp_path.iterdir()]

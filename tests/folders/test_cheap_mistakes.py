@@ -26,7 +26,7 @@ MISTAKES = {
     "--bse x": "no option --bse (nearest: '--base')",
     "--set sampels_per_task=8": "sampels_per_task is unknown (nearest: 'samples_per_task')",
     "--set samples_per_task=0": "--set samples_per_task must be an integer >= 1, got 0",
-    "--merge simple_averge": "merged already, and --merge merges: leave one of them out",
+    "--merge simple_averge": "already merged, but --merge makes a new merge: leave one of them out",
     "--data twoo=two.jsonl": "--data: expert twoo is unknown (nearest: 'two')",
     "--data two=./tow.jsonl": "--data two=./tow.jsonl: there is no such file or folder here",
     "--eval two=tow.jsonl": "--eval two=tow.jsonl: there is no such file or folder here",

@@ -84,9 +84,9 @@ DAMAGES: list[tuple[Callable[[Any], object], str]] = [
     (set_tensor(UP, lambda t: t * 1.001), f"1 of 21 tensors is not task_arithmetic: {UP}"),
     (set_tensor(UP, lambda t: t.bfloat16().float()), f"1 of 21 tensors is not task_.*: {UP}"),
     (set_tensor(UP, lambda t: t.bfloat16()), f"is stored in bfloat16, not float32: {UP}"),
-    (set_tensor(UP, nan), f"1 of 21 tensors has NaN or infinity: {UP}"),
-    (lambda tensors: tensors.pop(UP), f"is missing, or has another shape than .*: {UP}"),
-    (set_tensor(UP, lambda t: t[1:]), f"is missing, or has another shape than .*: {UP}"),
+    (set_tensor(UP, nan), f"1 of 21 tensors has NaN or infinite values: {UP}"),
+    (lambda tensors: tensors.pop(UP), f"is missing, or has a different shape than .*: {UP}"),
+    (set_tensor(UP, lambda t: t[1:]), f"is missing, or has a different shape than .*: {UP}"),
     (
         lambda tensors: tensors.update(more=tensors[UP].clone()),
         "1 of 22 tensors is in none of the models",
@@ -194,7 +194,7 @@ def test_merges_that_cannot_be_replayed(changes: dict[str, Any], obstacle: str, 
     file.write_text(yaml.safe_dump(WHOLE | {"models": models} | changes))
     code, (sentence, conclusion) = checked(folder)
     assert (code, conclusion) == (0, "the merge may be what its config says")
-    assert re.match(f"{obstacle} cannot be replayed: compared only names, shapes", sentence)
+    assert re.match(f"{obstacle} cannot be replayed, so only names, shapes", sentence)
     change(folder, lambda tensors: tensors.pop(UP))
     assert checked(folder)[0] == 1
 
@@ -220,7 +220,9 @@ def test_classifiers(tmp_path: Path):
     classifier_folders(tmp_path)  # whose heads differ, which mergekit cannot merge
     (tmp_path / "merged/mergekit_config.yml").write_text(yaml.safe_dump(WHOLE))
     code, sentences = checked(tmp_path)
-    assert code == 1 and any("are missing in two, or have another shape" in s for s in sentences)
+    assert code == 1 and any(
+        "are missing in two, or have a different shape" in s for s in sentences
+    )
 
 
 def test_gradients_and_filters():

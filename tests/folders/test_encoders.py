@@ -162,7 +162,7 @@ def test_tables_that_cannot_be_scored_are_opened_once(copied: Path, monkeypatch:
     for task in TASKS:
         rows = [{"text": row["text"]} for row in read_rows(copied / f"{task}.jsonl")]
         write_rows(copied / f"{task}.jsonl", rows)
-    assert run(copied, "--plan").count(": not scored, as ") == len(TASKS)
+    assert run(copied, "--plan").count(": not scored, because ") == len(TASKS)
     assert opened == [*TASKS]
 
 
@@ -203,7 +203,9 @@ def test_experts_that_read_texts_otherwise_are_named(copied: Path) -> None:
     assert "expert code has other prompts, do_lower_case than the merged model" in screen
     assert "expert math has other" not in screen and "--expert math" not in screen
     change_json(copied / TASKS[0] / "tokenizer_config.json", {"do_lower_case": True})
-    doubt = f"--expert math={copied / 'math'} has a tokenizer that splits texts otherwise than the"
+    doubt = (
+        f"--expert math={copied / 'math'} has a tokenizer that splits texts differently from the"
+    )
     assert doubt in run(copied, "--no-eval", "--plan")
 
 
@@ -213,7 +215,7 @@ def test_experts_that_read_a_sample_otherwise_are_named_without_its_text(copied:
         write_rows(copied / f"{TASKS[0]}.jsonl", [{"text": text}] * ROWS)
         screen = run(copied, "--no-eval", "--plan")
         assert (
-            "one of its samples becomes other tokens" in screen
+            "one of its samples gets different tokens" in screen
         ) == has_doubt and "日" not in screen
 
 
@@ -226,7 +228,7 @@ def test_rows_of_eval_are_compared_with_the_samples(copied: Path) -> None:
         tests = [row | {"label": n % 2} for n, row in enumerate([*rows[:5], *others])]
         write_rows(copied / f"{task}-test.jsonl", tests)
         more += ["--eval", f"{task}={copied / task}-test.jsonl"]
-    assert "5 of 10 test rows repeat samples" in run(copied, *more, "--plan")
+    assert "5 of 10 test examples are also samples" in run(copied, *more, "--plan")
 
 
 def test_roles_are_those_of_the_names(copied: Path) -> None:
@@ -255,7 +257,7 @@ def test_a_merge_of_weights_gets_the_modules_of_the_experts(usual, copied, where
     save_file(masked, merged / "model.safetensors", {"format": "pt"})
     change_json(merged / "config.json", {"architectures": ["BertForMaskedLM"]})
     screen = run(copied, "--no-eval")
-    assert "has no modules.json: modules are those of --expert math=" in screen
+    assert "has no modules.json: its modules are taken from --expert math=" in screen
     assert_equal(weights(copied / "out"), weights(usual[0] / "out"))
     st.SentenceTransformer(str(copied / "out"), device="cpu").encode(["a lamp"])
 
@@ -291,7 +293,7 @@ def test_merging_merges_all_modules(plain: str, tmp_path: Path) -> None:
     remove(tmp_path, "merged")
     shutil.rmtree(tmp_path / "out")
     line = error_of(*words(tmp_path, "--no-eval"))
-    assert "merged has no modules.json, and lacks 2.linear.weight of " in line
+    assert "merged has no modules.json and lacks 2.linear.weight of " in line
     assert "SentenceTransformer.merge" in line
 
 
@@ -321,9 +323,9 @@ def test_adapters_are_experts(copied: Path) -> None:
     assert "math (adapter)" in run(copied, *merge, merged=None)
     shutil.rmtree(copied / "out")
     line = error_of(*words(copied, "--no-eval", base=False))
-    assert line.endswith("is an adapter: name its base by --base DIR")
+    assert line.endswith("is an adapter: name its base with --base DIR")
     line = error_of(*words(copied, "--merge", "swudi", merged=None))
-    assert "math is an adapter. --merge swudi needs experts that were tuned whole" in line
+    assert "math is an adapter. --merge swudi needs fully fine-tuned experts" in line
 
 
 def test_a_base_without_pooler_takes_the_experts_average(copied: Path) -> None:
@@ -404,22 +406,23 @@ REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"merged/config_sentence_transformers.json": "[]"}, [],
      ["merged/config_sentence_transformers.json is damaged: it is no mapping"]),
     ({"math.jsonl": '{"query": "a", "pos": ["b"], "neg": ["c"]}\n'}, [],
-     ["has the columns query, pos, neg, of which only query has a known name of texts: name th"]),
+     ["has the columns query, pos, neg, of which only query is a known name of a text: name th"]),
     ({"math.jsonl": '{"query": "a", "positive_passages": [{"text": "b"}]}\n'}, [],
-     ["has the columns query, positive_passages, of which only query has a known name of texts"]),
+     ["has the columns query, positive_passages, of which only query is a known name of a text"]),
     ({"math.jsonl": '{"query": "a", "pos": ["b"]}\n'}, ["--columns", "query=query,document=pos"],
-     ["line 1: pos is ['b'], not a text: write a row for each of its texts"]),
+     ["line 1: pos is ['b'], not a text: write an example for each of its texts"]),
     ({"math.jsonl": '{"query": "a", "document": "b", "answer": "c"}\n'}, [],
-     ["of which query, document, answer are texts, but a row has one text, or two and negatives"]),
+     ["of which query, document, answer are texts, but an example has one text, or two and "
+      "negatives"]),
     ({"math.jsonl": '{"query": "a", "positive": "b", "negatives": ["c"]}\n'}, [],
      ["column negatives has lists, which are not read. Write a column for each text (negative_1"]),
     ({}, ["--columns", "title=text"], ["--columns title is unknown. Known: query, anchor, quest"]),
     ({"math.jsonl": '{"id": "a"}\n'}, [],
-     ["math.jsonl has the columns id, and none of them has a known name of texts: name"]),
+     ["math.jsonl has the columns id, and none of them is a known name of a text: name"]),
     ({"math.jsonl": '{"text": "a"}\n{"text": ""}\n'}, [], ["line 2: text is '', not a text"]),
-    ({}, ["--columns", "query=ask"], ["text, label, so query=ask is wrong: name them by"]),
+    ({}, ["--columns", "query=ask"], ["text, label, so query=ask is wrong: name them with"]),
     ({}, ["--out", "BASE/new"], ["base/new is inside --base ", ": name a folder outside it"]),
-    ({}, ["--tokenizer", "BASE"], ["--tokenizer: models of sentence-transformers have their own"]),
+    ({}, ["--tokenizer", "BASE"], ["--tokenizer: sentence-transformers models have their own"]),
     ({}, ["--set", "max_length=9"], ["--set max_length: sentence-transformers reads the texts"]),
 ]  # fmt: skip
 

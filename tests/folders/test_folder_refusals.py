@@ -100,7 +100,7 @@ OPTIONS: list[Case] = [
         ({"merged": None}, "give MERGED, the merged model's folder, or --merge HOW"),
         ({"more": "--merge task_arithmetik:1", "merged": None}, "got 'task_arithmetik:1'"),
         ({"more": "--merge task_arithmetic:-1", "merged": None}, "with a scale above 0, got "),
-        ({"data": ["one.jsonl"]}, "no data of two"),
+        ({"data": ["one.jsonl"]}, "no data for two"),
         ({"more": "--data two=one.jsonl"}, "--data has two twice, "),
         ({"more": "--expert one=two"}, "--expert has one twice, "),
         ({"more": "--eval one=a --eval one=b"}, "--eval has one twice, a and b: leave one of them"),
@@ -112,36 +112,39 @@ OPTIONS: list[Case] = [
 MODELS: list[Case] = [
     ("llama", {"two": None}, {}, ["--expert two=", "/two: there is no such file or folder here"]),
     ("llama", {"two": wider_llama}, {},
-     ["expert 'two'", "num_attention_heads=4 (there 2)", "Check its folder"]),
-    ("llama", {"base": wider_llama}, {}, ["--base ", "/base is another function than the merged"]),
+     ["expert 'two'", "num_attention_heads=4 instead of 2", "Check its folder"]),
+    ("llama", {"base": wider_llama}, {},
+     ["--base ", "/base computes a different function than the merged"]),
     ("llama", {"base/config.json": {"model_type": "gpt2"}}, {},
-     ["--base ", "/base is a 'gpt2' model, the merged model ", "a 'llama' one"]),
+     ["--base ", "/base is a 'gpt2' model, but the merged model ", "is a 'llama' model"]),
     ("llama", {"base": wider_llama}, {"merged": None, "more": "--merge simple_average"},
-     ["expert 'one' is another function than --base ", "num_attention_heads=2 (there 4)"]),
+     ["expert 'one' computes a different function than --base ",
+      "num_attention_heads=2 instead of 4"]),
     ("llama", {"base": longer_rows}, {},
-     ["--base ", "'model.layers.0.mlp.gate_proj.weight' has shape (16, 8), the merged model's"]),
+     ["--base ", "'model.layers.0.mlp.gate_proj.weight' has shape (16, 8), but the merged "]),
     ("llama", {"base": longer_rows}, {"merged": None, "more": "--merge simple_average"},
      ["expert 'one': tensor ", "--base ", "/base's has (16, 8)"]),
     ("bert", {"one/config.json": {"architectures": ["BertModel"]}},
      {"merged": None, "more": "--merge simple_average"},
-     ["--expert one=", "/one is of kind encoder, and --base ", "/base of kind text classifier: "]),
-    ("llama", {"two": other_words}, {}, ["has another tokenizer", "2 of 23 tokens differ"]),
+     ["--expert one=", "/one is of kind encoder, but --base ",
+      "/base is of kind text classifier: "]),
+    ("llama", {"two": other_words}, {}, ["has a different tokenizer", "2 of 23 tokens differ"]),
     ("llama", {"two": adapter_beside}, {}, ["--expert two=", "two has two models"]),
     ("llama", {"two": lambda path: pointer(path / "model.safetensors")}, {},
-     ["--expert two=", "two/model.safetensors is a pointer of git-lfs", "run git lfs pull"]),
+     ["--expert two=", "two/model.safetensors is a git-lfs pointer", "run git lfs pull"]),
     ("llama", {"base": lambda path: pointer(path / "tokenizer.json")}, {},
-     ["--base ", "base/tokenizer.json is a pointer of git-lfs"]),
+     ["--base ", "base/tokenizer.json is a git-lfs pointer"]),
     ("llama", {"two": lambda path: moved(path, "snapshots/0123abcd")}, {},
-     ["no config.json, so it is no model. Name the model inside: ", "two/snapshots/0123abcd"]),
+     ["no config.json, so it is not a model. Name the model inside: ", "two/snapshots/0123abcd"]),
     ("llama", {"two": lambda path: moved(path, "checkpoint-20")}, {},
-     ["no config.json, so it is no model. Name the model inside: ", "two/checkpoint-20"]),
+     ["no config.json, so it is not a model. Name the model inside: ", "two/checkpoint-20"]),
     ("llama", {"two/*": None, "two/adapter_config.json": '{"peft_type": "PROMPT_TUNING"}'}, {},
      ["--expert two=", "PROMPT_TUNING learns a prompt", "not in the weights", "nothing to merge"]),
     ("llama", {"two/config.json": {"quantization_config": {"quant_method": "gptq"}}}, {},
      ["--expert two=", "two/config.json has a quantization_config (gptq)"]),
     ("llama", {"*/*token*": None}, {},
-     ["no tokenizer in ", "/merged: name its folder by --tokenizer"]),
-    ("llama", {"out.blocks/one": ""}, {}, ["go on with --resume, or remove it"]),
+     ["no tokenizer in ", "/merged: name its folder with --tokenizer"]),
+    ("llama", {"out.blocks/one": ""}, {}, ["continue with --resume, or remove it"]),
     ("llama", {MERGE_CONFIG: "models: !!python/name:os.system ''"}, NO_MODELS,
      [MERGE_CONFIG, "line 1: could not determine a constructor"]),
     ("llama", {MERGE_CONFIG: "merge_method: linear\nmodels: [\a]"}, NO_MODELS,
@@ -160,7 +163,7 @@ MODELS: list[Case] = [
 EXTREMES: list[Case] = [
     (kind, {}, {"more": f"--set {setting}", "data": data}, [message])
     for kind, data, setting, message in [
-        ("vit", "{}-images", "max_length=10", "--set max_length has no part in a model"),
+        ("vit", "{}-images", "max_length=10", "--set max_length has no effect on a model"),
         ("vit", "{}-images", "generated_tokens=3", "of kind image classifier: leave"),
         ("bert", "{}.jsonl", "calibration_targets=generated", "of kind text classifier: leave"),
         ("vit", "{}-images", "calibration_corruption=null", "is unknown"),
@@ -172,18 +175,18 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 ROW = ["--data one", "one.jsonl, line "]
 DATA: list[Case] = [
     ("llama", {"two.jsonl": None}, {}, ["--data two=", "there is no such file or folder here"]),
-    ("llama", {"two.jsonl": ""}, {}, ["two.jsonl has no rows"]),
+    ("llama", {"two.jsonl": ""}, {}, ["two.jsonl has no examples"]),
     *(("llama", {f"two.{end}": pointer}, {"data": ["one.jsonl", f"two.{end}"]},
-       ["--data two=", f"two.{end} is a pointer of git-lfs", "run git lfs pull in the folder"])
+       ["--data two=", f"two.{end} is a git-lfs pointer", "run git lfs pull in the folder"])
       for end in ("jsonl", "csv", "parquet")),
     ("llama", {"one.jsonl": '{"prompt": "a"\nnonsense'}, {},
      ["--data one=", "one.jsonl' is not readable as jsonl: line 1: "]),
     ("llama", {"one.jsonl": [{"prompt": None, "id": 1}]}, {},
-     [*ROW, ": a text is a row with prompt (and target), with messages"]),
+     [*ROW, ": an example needs prompt (and target), messages"]),
     ("llama", {"one.jsonl": [*sentences("one", 11), {"prompt": "a b"}]}, {"more": "--no-eval"},
-     [*ROW, "no target, as in 1 of 12 rows"]),
+     [*ROW, "1 of 12 examples have no target"]),
     ("llama", {"one.jsonl": [{"q": "a b", "a": "c"}]}, {"more": "--columns prompt=Q"},
-     ["one.jsonl has the columns q, a, so prompt=Q is wrong: name them by --columns "
+     ["one.jsonl has the columns q, a, so prompt=Q is wrong: name them with --columns "
       "[NAME:]prompt=COLUMN,target=COLUMN"]),
     ("llama", {"one.jsonl": [{"messages": TURNS}]}, {}, [*ROW, "--chat-template FILE"]),
     ("llama", {"*.jsonl": [{"messages": TURNS}], "merged/tokenizer_config.json":
@@ -194,20 +197,21 @@ DATA: list[Case] = [
     ("llama", {"one.jsonl": '[{"prompt": "a", "target": "\\udC00"}]'}, {},
      ["--data one", "is not readable as jsonl: ", "surrogates not allowed"]),
     ("llama", {"one.jsonl": [{"prompt": "a", "target": ""}]}, {},
-     [*ROW, "leave the row out, or use --set calibration_targets=generated"]),
+     [*ROW, "remove the example, or use --set calibration_targets=generated"]),
     ("vit", {"one-images/circle/00.png": sixteen_bits}, {"data": "{}-images", "more": "--plan"},
-     ["data '", "one-images', item ", "00.png cannot be read as an image (mode I;16: store 8"]),
+     ["data '", "one-images', example ",
+      "00.png cannot be read as an image (mode I;16: store it with 8"]),
     ("vit", {"one-images/circle/00.png": lambda p: p.write_bytes(b"GIF")},
      {"data": "{}-images", "more": "--plan"}, ["00.png cannot be read as an image (cannot ident"]),
     ("vit", {"one-images/circle": lambda p: p.rename(p.parent / "fit")},
      {"data": ["one-images:fitt", "two-images"]},
      ["--data one=", "no folder for split 'fitt' (nearest: 'fit')"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": label} for label in ([0, 1], 0)]}, {},
-     [*ROW, "label [0, 1] is none of the 2 classes"]),
+     [*ROW, "label [0, 1] is not one of the 2 classes"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": 0.85}]}, {},
-     [*ROW, "label 0.85 is none of the 2 classes"]),
+     [*ROW, "label 0.85 is not one of the 2 classes"]),
     ("bert", {"one.jsonl": [{"text": "a b", "label": "perhaps"}]}, {},
-     ["--data one=", "label 'perhaps' is none of the 2 classes of the expert's head: no, yes"]),
+     ["--data one=", "label 'perhaps' is not one of the 2 classes of the expert's head: no, yes"]),
 ]  # fmt: skip
 
 
@@ -224,7 +228,8 @@ def test_refused(copied, refusal, monkeypatch, kind, files, options, messages):
 
 
 @pytest.mark.parametrize(("more", "note"), [
-    ("--merge task_arithmetic:30", "task_arithmetic:30 goes 30 times as far as each expert"),
+    ("--merge task_arithmetic:30",
+     "task_arithmetic:30 moves 30 times as far from the base as each expert"),
     ("--merge task_arithmetic:0.3", ""),
     ("--preset paper --set ridge_lambda=1e9", "--set ridge_lambda=1e+09 is very large: Gram"),
     ("--preset paper --set anchor_rho=-500", "the anchor is 500 times as far from the base"),
@@ -251,14 +256,14 @@ def test_a_base_with_nan_is_named_as_the_option(folder, capsys):
 
 def test_a_column_twice_in_one_word_is_refused(folder):
     done = featcal(*words(folder, "--columns", "one:prompt=a,prompt=c"))
-    assert done.code == 2 and "'one:prompt=a,prompt=c' has a column twice" in done.err
+    assert done.code == 2 and "'one:prompt=a,prompt=c' names a column twice" in done.err
 
 
 def test_a_name_twice_in_a_recipe_is_refused(tmp_path, refusal):
     (tmp_path / "mine.yaml").write_text("data: {one: a, two: b, one: c}")
     out = str(tmp_path / "out")
     line = refusal(["calibrate", "--config", str(tmp_path / "mine.yaml"), "--out", out])
-    assert "mine.yaml cannot be read: line 1: the key 'one' stands twice" in line
+    assert "mine.yaml cannot be read: line 1: the key 'one' appears twice" in line
 
 
 def test_keys_of_recipes_and_of_python(made, tmp_path, refusal):

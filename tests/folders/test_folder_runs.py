@@ -105,8 +105,8 @@ def test_report_and_screen(finished):
     assert {*reads["experts"]} == {*TASKS} and reads["upstream"] is reads["budget"] is None
     # The table has the changes of each task.
     notes = [note.text for note in run.report.notes if note.kind != "verdict" or not note.task]
-    assert f"one.jsonl (prompt=q, target=a); evaluated on {HELD_OUT} rows" in notes[0]
-    assert notes[1] == "one: 4 of 6 test rows repeat samples, and are scored all the same"
+    assert f"one.jsonl (prompt=q, target=a); evaluated on {HELD_OUT} examples held out" in notes[0]
+    assert notes[1] == "one: 4 of 6 test examples are also samples, but are scored nevertheless"
     assert notes[2] == "one: columns that are not read: prompt"
     assert "saved:fit (prompt=ask, target=a); evaluated on" in notes[3]
     text = run.screen
@@ -225,7 +225,7 @@ def test_lora_adapters_are_experts(finished):
     assert not any("embed" in name for name in names)
     assert AutoTokenizer.from_pretrained(run.out).chat_template == CHAT
     notes = " ".join(note.text for note in run.report.notes)
-    assert notes.count("texts, to which the tokenizer's chat template is not applied") == 2
+    assert notes.count("the tokenizer's chat template is not applied to these prompts") == 2
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_an_encoder_decoder_whose_expert_writes_missing_targets(finished):
     run = finished("t5")
     names = changed(type(run.models["base"]).from_pretrained(run.out), run.models["merged"])
     assert any(name.startswith("decoder") for name in names) and "shared.weight" not in names
-    note = "one: no targets in --data, so its expert writes them. If id has them: --columns"
+    note = "one: no targets in --data, so its expert generates them. If id contains them: --columns"
     assert f"{note} one:prompt=prompt,target=COLUMN" in " ".join(run.screen.split())
     assert "two: no targets" not in run.screen
     assert run.report.accuracy["experts"]["one"] == 1  # of answers that it has written itself
@@ -360,7 +360,7 @@ def test_strict_saves_nothing_if_there_are_warnings(folder, capsys):
     assert main(words(folder, *PAPER, *ridge, "--strict")) == 1
     screen = capsys.readouterr()
     assert "Check the warnings first. Cannot tell whether" in screen.out
-    assert "there are warnings, and the merged model is as it was" in screen.err
+    assert "there are warnings. The merged model is unchanged" in screen.err
     assert not (folder / "out").exists() and not (folder / "out.blocks").exists()
 
 
@@ -372,7 +372,8 @@ def test_strict_refuses_what_it_cannot_trust_before_a_model_is_opened(copied):
     for task in TASKS:
         write_rows(folder / f"{task}.jsonl", [{"text": r["prompt"]} for r in sentences(task, ROWS)])
     line = error_of(*words(folder, "--strict"))
-    assert "no task has any (one: not scored, as its rows have no label" in line
+    reason = "no task can be scored (one: not scored, because its examples have no label"
+    assert reason in line
     assert not (folder / "out").exists()
 
 
@@ -403,19 +404,19 @@ def test_without_scores_warnings_come_first(copied):
     )
     warning = "warning: --data one and --data two are the same data\n"
     assert done.out.index(advice) < done.out.index(warning)
-    assert "two: not scored, as its rows have no label" in done.out
-    assert "too few rows" not in done.out and "evaluated on" not in done.out
+    assert "two: not scored, because its examples have no label" in done.out
+    assert "too few examples" not in done.out and "evaluated on" not in done.out
 
 
 def test_plan_note_and_card_name_what_stays_as_merged(folder: Path) -> None:
     more = words(folder, "--preset", "paper", "--no-eval", "--set", "modules=['!mlp.*']")
-    differ = "odules that stay as merged although experts differ in them"
+    differ = "odules left unchanged although experts differ in them"
     text = f"m{differ}: model.layers.*.mlp (6 matrices), model.embed_tokens, lm_head"
     plan = featcal(*more, "--plan").out
     assert f"\n{text}\n" in plan
     assert "\nmemory: about 0." in plan and "\ntime: about " in plan
     limited = featcal(*more, "--plan", "--set", "expert_read_budget=50%").out
-    assert "even if experts differ in them (names alone were read): model.layers.*.mlp" in limited
+    assert "even if experts differ in them (only names were read): model.layers.*.mlp" in limited
     done = featcal(*more)
     assert f"note: featcal: {text}\n" in done.out and text not in done.err
     names = ", ".join(f"`{name}`" for name in text.partition(": ")[2].split(", "))
@@ -424,7 +425,7 @@ def test_plan_note_and_card_name_what_stays_as_merged(folder: Path) -> None:
 
 def test_heads_of_classifiers_have_their_own_poolers(finished: Any) -> None:
     card = (finished("bert").out / "README.md").read_text()
-    assert "Modules that stay as merged" in card and "`embeddings (3 matrices)`" in card
+    assert "Modules left unchanged" in card and "`embeddings (3 matrices)`" in card
     assert "pooler" not in card
 
 
@@ -459,7 +460,9 @@ def test_mistyped_names_of_test_data_are_refused(folder: Path, copied: Any) -> N
     assert featcal(*words(folder, *both, "--plan")).code == 0  # `one` has its own: no mistake
     write_rows(folder / "plain.jsonl", [{"prompt": "a b"}] * 4)
     line = error_of(*words(folder, "--eval", f"other={folder / 'plain.jsonl'}"))
-    assert "has no targets, and no expert could write them" in line
+    assert "has no targets, and no expert can generate them" in line
     bert = copied("bert")
     line = error_of(*words(bert, "--eval", f"other={bert / 'one.jsonl'}"))
-    assert line == "--eval other: no expert of this name, whose head it needs"
+    assert line == (
+        "--eval other: the evaluation needs the head of an expert of this name, but there is none"
+    )

@@ -110,4 +110,4 @@ def test_a_reader_of_images_is_refused_by_its_class(tmp_path):
     language_folders(tmp_path, model)
     message = error_of(*words(tmp_path))
     assert "merged is a VisionEncoderDecoderModel; featcal calibrate takes language mod" in message
-    assert message.endswith("Calibrate others by fusion_bench method=featcal")
+    assert message.endswith("Calibrate others with fusion_bench method=featcal")

@@ -65,7 +65,9 @@ def test_a_failure_has_a_remedy_and_the_same_command_goes_on(failure, mirror, mo
 def test_bytes_that_are_not_the_hubs_are_removed_and_fetched_again(files, mirror):
     last = max(files)  # weights have a sha256, small files a hash of git
     repository = mirror.add("some/model", files, "altered")
-    with pytest.raises(CalibrationError, match=rf"^--base some/model: {last} has arrived with oth"):
+    with pytest.raises(
+        CalibrationError, match=rf"^--base some/model: the downloaded {last} differs from"
+    ):
         fetched("some/model")
     repository.failure = ""
     assert fetched("some/model") == files

@@ -73,9 +73,13 @@ def test_towers_and_decoder_are_those_that_python_gives(folder: Path, tmp_path: 
 def test_rows_with_images_that_cannot_be_used_are_named(folder: Path, tmp_path: Path):
     one, two = image_rows(tmp_path, 0), image_rows(tmp_path, 1)
     cases = {
-        "no answer": (one, {"target": None}, r"one.*line \d+: a row with images needs prompt"),
+        "no answer": (one, {"target": None}, r"one.*line \d+: an example with images needs prompt"),
         "no file": (one, {"image": "missing.png"}, r"line \d+: file .*missing.png cannot be read"),
-        "two marks": (one, {"prompt": "<image> a <image>"}, r"have 2 <image>, and it has 1 images"),
+        "two marks": (
+            one,
+            {"prompt": "<image> a <image>"},
+            r"contain <image> 2 times, but it has 1 images",
+        ),
     }
     for plan, (rows, change, message) in zip(["--plan", "", ""], cases.values(), strict=True):
         write_rows(tmp_path / "one.jsonl", [row | change for row in rows])
@@ -92,7 +96,7 @@ def test_an_expert_without_the_tower_is_named_before_the_run(folder: Path, tmp_p
     whole: Any = AutoModelForImageTextToText.from_pretrained(folder / "one")
     LlamaForCausalLM(whole.config.text_config).save_pretrained(text)
     more = words(folder, "--out", str(tmp_path / "out"), "--plan", experts=(str(text), "two"))
-    assert re.search(r"--expert one=.*text lacks the tower of .*leave images out", error_of(*more))
+    assert re.search(r"--expert one=.*text lacks the tower of .*remove the images", error_of(*more))
 
 
 def chats(folder: Path, rows: list[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
@@ -112,7 +116,7 @@ def test_columns_and_keys_that_are_not_read_are_noted(folder: Path, tmp_path: Pa
     screen = featcal(*words(folder, "--out", str(tmp_path / "out"), "--plan", data=data)).out
     screen = " ".join(screen.split())
     assert "not read: hint, reasoning_content of turns, which the template does not" in screen
-    assert "3 rows with weight 0 or label false left out" in screen
+    assert "left out 3 examples with weight 0 or label false" in screen
 
 
 def test_tools_generated_answers_and_images_in_answers_are_refused(folder: Path, tmp_path: Path):
@@ -120,7 +124,7 @@ def test_tools_generated_answers_and_images_in_answers_are_refused(folder: Path,
     asks = ["--set", "calibration_targets=generated"]
     answers = [row | {"target": "<image> v"} for row in rows]
     cases: list[tuple[list[dict[str, Any]], list[str], str]] = [
-        (chats(tmp_path, rows, tools=[{"name": "u"}]), [], r"line \d+: .* does not show tools"),
+        (chats(tmp_path, rows, tools=[{"name": "u"}]), [], r"line \d+: .* does not render tools"),
         (rows, asks, r"--data one=.* has images, .* leave out --set calibration_targets=generated"),
         (answers, [], r"line \d+: the answer has an image \(<image>\)"),
         ([row | {"target": " "} for row in rows], [], r"line \d+: the answer is empty"),
@@ -155,7 +159,7 @@ def test_advice_on_answers_keeps_question_and_context(folder: Path, tmp_path: Pa
         write_rows(tmp_path / "one.jsonl", case)
         data = str(tmp_path / "one.jsonl"), str(folder / "two.jsonl")
         screen = featcal(*words(folder, "--out", str(tmp_path / "o"), "--plan", data=data)).out
-        assert f"If solution has them: {advice}" in " ".join(screen.split())
+        assert f"If solution contains them: {advice}" in " ".join(screen.split())
 
 
 def changed(folder: Path, new: Path, change: dict[str, Any], *models: str) -> list[str]:
@@ -175,12 +179,13 @@ def changed(folder: Path, new: Path, change: dict[str, Any], *models: str) -> li
 def test_experts_have_the_same_image_tokens(folder: Path, tmp_path: Path, change: dict[str, Any]):
     line = error_of(*changed(folder, tmp_path / "new", change, "two"))
     ((name, value),) = change.items()
-    assert re.search(rf"--expert two=.* {name} is {value!r} there and .* in .*new/two", line), line
+    message = rf"--expert two=.* \({name}: {value!r} instead of .* in .*new/two"
+    assert re.search(message, line), line
 
 
 def test_processors_without_a_patch_size_are_named(folder: Path, tmp_path: Path):
     missing = {"patch_size": None}  # as in files of LLaVA before release 4.45
     line = error_of(*changed(folder, tmp_path / "all", missing, "merged", "base", *TASKS))
-    assert "all/merged: its processor has no patch_size. Write that of" in line
+    assert "all/merged: its processor has no patch_size. Copy patch_size from" in line
     done = featcal(*changed(folder, tmp_path / "two", missing, "two"))
     assert done.code == 0, done.err

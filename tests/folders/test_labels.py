@@ -17,6 +17,7 @@ from fusion_bench_featcal.data.labels import encode_labels
 from fusion_bench_featcal.data.text_samples import ClassifierTextEncoder
 from fusion_bench_featcal.folders.images import open_image_task
 from fusion_bench_featcal.folders.request import Request
+from fusion_bench_featcal.folders.tasks import head_class_indices
 from fusion_bench_featcal.folders.text_classes import open_class_task
 
 PETS, UNNAMED = ["cat", "dog", "owl"], ["LABEL_0", "LABEL_1", "LABEL_2"]
@@ -58,7 +59,7 @@ def numbers_of(task: Any) -> list[int]:
     ([2, 0], [], PETS, [2, 0]),
     ([0, 1, 2], ["owl", "dog", "cat"], PETS, [2, 1, 0]),
     ([1, 0], ["b", "a", "c"], UNNAMED, [1, 0]),
-    (["cat", "cow"], [], PETS, "label 'cow' is none of the 3 classes of the expert"),
+    (["cat", "cow"], [], PETS, "label 'cow' is not one of the 3 classes of the expert"),
 ])  # fmt: skip
 def test_of_images(tmp_path, labels, names, heads, expected):
     path = write(tmp_path, labels, names)
@@ -73,7 +74,7 @@ def test_data_to_evaluate_on_without_rows_are_refused(tmp_path: Path) -> None:
     table = datasets.Dataset.from_parquet(write(tmp_path, [0, 1, 2], []))
     table.select([]).to_parquet(tmp_path / "empty.parquet")  # type: ignore[union-attr]
     asked = request(tmp_path / "table.parquet", tmp_path / "empty.parquet")
-    with pytest.raises(ValueError, match=r"^--eval a=.*empty\.parquet has no rows"):
+    with pytest.raises(ValueError, match=r"^--eval a=.*empty\.parquet has no examples"):
         open_image_task("a", asked, channels_first, PETS)
 
 
@@ -112,18 +113,18 @@ def test_numbers_are_not_read_out_of_names(label: Any, tmp_path: Path):
     with pytest.raises(CalibrationError) as refused:
         opened_texts(tmp_path, ("1 star", label), STARS)
     assert str(refused.value) == (
-        f"--eval a={tmp_path}/a.jsonl, line 2: label {label!r} is none of the 3 classes of the "
-        "expert's head: 1 star, 2 stars, 3 stars. Write labels as names of classes, which have "
-        "numbers inside"
+        f"--eval a={tmp_path}/a.jsonl, line 2: label {label!r} is not one of the 3 classes of the "
+        "expert's head: 1 star, 2 stars, 3 stars. Class names contain numbers here: write each "
+        "label as its name"
     )
 
 
 @pytest.mark.parametrize(
     ("labels", "classes", "note"),
     [
-        (("owl", "cat", "dog"), UNNAMED, "its expert's head has no names of classes, so they "
+        (("owl", "cat", "dog"), UNNAMED, "its expert's head has no class names, so they "
          "are cat, dog, owl in this order"),
-        ((1, 2), PETS, "no label is 0, and labels count from 0: 1 is 'dog'"),
+        ((1, 2), PETS, "no label is 0, but classes are numbered from 0: 1 is 'dog'"),
         ((0, 2), PETS, ""),
         (("dog", "owl"), PETS, ""),
         ((1, 2), ["0", "1", "2"], ""),
@@ -131,14 +132,14 @@ def test_numbers_are_not_read_out_of_names(label: Any, tmp_path: Path):
 )  # fmt: skip
 def test_notes_on_labels(labels: Any, classes: Any, note: str, tmp_path: Path):
     notes = "; ".join(opened_texts(tmp_path, labels, classes).notes)
-    assert note in notes and bool(note) == ("expert's head" in notes or "count from 0" in notes)
+    assert note in notes and bool(note) == ("expert's head" in notes or "numbered from 0" in notes)
 
 
 @pytest.mark.parametrize(("id2label", "label2id", "note"), [
     (["LABEL_0", "LABEL_1"], {"no": 0, "yes": 1}, ""),
     (["LABEL_0", "LABEL_1"], {"no": 5, "yes": 1}, "so they are no, yes in this order"),
     (["no", "yes"], {"LABEL_0": 0}, ""),
-    (["no", "yes"], {"yes": 0, "no": 1}, "'no' is class 0 by id2label and 1 by label2id"),
+    (["no", "yes"], {"yes": 0, "no": 1}, "'no' is class 0 in id2label but 1 in label2id"),
 ])  # fmt: skip
 def test_names_of_a_head(id2label: Any, label2id: Any, note: str, copied: Any):
     folder = copied("bert")
@@ -146,12 +147,12 @@ def test_names_of_a_head(id2label: Any, label2id: Any, note: str, copied: Any):
     change_json(folder / "one" / "config.json", named)
     if "is class" in note:
         line = error_of(*words(folder, "--plan"))
-        assert line.startswith("--expert one=") and f": in its config.json {note}" in line
+        assert line.startswith("--expert one=") and f": in its config.json, {note}" in line
         return
     done = featcal(*words(folder, "--plan"))
     assert done.code == 0, done.err
     text = " ".join(done.out.split())
-    assert note in text and bool(note) == ("has no names of classes" in text)
+    assert note in text and bool(note) == ("has no class names" in text)
 
 
 LISTS, ONE = [[1.0, 0.0], [0.0, 1.0]] * 5, [0.1, 0.8] * 5
@@ -160,7 +161,7 @@ LISTS, ONE = [[1.0, 0.0], [0.0, 1.0]] * 5, [0.1, 0.8] * 5
 @pytest.mark.parametrize(("labels", "heads", "reason"), [
     (LISTS, PETS, "its labels are lists, not one class each"),
     (ONE, ["LABEL_0"], "its expert's head has one output"),
-    ([None] * 10, PETS, r"its rows have no label \(--columns a:label=COLUMN"),
+    ([None] * 10, PETS, r"its examples have no label \(give --columns a:label=COLUMN"),
 ])  # fmt: skip
 def test_labels_that_name_no_class_are_not_scored(tmp_path, labels, heads, reason):
     rows = ({"text": f"a cat {n}", "label": label} for n, label in enumerate(labels))
@@ -169,17 +170,26 @@ def test_labels_that_name_no_class_are_not_scored(tmp_path, labels, heads, reaso
     encoder = ClassifierTextEncoder(word_tokenizer())
     task = open_class_task("a", asked, encoder, heads, pads=True)
     assert task.scorer is None and task.samples == 10
-    assert re.search(f"a: not scored, as {reason}", "; ".join(task.notes))
+    assert re.search(f"a: not scored, because {reason}", "; ".join(task.notes))
 
 
 def test_images_of_a_head_with_one_output_are_not_scored(tmp_path):
     task = opened(write(tmp_path, [0, 0], []), ["LABEL_0"])
     assert task.scorer is None
-    assert task.notes[-1].startswith("a: not scored, as its expert's head has one output")
+    assert task.notes[-1].startswith("a: not scored, because its expert's head has one output")
 
 
 def test_a_number_beyond_own_names_with_digits_names_the_label_column() -> None:
     stars = ["1 star", "2 stars", "3 stars"]
     assert encode_labels([0, 2], None, stars, "data")[0] == [0, 2]
-    with pytest.raises(CalibrationError, match=r"item 1: label 7 is none of .*label_column'?$"):
+    with pytest.raises(
+        CalibrationError, match=r"example 1: label 7 is not one of .*label_column'?$"
+    ):
         encode_labels([0, 7], None, stars, "data")
+
+
+def test_names_that_are_numbers_are_ordered_by_value() -> None:
+    """A CSV file has texts: as texts, "10" would come before "2"."""
+    labels, unnamed = [*map(str, range(12))], [f"LABEL_{number}" for number in range(12)]
+    indices, _ = head_class_indices(labels, None, unnamed, str)
+    assert indices == [*range(12)]

@@ -17,7 +17,7 @@ from fusion_bench_featcal.folders.tokenizers import refuse_languages
 
 pytestmark = NEEDS_RELEASE_5
 OTHER, LANGUAGE = LANGUAGES
-ADVICE = "but one tokenizer writes the targets of all tasks: repair tasks of one target language"
+ADVICE = "and one tokenizer encodes the targets of all tasks. Repair tasks of one target language"
 
 
 @pytest.fixture
@@ -48,10 +48,11 @@ def test_an_expert_whose_tokenizer_has_another_language_is_refused(folder):
     two, merged = f"--expert two={folder / 'two'}", f"--tokenizer {folder / 'merged'}"
     marks = "(tgt_lang or language of the tokenizer)"
     line = refused(folder)
-    assert line.startswith(f"{two} is for {OTHER}, and {merged} for {LANGUAGE} {marks}, {ADVICE}")
+    start = f"{two} is for {OTHER}, but {merged} is for {LANGUAGE} {marks}, {ADVICE}"
+    assert line.startswith(start)
     nllb_tokenizer(None).save_pretrained(folder / "merged")
     line = refused(folder)  # what its targets begin with
-    assert f"--expert one={folder / 'one'} is for {LANGUAGE}, and {merged} for {OTHER}" in line
+    assert f"--expert one={folder / 'one'} is for {LANGUAGE}, but {merged} is for {OTHER}" in line
     nllb_tokenizer().save_pretrained(folder / "two")
     named = words(folder, "--plan", "--tokenizer", str(folder / "two"))
     assert (done := featcal(*named)).code == 0, done.err
@@ -80,8 +81,8 @@ def test_experts_whose_configs_have_another_language_or_task_are_refused(
         tell(folder, task, **{key: value})
     labels = (f"--expert {task}={folder / task}" for task in TASKS)
     first, second = zip(labels, names, strict=True)
-    sentence = f"{second[0]} is for {second[1]}, and {first[0]} for {first[1]} ({key}), {ADVICE}"
-    assert refused(folder).startswith(sentence)
+    start = f"{second[0]} is for {second[1]}, but {first[0]} is for {first[1]} ({key}), {ADVICE}"
+    assert refused(folder).startswith(start)
 
 
 def test_names_and_codes_of_a_language_are_the_same(folder):
@@ -96,6 +97,6 @@ def test_languages_behind_targets_are_compared():
     other.tgt_lang = "de_DE"
     refuse_languages({"here": mbart_tokenizer(), "one": mbart_tokenizer()}, [])
     with pytest.raises(
-        CalibrationError, match=r"^one is for de_DE, and here for ro_RO \(tgt_lang or"
+        CalibrationError, match=r"^one is for de_DE, but here is for ro_RO \(tgt_lang or"
     ):
         refuse_languages({"here": mbart_tokenizer(), "one": other}, [])

@@ -80,7 +80,7 @@ def test_matrices_of_blocks_are_merged_by_aswudi_and_others_are_averaged(tmp_pat
     language_folders(tmp_path, model, ends=kind == "t5")
     done = featcal(*merging(tmp_path))
     assert done.code == 0, done.err
-    assert "the model was merged, and not calibrated" in " ".join(done.out.split())
+    assert "the model was merged but not calibrated" in " ".join(done.out.split())
     out, base, *experts = (weights(tmp_path / name) for name in ("out", "base", *TASKS))
     assert out.keys() == base.keys()
     matrices = linear_weights(model)
@@ -120,7 +120,7 @@ def test_test_examples_alone_are_scored(tmp_path):
     classifier_folders(tmp_path)
     done = featcal(*merging(tmp_path, "--eval", f"two={tmp_path / 'two.jsonl'}", merge="swudi"))
     assert done.code == 0, done.err
-    assert "two: no samples; evaluated on 30 rows of --eval: share of right answers" in done.out
+    assert "two: no samples; evaluated on 30 examples from --eval: accuracy" in done.out
     report = read_run(tmp_path / "out" / "featcal")
     assert [row.name for row in report.rows] == ["experts", "swudi"]
     assert all([*row.tasks] == ["two"] for row in report.rows)
@@ -139,7 +139,7 @@ def test_an_interrupted_merge_goes_on(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointFolder, "save_block", stop)
         assert main(merging(folder)) == 130
-    assert "go on with --resume" in error_of(*merging(folder))
+    assert "continue with --resume" in error_of(*merging(folder))
     line = error_of(*merging(folder, "--resume", merge="simple_average"))
     assert "belongs to another run: it differs in its models" in line
     assert main(merging(folder, "--resume")) == 0
@@ -149,9 +149,9 @@ def test_an_interrupted_merge_goes_on(folder, monkeypatch):
 
 
 REFUSED = [
-    (["--strict"], "--strict: without --data the experts are merged, and nothing is calibrated"),
+    (["--strict"], "--strict: without --data the experts are only merged, not calibrated"),
     (["--set", "seed=1", "--preset", "paper"], "--set, --preset: without --data"),
-    (["--data", "one=one.jsonl"], "no data of two: every expert needs samples of its task"),
+    (["--data", "one=one.jsonl"], "no data for two: every expert needs samples of its task"),
     (["--merge", "wudi"], "--merge takes swudi, simple_average or task_arithmetic:SCALE"),
 ]
 
@@ -165,7 +165,7 @@ def test_options_without_a_part_in_a_merge_are_refused(folder, refusal, monkeypa
 def test_a_merged_model_without_samples_is_refused_with_the_way_out(folder, refusal):
     words = merging(folder)
     words[1:3] = [str(folder / "merged")]
-    assert "Without samples, --merge swudi merges experts" in refusal(words)
+    assert "To merge without samples, use --merge swudi" in refusal(words)
 
 
 def wide_folders(folder: Path, rank: int) -> None:
@@ -188,7 +188,7 @@ def wide_folders(folder: Path, rank: int) -> None:
 def test_adapters_are_refused_and_experts_of_low_rank_are_warned_of(tmp_path, folder):
     wide_folders(tmp_path / "whole", 64)
     wide_folders(tmp_path / "low", 1)
-    text = "the task vectors of one, two have few directions, as those of merged LoRA adapters"
+    text = "the task vectors of one, two have low rank, like those of merged LoRA adapters"
     for name in ("whole", "low"):
         done = featcal(*merging(tmp_path / name))
         assert done.code == 0, done.err
@@ -197,5 +197,5 @@ def test_adapters_are_refused_and_experts_of_low_rank_are_warned_of(tmp_path, fo
     words = merging(folder)
     words[words.index("--expert") + 1] = f"one={folder / 'lora'}"
     line = error_of(*words)
-    assert "lora is an adapter. --merge swudi needs experts that were tuned whole" in line
+    assert "lora is an adapter. --merge swudi needs fully fine-tuned experts" in line
     assert not (folder / "out").exists()

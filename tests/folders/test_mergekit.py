@@ -73,13 +73,13 @@ def test_models_that_are_read(config: str, base: str | None, experts: dict[str, 
     assert (request.base, request.expert) == (base, experts)
 
 
-AWAY = "has a negative weight or lambda: .* by --expert NAME=DIR"
+AWAY = "has a negative weight or lambda: .* with --expert NAME=DIR"
 REFUSED: list[tuple[str, str]] = [
     (models("one", weighted("-0.5")), AWAY),
     (models("one", weighted("'-5e-1'")), AWAY),
     (models("one", weighted("[0.5, -2]")), AWAY),
     (models("one", weighted("{filter: mlp, value: -1}")), AWAY),
-    (models("one", weighted("0")), "gives two the weight 0: .* by --expert NAME=DIR"),
+    (models("one", weighted("0")), "gives two the weight 0: .* with --expert NAME=DIR"),
     (models("one", weighted("many")), "weight is 'many', not a number"),
     (models("one", "two")[:-1] + ", parameters: {lambda: -1}}", AWAY),
     (models("one", "two")[:-1] + ", parameters: {weight: -1}}", AWAY),
@@ -95,16 +95,22 @@ REFUSED: list[tuple[str, str]] = [
         "image: {models: [one]}}}",
         "modules are merged from different models .one, two and one",
     ),
-    (models("one", "runs/a/merged"), "runs/a/merged was merged itself, as mergekit-multi does"),
-    (slices("passthrough", "[0, 2]", "[1, 2]"), "passthrough of slices that stack or move layers"),
+    (
+        models("one", "runs/a/merged"),
+        "runs/a/merged is itself a merge, such as an intermediate model of mergekit-multi",
+    ),
+    (
+        slices("passthrough", "[0, 2]", "[1, 2]"),
+        r"slices that stack or move layers \(passthrough\)",
+    ),
     (models("one", "/nowhere/two"), r"these folders are not here: .*--base and --expert NAME=DIR"),
-    (models("../none", "org/two"), r"these folders are not here: \.\./none\. Name the models by"),
+    (models("../none", "org/two"), r"these folders are not here: \.\./none\. Name the models with"),
     (models("org/one", "runs/b/two"), "these folders are not here: runs/b/two"),
     ("{base_model: base, gate_mode: hidden, experts: [{source_model: one}]}", "mergekit-moe"),
-    ("models: [a/one, b/one]", "a/one, b/one end in one name"),
+    ("models: [a/one, b/one]", "a/one, b/one end in the same name"),
     ("models: [base+one-lora, one+two-lora]", "PEFT's merge_and_unload"),
     ("models: []", "no models"),
-    ("models: 5", "is not as mergekit writes it: .* --expert NAME=DIR"),
+    ("models: 5", "is not a valid mergekit config: .* --expert NAME=DIR"),
 ]
 
 
@@ -118,7 +124,7 @@ def test_models_that_are_refused(config: str, message: str) -> None:
 def test_options_have_priority() -> None:
     request = requested(models("one", weighted("-1")), {"a": "one"}, expert={"a": "one"})
     assert (request.base, request.expert) == ("base", {"a": "one"})
-    assert request.notes[0] == "base by mergekit_config.yml"
+    assert request.notes[0] == "base from mergekit_config.yml"
     request = requested("[damaged", BOTH, base="base", expert=BOTH, preset="paper")
     assert (request.base, request.expert, request.notes) == ("base", BOTH, ())
 
@@ -146,9 +152,9 @@ KEPT: list[tuple[str, dict[str, float]]] = [
 def test_weights_relative_to_their_mean(config: str, factors: dict[str, float]) -> None:
     read, (note,) = weights(config)
     assert read == factors
-    start = "--set task_weights by mergekit_config.yml: one " if factors else "weights in mergekit"
+    start = "--set task_weights from mergekit_config.yml: one " if factors else "the weights in mer"
     assert note.startswith(start) and note.endswith("--set 'task_weights={one: 1, two: 1}')")
-    assert factors or "are not one positive number per expert. They are not kept" in note
+    assert factors or "are not one positive number per expert, so they are not kept" in note
     # named by options and other paths: the folders count
     named = {name: str(Path(location).absolute()) for name, location in BOTH.items()}
     assert weights(config, named)[0] == factors
@@ -176,7 +182,7 @@ def test_options_win_over_weights_of_the_merge() -> None:
     config, factors = models("one", weighted("3")), {"one": 0.5, "two": 1.5}
     first = requested(config, BOTH)
     assert first.settings.task_weights == factors and "two: 1.5" in first.recipe
-    assert sum("task_weights by" in note for note in first.notes) == 1
+    assert sum("task_weights from" in note for note in first.notes) == 1
     chosen: list[dict[str, Any]] = [{"set": {"task_weights": {"one": 7}}}, {"preset": "paper"}]
     for options in chosen:
         request = requested(config, BOTH, **options)

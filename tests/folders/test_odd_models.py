@@ -115,7 +115,7 @@ def test_every_call_that_could_run_code_forbids_it():
 
 
 @pytest.mark.parametrize(("model", "file", "message"), [
-    ("merged", "config.json", "code beside a model is not run"),
+    ("merged", "config.json", "code in a model's folder is not run"),
     ("one", "tokenizer_config.json", "the tokenizer in "),
 ])  # fmt: skip
 def test_no_code_beside_a_model_runs(folder, monkeypatch, model, file, message):
@@ -162,8 +162,8 @@ NAMES: list[tuple[Any, list[str]]] = [
     (lambda t: t.pop("lm_head.weight"), ["lacks 1 tensor, such as lm_head.weight"]),
     (lambda t: t.pop("classifier.weight"), ["lacks 1 tensor, such as classifier.weight"]),
     (emptied, ["16 tensors of its files have no values, such as lm_head.weight: DeepSpeed",
-               "by zero_to_fp32.py"]),
-    (shortened, ["tensor lm_head.weight has not the shape [23, 8] that its config says"]),
+               "with zero_to_fp32.py"]),
+    (shortened, ["tensor lm_head.weight does not have the shape [23, 8] that its config says"]),
 ]  # fmt: skip
 
 
@@ -187,9 +187,10 @@ def test_an_expert_of_modernbert_may_have_more_tokens(tmp_path):
 
 
 COUNTS: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than its files"),
+    ("llama", {"num_hidden_layers": 10**9},
+     "num_hidden_layers is 1000000000, but its files have fewer layers"),
     ("bert", {"id2label": {n: str(n) for n in range(4)}, "label2id": {}},
-     "tensor classifier.bias has not the shape [4] that its config's id2label says"),
+     "tensor classifier.bias does not have the shape [4] that its config's id2label says"),
 ]  # fmt: skip
 
 
@@ -254,7 +255,7 @@ def test_image_encoders_without_scores(tmp_path):
     for number, task in enumerate(TASKS):
         write_class_folders(tmp_path / f"{task}-images", per_class=6, seed=number)
     line = error_of(*words(tmp_path, data="{}-images"))
-    assert line.endswith("merged has no head to be scored with: give --no-eval")
+    assert line.endswith("merged has no head to score with: give --no-eval")
     done = featcal(*words(tmp_path, "--no-eval", data="{}-images"))
     assert done.code == 0 and "image encoder: Dinov2Model" in done.out, done.err
     out: Any = Dinov2Model.from_pretrained(tmp_path / "out")

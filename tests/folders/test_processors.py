@@ -61,7 +61,9 @@ def test_every_setting_of_pixels_is_compared(models, name):
     picture = Image.effect_noise((31, 23), 90).convert("RGB")
     one, two = (pixels_of(picture, hf.CLIPImageProcessor(**USUAL | of)) for of in ({}, there))
     assert one.shape != two.shape or not torch.equal(one, two)  # the setting changes pixels
-    message = rf"^expert 'one' .* has another image processor than modelpool.processor: {name} is "
+    message = (
+        rf"^expert 'one' .* has a different image processor from modelpool.processor \({name}: "
+    )
     with pytest.raises(CalibrationError, match=f"{message}.*: check modelpool.processor, or"):
         share(models, {}, there)
 
@@ -91,14 +93,14 @@ def test_folders_of_another_processor_are_refused(copied, refusal):
     content.get("image_processor", content)["image_mean"] = [0.1] * 3
     file.write_text(json.dumps(content))
     line = refusal(words(folder, data="{}-images"))
-    assert line.startswith("--expert two=") and "image_mean is [0.1, 0.1, 0.1] there" in line
+    assert line.startswith("--expert two=") and "(image_mean: [0.1, 0.1, 0.1] instead of" in line
     (folder / "two" / file.name).unlink()  # an expert without a processor is as the others
     done = featcal(*words(folder, "--plan", data="{}-images"))
-    assert done.code == 0 and "image processor is that of" not in done.out
+    assert done.code == 0 and "image processor is from" not in done.out
     for name in ("merged", "base"):
         (folder / name / file.name).unlink()
     done = featcal(*words(folder, "--plan", data="{}-images"))
-    note = f"the image processor is that of --expert one={folder / 'one'}, as MERGED and --base"
+    note = f"the image processor is from --expert one={folder / 'one'}, because MERGED and --base"
     assert done.code == 0 and note in done.out
 
 
@@ -138,4 +140,4 @@ def test_models_of_one_channel(tmp_path, kind):
     for name in ("merged", "base", *TASKS):
         gray((0.5,) * 3).save_pretrained(tmp_path / name)
     line = error_of(*words(tmp_path, "--out", str(tmp_path / "new"), data="{}-images"))
-    assert "takes images with num_channels=1, and its image processor gives 3 channels" in line
+    assert "expects images with num_channels=1, but its image processor returns 3 channels" in line

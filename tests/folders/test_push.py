@@ -43,10 +43,10 @@ def test_a_repaired_model_is_uploaded_without_its_report_and_paths(mirror: Mirro
 
 REFUSALS = {
     "none": "not logged in to the hub. Log in with `hf auth login`, or set HF_TOKEN to a token",
-    "wrong": "Log in with `hf auth login`, or set HF_TOKEN to a token that may write",
-    "read": "your token may only read. Log in",
-    "owner": "you are logged in as me and my-name. Log in",
-    "form": "must be null or OWNER/NAME, a model of the hub, got 'repaired'",
+    "wrong": "Log in with `hf auth login`, or set HF_TOKEN to a token that can write",
+    "read": "your token can only read. Log in",
+    "owner": "you are logged in as me, who can upload only to me and my-name. Log in",
+    "form": "must be null or OWNER/NAME, a model on the hub, got 'repaired'",
 }
 
 

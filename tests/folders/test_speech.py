@@ -72,7 +72,7 @@ def by_hand(task: int) -> list[dict[str, Any]]:
 def test_the_result_is_that_of_python(folder: Path, tmp_path: Path):
     done = featcal(*words(folder, *COLUMNS, data=DATA), "--out", str(tmp_path / "out"))
     assert done.code == 0, done.err
-    assert "(audio, text=said); evaluated on 6 rows of --data, held back: word accu" in done.out
+    assert "(audio, text=said); evaluated on 6 examples held out from --data: word accu" in done.out
     load = hf.WhisperForConditionalGeneration.from_pretrained
     base, merged, *experts = (load(folder / name) for name in ("base", "merged", *TASKS))
     result = calibrate(
@@ -97,8 +97,8 @@ def test_rows_and_models_that_cannot_be_used_are_named(folder: Path, tmp_path: P
     cases = {
         "missing.wav": r"cannot be read as a sound \(\[Errno 2\].*missing.wav'\)\. Repair",
         "noise.wav": r"cannot be read as a sound \(.*\)\. Repair or remove it",
-        "long.flac": r"the sound has 1\.5 s, more than the 1 s that the feature extractor reads",
-        "": r"no audio. A row of speech needs audio and text: name their columns by --columns",
+        "long.flac": r"the sound lasts 1\.5 s, but the feature extractor reads only 1 s",
+        "": r"no audio. A speech example needs audio and text: name their columns with --columns",
     }
 
     def refused(file: Path, *more: str) -> str:
@@ -111,13 +111,13 @@ def test_rows_and_models_that_cannot_be_used_are_named(folder: Path, tmp_path: P
             rf"^--data one=.*one\.csv, line \d: (file .*{name} )?{message}", refused(table)
         )
     rows = write_rows(tmp_path / "rows.jsonl", [{"path": "a.wav", "text": "a"}])
-    assert "has the columns path, text: name them by --columns [NAME:]audio=COL" in refused(rows)
+    assert "has the columns path, text: name them with --columns [NAME:]audio=COL" in refused(rows)
     generated = "--set", "calibration_targets=generated"
-    assert "has no part in a model of kind speech:" in refused(rows, *generated)
+    assert "has no effect on a model of kind speech:" in refused(rows, *generated)
     with mock.patch.dict(sys.modules, {"soundfile": None}):
         line = refused(folder / "one.jsonl")
     assert line == (
-        "sounds need soundfile: pip install '.[speech]' in a checkout of fusion_bench_featcal"
+        "audio data needs soundfile: pip install '.[speech]' in a checkout of fusion_bench_featcal"
     )
     other = tmp_path / "other"
     shutil.copytree(folder / "one", other)
@@ -130,7 +130,7 @@ def test_rows_and_models_that_cannot_be_used_are_named(folder: Path, tmp_path: P
         change_json(copy / "generation_config.json", {"language": language})
     experts = german, english = str(tmp_path / "german"), str(tmp_path / "<|en|>")
     line = error_of(*words(folder, *COLUMNS, "--plan", experts=experts, data=DATA))
-    assert f"two={english} is for en, and --expert one={german} for de (language), but one" in line
+    assert f"two={english} is for en, and --expert one={german} for de (language), and one" in line
 
 
 def batches(*rows: Speech) -> SpeechBatches:

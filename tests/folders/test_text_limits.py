@@ -127,14 +127,14 @@ def test_classifiers_in_folders_are_cut_at_their_positions(tmp_path):
         rows = [{"text": LONG if n % 2 else "a b", "label": n % 2} for n in range(30)]
         write_rows(tmp_path / f"{task}.jsonl", rows)
     done = featcal(*words(tmp_path, "--plan"))
-    sentence = "texts are cut at 10 tokens: the model's positions (max_position_embeddings)"
+    sentence = "texts are truncated at 10 tokens, the model's positions (max_position_embeddings)"
     assert done.code == 0 and sentence in done.out, done.err
     for length in (11, 1024):  # the second is the default, which is lowered
         line = error_of(*words(tmp_path, "--set", f"max_length={length}"))
         assert f"--set max_length={length} is more than 10 tokens, the model's positions" in line
     done = featcal(*words(tmp_path, "--set", "max_length=9"))
-    assert done.code == 0 and "texts are cut" not in done.out, done.err
-    assert "7 of 12 texts are longer than --set max_length=9, and cut" in done.out
+    assert done.code == 0 and "texts are truncated" not in done.out, done.err
+    assert "7 of 12 texts are longer than --set max_length=9 and are truncated" in done.out
 
 
 def test_experts_in_folders_write_answers_within_their_positions(tmp_path):
@@ -143,7 +143,7 @@ def test_experts_in_folders_write_answers_within_their_positions(tmp_path):
         rows = [{"prompt": LONG if n % 2 else "a b"} for n in range(30)]
         write_rows(tmp_path / f"{task}.jsonl", rows)
     done = featcal(*words(tmp_path))  # up to 64 tokens are generated
-    assert done.code == 0 and "texts are cut at 12 tokens" in done.out, done.err
+    assert done.code == 0 and "texts are truncated at 12 tokens" in done.out, done.err
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True])

@@ -43,23 +43,23 @@ ANSWER = {"role": "assistant", "content": "c"}
 @pytest.mark.parametrize(("changes", "doubt"), [
     ({}, ""),
     ({"padding": None, "truncation": None}, ""),
-    ({"post_processor": BEGIN}, "it makes '<pad>' where "),
-    ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""}}, "of '"),
+    ({"post_processor": BEGIN}, "it has '<pad>' instead of "),
+    ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""}}, "in '"),
 ])  # fmt: skip
 def test_other_tokens_of_a_text_are_in_doubt(folder, changes, doubt):
     start = f"--expert two={saved(folder / 'two', **changes)} has a tokenizer that splits texts "
-    start += f"otherwise than --tokenizer {folder / 'merged'}: of '"
+    start += f"differently from --tokenizer {folder / 'merged'}: in '"
     screen = planned(folder)
     assert (start in screen) == bool(doubt) == ("splits texts" in screen) and doubt in screen
 
 
 @pytest.mark.parametrize(
     ("token", "row", "doubt"),
-    [("<tool>", {"prompt": "a", "target": "c"}, "of '<tool>' it makes '<tool>' where"),
+    [("<tool>", {"prompt": "a", "target": "c"}, "in '<tool>' it has '<tool>' instead of"),
      ("<pad2>", {"prompt": "a", "target": "c"}, ""),  # a token for padding
-     ("<pad2>", {"prompt": "a", "target": "<pad2>"}, "one of its samples becomes other tokens"),
+     ("<pad2>", {"prompt": "a", "target": "<pad2>"}, "one of its samples gets different tokens"),
      ("<pad2>", {"messages": [{"role": "user", "content": "b <pad2>"}, ANSWER]},
-      "one of its samples becomes other tokens")],
+      "one of its samples gets different tokens")],
 )  # fmt: skip
 def test_tokens_of_an_expert_alone_are_in_doubt(folder, token, row, doubt):
     """Texts of samples are not shown, as the sentence stands in the result's card."""
@@ -93,15 +93,17 @@ def test_a_plan_notes_what_strict_refuses(folder):
     with_template(folder / "two", CHAT.replace("[0]", ""))
     saved(folder / "one", post_processor=BEGIN)
     screen = " ".join(planned(folder).split())
-    assert f"--expert one={folder / 'one'} has a tokenizer that splits texts otherwise" in screen
-    assert f"--expert two={folder / 'two'} has another chat template than --tokenizer " in screen
-    assert "writes 'u a a b ' where it has 'user a assistant b '. Choose one by --chat" in screen
+    assert f"--expert one={folder / 'one'} has a tokenizer that splits texts differently" in screen
+    assert (
+        f"--expert two={folder / 'two'} has a different chat template from --tokenizer " in screen
+    )
+    assert "renders 'user a assistant b ' instead of 'u a a b '. Choose one with --chat" in screen
     for template in (CHAT + "{# the same #}", "{{ raise_exception('never') }}"):
         with_template(folder / "two", template)
-        assert "another chat template" not in planned(folder)
+        assert "a different chat template" not in planned(folder)
     (folder / "mine.jinja").write_text(CHAT)
     chosen = planned(folder, "--chat-template", str(folder / "mine.jinja"))
-    assert "another chat template" not in chosen
+    assert "a different chat template" not in chosen
     line = error_of(*words(folder, "--strict", "--set", "samples_per_task=4"))
     assert line.startswith("--strict: --data one and --data two are the same data; --expert one=")
 

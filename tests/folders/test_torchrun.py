@@ -69,7 +69,7 @@ def test_experts_write_answers_in_all_processes(made: Path, tmp_path: Path) -> N
         more = [*FEW, *SMALL, "--no-eval", "--out", str(tmp_path / f"out{processes}")]
         done = started(processes, *models, *data, *more)
         assert done.returncode == 0, done.stderr
-        assert "so its expert writes them" in done.stdout
+        assert "so its expert generates them" in done.stdout
     assert_close(tmp_path / "out3", tmp_path / "out1")
 
 

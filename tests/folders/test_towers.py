@@ -143,8 +143,8 @@ def test_a_text_model_of_another_function_is_refused(tmp_path):
     folders(tmp_path)
     change_json(tmp_path / "text-one" / "config.json", {"rms_norm_eps": 0.5})
     line = error_of(*words(tmp_path, experts=TEXT))
-    assert "expert 'one' is another function than the merged model" in line
-    assert "its config has rms_norm_eps=0.5 (there 1e-06)" in line
+    assert "expert 'one' computes a different function than the merged model" in line
+    assert "(differences: rms_norm_eps=0.5 instead of 1e-06)" in line
 
 
 def test_a_text_model_without_its_head_is_refused(tmp_path):

@@ -33,18 +33,19 @@ IMAGES: dict[str, tuple[dict[str, Any], str]] = {
                "the blocks of Swinv2Model cannot be run one by one: it does not run without"),
     "FocalNet": (STAGES | {"hidden_sizes": [8, 16]},
                  "the blocks of FocalNetModel cannot be run one by one: "),
-    "HGNetV2": (STEM, "HGNetV2ForImageClassification has no model in front"),
+    "HGNetV2": (STEM, "HGNetV2ForImageClassification has no model before"),
 }  # fmt: skip
 TEXTS: dict[str, tuple[dict[str, Any], str]] = {
-    "Deberta": (CONTENT, "pos_proj: it receives rows ... Exclude it: --set "
+    "Deberta": (CONTENT, "pos_proj: it receives positions ... Exclude it: --set "
                 "modules=['!attention.self.pos_proj']"),
-    "Longformer": ({"attention_window": 4}, "(2, 8, 8), which do not fit its mask of padding (2, "),
-    "Canine": (CANINE, "so that padding is not known there. Such a model cannot be calibrated"),
+    "Longformer": ({"attention_window": 4}, "(2, 8, 8), which do not fit its padding mask (2, "),
+    "Canine": (CANINE,
+               "so that its padded positions are unknown. Such a model cannot be calibrated"),
     "Luke": ({"entity_vocab_size": 5, "entity_emb_size": 4},
              "does not run its attention.self.w2e_query, attention.self.e2w_query, attention.self."
              "e2e_query. Exclude them: --set modules=['!attention.self.w2e_query',"),
     "T5": ({"d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
-           "is a T5ForSequenceClassification, whose texts run through an encoder and a decoder"),
+           "is a T5ForSequenceClassification, an encoder-decoder with a classifier"),
     "SqueezeBert": (GROUPS, "the blocks of SqueezeBertModel have no linear module or convolution "
                     "of images to calibrate, only Conv1d"),
 }  # fmt: skip

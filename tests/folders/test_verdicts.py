@@ -40,7 +40,7 @@ def noisy(loss: float, right: int | None = None) -> scoring.Score:
 )
 def test_an_expert_that_loses_to_the_merged_model_is_noted(losses, right, is_weak):
     expert, merged = score(losses, right), score([2, 3, 2, 2], 0.2)
-    text = f"a (loss {expert.loss:.2f} on 4 examples, the merged model 2.25)"
+    text = f"a (loss {expert.loss:.2f} on 4 examples, merged model: 2.25)"
     assert experts_below_merged({"a": expert}, {"a": merged}) == [text] * is_weak
 
 
@@ -119,6 +119,8 @@ def test_an_expert_that_never_ends_its_answers_is_named_once(tmp_path):
         rows = [{"prompt": f"{a} {b}", "target": "c"} for a in "abcdef" for b in "abcdef"]
         write_rows(tmp_path / f"{task}.jsonl", rows)
     done = featcal(*words(tmp_path))
-    sentence = "7 of 7 answers of the expert of one are right but for the end token, which it does"
+    sentence = (
+        "7 of 7 answers of the expert of one are right except for the end token, which it does"
+    )
     assert done.code == 0, done.err
     assert done.out.count(sentence) == 1 and "a tenth of their own examples" not in done.out

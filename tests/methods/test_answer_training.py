@@ -135,5 +135,7 @@ def test_sampled_answers_depend_on_the_seed_alone(pool_of) -> None:
 
 @pytest.mark.parametrize("name", ["SeqKD", "MOPD"])
 def test_models_that_write_no_answers_are_refused(name: str) -> None:
-    with pytest.raises(CalibrationError, match=f"{name.lower()} trains models that answer texts"):
+    with pytest.raises(
+        CalibrationError, match=f"{name.lower()} trains only models that answer texts"
+    ):
         getattr(rivals, name)().check(in_memory(clip_suite()))

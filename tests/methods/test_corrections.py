@@ -227,5 +227,5 @@ def test_a_correction_acts_at_every_decoded_position_of_its_task_alone() -> None
         answer = corrected.generate(input_ids=first, attention_mask=mask, max_new_tokens=1)
     assert answer[0, -1] == expected[0, 1].argmax()
     assert torch.equal(model(**batch).logits, plain)
-    with pytest.raises(CalibrationError, match="must be told the task"):
+    with pytest.raises(CalibrationError, match="need the task of each input"):
         corrected(**batch)

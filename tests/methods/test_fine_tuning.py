@@ -70,5 +70,5 @@ def test_only_blocks_change_and_labels_choose_the_positions() -> None:
 
 
 def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(CalibrationError, match=r"task_\d: polish holds out one of 4 .* are 3"):
+    with pytest.raises(CalibrationError, match=r"task_\d: polish holds out one of 4 .* are only 3"):
         polished(clip_suite(sizes=(2, 2)), samples_per_task=3)

@@ -147,13 +147,13 @@ def test_pools_before_a_model_is_loaded(kind, keys, absent, tests, message, mode
 
 def test_models_that_cannot_be_corrected(pool_of, tmp_path) -> None:
     texts = inputs_of(refusing(pool_of("causal")))
-    with pytest.raises(CalibrationError, match=r"has no ln_f: .*final_norm"):
+    with pytest.raises(CalibrationError, match=r"has no ln_f, but .*final_norm"):
         rivals.RidgeSurgery(final_norm="ln_f").open(texts)
-    with pytest.raises(CalibrationError, match="surgery_v2 corrects no language models"):
+    with pytest.raises(CalibrationError, match="surgery_v2 does not support language models"):
         rivals.SurgeryV2().open(texts)
     encoders = encoder_pool(tmp_path)
     (tmp_path / "pretrained" / "modules.json").unlink()
-    with pytest.raises(CalibrationError, match=r"corrects no classifiers: .*modules\.json"):
+    with pytest.raises(CalibrationError, match=r"does not support classifiers: .*modules\.json"):
         rivals.RidgeSurgery(stream="calibration").open(inputs_of(refusing(encoders)))
 
 

@@ -153,7 +153,7 @@ def test_a_repair_follows_it_and_it_follows_a_repair() -> None:
 
 
 def test_models_without_routers_and_without_finite_features(tmp_path) -> None:
-    none = r"harc fits routers of mixtures, and LlamaForCausalLM has none .*: leave it out"
+    none = r"harc fits routers of mixtures, but LlamaForCausalLM has none .*: leave it out"
     with pytest.raises(CalibrationError, match=none):  # before a model is loaded
         rivals.HARC().open(inputs_of(refusing(text_pool("causal", tmp_path))))
     with pytest.raises(CalibrationError, match=none):

@@ -60,7 +60,7 @@ def test_all_numbers_of_any_runs_are_one_frame(tmp_path: Path) -> None:
         ("new", {"cars": 50.0, "dtd": 0.5}, None, r"'new', task 'cars': accuracy 50\.0"),
         ("new", {"cars": 0.5}, None, r"missing \['dtd'\]"),
         ("new", {"cars": 0.5, "dtd": 0.5}, {"cars": [1, 0, 0, 0], "dtd": [1, 0]},
-         "'new', task 'cars': 1 of 4 test items"),
+         "'new', task 'cars': 1 of 4 test examples"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_right_are_refused(name, accuracy, correct, message) -> None:
@@ -72,12 +72,12 @@ HEAD = "suite,merger,row,task,block,seed,metric,value\n"
 RUN = '{"schema": 3, "suite": "", "merger": "", "versions": {}, "device": {}, '
 RUN += '"rows": %s, "notes": %s}'
 DAMAGED: list[tuple[str, str, str]] = [
-    ("run.json", '{"schema": 99}', "has schema 99, and this version reads 3"),
+    ("run.json", '{"schema": 99}', "has schema 99, but this version reads 3"),
     ("run.json", '{"schema": 3}', "is damaged: KeyError"),
     ("run.json", '{"schema": ', "is damaged: .*Expecting"),
     ("run.json", RUN % ('[{"name": "x"}]', "[]"), "is damaged: .*missing 2 required .*'suite'"),
     ("run.json", RUN % ("[]", '[{"text": "x", "what": 1}]'), "is damaged: .* argument 'what'"),
-    ("lines.csv", f"{HEAD}toy,ties,x,a,b,42,y,nan\n", "is damaged: .*nan is no value of"),
+    ("lines.csv", f"{HEAD}toy,ties,x,a,b,42,y,nan\n", "is damaged: .*nan is not a valid value of"),
     ("lines.csv", "", "is damaged: .*its first line has no "),
     ("items.npz", "half an arch", "is damaged: "),
 ]
@@ -94,7 +94,7 @@ def test_damaged_files_are_refused_by_name(name: str, content: str, message: str
 def test_items_of_another_run_and_earlier_layouts_are_refused(tmp_path: Path) -> None:
     run, other = leave_run(tmp_path / "run"), LEVELS | {"featcal": 0.7}
     (leave_run(tmp_path / "other", other) / "items.npz").replace(run / "items.npz")
-    with pytest.raises(ReportError, match="row 'featcal', task 'cars': 140 of 200"):
+    with pytest.raises(ReportError, match="model 'featcal', task 'cars': 140 of 200"):
         read_run(run)
     (run / "run.json").unlink()
     (run / "report.json").write_text(json.dumps({"kind": "run", "schema": 2}))

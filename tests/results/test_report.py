@@ -138,7 +138,25 @@ def test_the_page_has_the_table_a_figure_and_links(written: Any) -> None:
     start = cells.index("dtd")
     assert cells[start + 1 : start + 6] == ["200", "90.0", "60.0", "75.0", "+15.0 ± 13.4"]
     assert text.index("Use the repaired model: it is better than the merged") < text.index("<table")
-    assert text.count("<svg") == 1 and 'href="runs/seed1/run.json"' in text
+    assert text.count("<svg") == 2  # of a wide page and of a phone
+    assert 'href="runs/seed1/run.json"' in text and ">A dash (-) means that" in text
+
+
+def test_the_page_has_the_best_methods_in_bold_and_the_number_of_test_examples(tmp_path) -> None:
+    levels = LEVELS | {"featcal_plus": 0.7, "experts": 0.95}
+    assert (
+        featcal("report", leave_run(tmp_path / "a", levels), "--html", tmp_path / "a.html").code
+        == 0
+    )
+    text = (tmp_path / "a.html").read_text()
+    summary_part, task_part = re.findall(r"<table>.*?</table>", text, re.DOTALL)
+    assert re.findall('class="best">([^<]*)<', summary_part) == ["75.0"]
+    assert re.findall('class="best">([^<]*)<', task_part) == ["75.0"] * 3  # average, cars, dtd
+    references, methods = re.findall(r"<tbody>.*?</tbody>", task_part, re.DOTALL)
+    assert ">95.0<" in references and "best" not in references and ">75.0<" in methods
+    foot = re.search("<tfoot>.*</tfoot>", task_part, re.DOTALL)
+    assert foot and re.findall(r"<td>([^<]*)</td>", foot.group()) == ["", "200", "200"]
+    assert "<li>Bold numbers are the best" in text and "<b>MiB</b>: peak memory" in text
 
 
 def test_figures_have_the_tables_numbers(written: Any, tmp_path: Path) -> None:
@@ -228,9 +246,10 @@ def test_experts_below_the_merged_model_or_hardly_right_are_noted(tmp_path: Path
     leave_rows(tmp_path, {name: dict(zip(tasks, v, strict=True)) for name, v in rows.items()})
     out = " ".join(featcal("report", tmp_path).out.split())
     assert (
-        "warning: the expert of worse has 50.0 % on its own task, merged models up to 60.0 %" in out
+        "warning: the expert of worse has only 50.0 % on its own task (merged models: up to 60.0 %)"
+        in out
     )
-    assert "warning: the expert of rare has 2.0 %" in out and out.count("the expert of") == 2
+    assert "warning: the expert of rare has only 2.0 %" in out and out.count("the expert of") == 2
 
 
 def test_any_metric_has_a_table_and_lower_losses_recover_the_gap(tmp_path: Path) -> None:
@@ -250,7 +269,7 @@ def test_of_equal_rows_the_newest_counts_with_a_warning(tmp_path: Path, caplog: 
             join_folders([tmp_path])
             assert not caplog.records
     assert rows_of(tmp_path)["task_arithmetic/featcal"]["accuracy.average"] == pytest.approx(0.8)
-    assert "1 row left out" in caplog.text and "task_arithmetic/featcal" in caplog.text
+    assert "left out 1 result" in caplog.text and "task_arithmetic/featcal" in caplog.text
 
 
 def test_runs_are_found_once_and_unfinished_ones_are_not_read(tmp_path: Path) -> None:
@@ -263,16 +282,16 @@ def test_runs_are_found_once_and_unfinished_ones_are_not_read(tmp_path: Path) ->
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("absent",), "no such run"),
     (("empty",), "no run in or below empty"),
-    (("seed1", "other"), "rows of toy have different tasks"),
+    (("seed1", "other"), "models of toy have different tasks"),
     (("seed1", "--out", "seed1"), "has the files of a run.*--out"),
     (("seed1", "--html", "page.md"), r"--html names a file that ends in \.html"),
     *((("seed1", "--against", "featcal", *form),
-      f"--against prints differences alone: leave.*{form[0]}") for form in (("--out", "o"),
+      f"--against prints only differences: leave.*{form[0]}") for form in (("--out", "o"),
       ("--html", "a.html"), ("--figures", "f"), ("--markdown",), ("--latex",))),
     (("seed1", "--figure-format", "pdf"), "--figure-format needs --figures DIR"),
-    (("seed1", "--metric", "los"), "--metric: no row has 'los'; there are accuracy"),
-    (("seed1", "--against", "featcl"), "name one row, got 'featcl'.*task_arithmetic/featcal"),
-    (("cells", "--against", "featcal"), "of equal settings, and samples_per_task differ"),
+    (("seed1", "--metric", "los"), "--metric: no model has 'los'; there are accuracy"),
+    (("seed1", "--against", "featcl"), "name one model, got 'featcl'.*task_arithmetic/featcal"),
+    (("cells", "--against", "featcal"), "with equal settings, but they differ in samples_per_task"),
 ]  # fmt: skip
 
 
@@ -342,18 +361,20 @@ def test_tasks_called_like_columns_keep_their_accuracies(tmp_path: Path) -> None
     values = [f"{100 * value:.1f}" for value in accuracies.values()]
     cells = ["50.0", "+30.0", "gain", "10.0", "1024", *values]
     assert f"| + featcal | {' | '.join(cells)} |" in done.out
-    page = re.findall(r"<td[^>]*>([^<]*)</td>", (tmp_path / "a.html").read_text())
-    assert page[-len(cells) :] == cells
+    tables = (tmp_path / "a.html").read_text().split("</table>")
+    parts = (cells[:-9], cells[:1] + cells[-9:])  # both have the average
+    for table, part in zip(tables, parts, strict=False):
+        assert re.findall(r"<td[^>]*>([^<]*)</td>", table)[-len(part) :] == part
     with (tmp_path / "out" / "report.csv").open() as file:
         row = [*csv.DictReader(file)][-1]
     assert {task: float(row[f"accuracy.{task}"]) for task in COLUMNS} == pytest.approx(accuracies)
     for name in (*COLUMNS, "average"):
         line = error_of("calibrate", tmp_path, "--expert", f"{name}=./a", "--out", tmp_path / "b")
-        is_taken = "--expert: 'average' cannot name a file, or is taken" in line
+        is_taken = "--expert: 'average' cannot be a file name, or is already used" in line
         assert is_taken == (name == "average")
     with pytest.raises(ReportError, match="'featcal': 'average' is the mean over tasks"):
         leave_rows(tmp_path / "other", {"featcal": {"average": 0.5}})
-    with pytest.raises(ReportError, match="metric 'cost' is taken by costs"):
+    with pytest.raises(ReportError, match="metric 'cost' is reserved for costs"):
         Run().add_row("featcal", {"cost": {"seconds": 0.5}})
 
 
@@ -407,7 +428,7 @@ def test_a_run_without_scores_is_reported(drift: Any, row: bool, tmp_path: Path)
     table = featcal("report", run, "--markdown").out
     assert ("| + featcal | 0.200 | 10.0 | 0.100 | 0.300 |" in table) == bool(drift and row)
     assert ("toy: relative_drift" in table) == bool(drift and row) and "accuracy" not in table
-    assert "--metric: no row has 'loss'" in error_of("report", run, "--metric", "loss")
+    assert "--metric: no model has 'loss'" in error_of("report", run, "--metric", "loss")
     if not (drift and row):
         assert "--against: nothing was scored" in error_of("report", run, "--against", "featcal")
 

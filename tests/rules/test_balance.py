@@ -135,7 +135,7 @@ def test_a_report_has_distances_and_weights() -> None:
 
 
 def test_the_papers_rule_has_no_balance() -> None:
-    with pytest.raises(ValueError, match=r"balance=1.*no part in the rule paper.*rule=plus"):
+    with pytest.raises(ValueError, match=r"balance=1.*no effect with the rule paper.*rule=plus"):
         _ = FeatCalSettings(balance=1.0).rule_object
     with pytest.raises(ValueError, match=r"balance must be a finite number >= 0"):
         Plus(balance=-1.0)

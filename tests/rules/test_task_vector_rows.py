@@ -97,7 +97,9 @@ def test_a_run_reports_the_median_share(tmp_path: Path):
     assert again.row("plus").facts == FACTS and len(again.lines) == 4
     assert run.notes == []
     (note,) = calibration_facts("r", settings, [record("one", 300, 0.01)], {}).notes
-    assert note.sentence.startswith("r: the experts' weights say little about their data")
+    assert note.sentence.startswith(
+        "r: FeatCal+ relied mostly on the samples, because the experts' weights reveal little"
+    )
 
 
 def test_every_module_has_its_figures_in_the_log():

@@ -136,7 +136,7 @@ def test_the_list_of_the_documentation_is_the_pool_with_names(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "config" / "modelpool"
     folder.mkdir(parents=True)
-    for page, mark in (("tasks.md", "task-list"), ("fusionbench.md", "folders")):
+    for page, mark in (("reference/pools.md", "task-list"), ("howto/own-pool.md", "folders")):
         (folder / f"{mark}.yaml").write_text(yaml_of_page(page, mark))
     search = f"hydra.searchpath=[file://{tmp_path / 'config'}]"
     pools = [composed(search, f"modelpool={mark}").modelpool for mark in ("task-list", "folders")]
@@ -150,7 +150,7 @@ def test_the_list_of_the_documentation_is_the_pool_with_names(tmp_path, monkeypa
         (["modelpool.tasks=[]"], "modelpool.tasks must be a list of different names"),
         (["modelpool.tasks=[mini_mnits]"], "models.mini_mnits: the bundled suites have no"),
         (["modelpool=clip-vit-base-patch32_TA8", "+modelpool.tasks=[mnist]"],
-         "modelpool.tasks: this pool has no list of tasks to choose from. Remove a task by ~"),
+         "modelpool.tasks: this pool has no list of tasks to choose from. Remove a task with ~"),
     ],
 )  # fmt: skip
 def test_choices_of_tasks_that_cannot_be_made_are_refused(words, message):

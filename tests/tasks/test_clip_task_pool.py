@@ -164,9 +164,9 @@ def pool_of(*items: Any) -> dict[str, Any]:
         ({"tasks": {"one": None}}, r"'one' has no test data: set taskpool\.tasks\.one\.data or "
          r"modelpool\.test_datasets\.one"),
         ({}, r"no tasks: name their data under taskpool\.test_datasets or modelpool\.test_d"),
-        (pool_of(CAT, CAT | {"label": 2}), r"test_datasets\.x, item 1: label 2 is none"),
-        (pool_of({"image": picture(0)}), r"task 'x'.*item 0 has no label"),
-        (pool_of(), r"task 'x' has no test items"),
+        (pool_of(CAT, CAT | {"label": 2}), r"test_datasets\.x, example 1: label 2 is not one"),
+        (pool_of({"image": picture(0)}), r"task 'x'.*example 0 has no label"),
+        (pool_of(), r"task 'x' has no test examples"),
     ],
 )  # fmt: skip
 def test_keys_and_items_that_cannot_be_used_are_named(make_pool, model, keys, message):
@@ -175,9 +175,9 @@ def test_keys_and_items_that_cannot_be_used_are_named(make_pool, model, keys, me
 
 
 @pytest.mark.parametrize(("item", "message"), [
-    ({"image": picture(0)}, r"task 'x'.*item 0 has no label"),
-    ({"image": b"no image", "label": 0}, r"task 'x'.*item 0: .* cannot be read as an image"),
-    (CAT | {"label": 2}, r"test_datasets\.x, item 0: label 2 is none of the 2 classes"),
+    ({"image": picture(0)}, r"task 'x'.*example 0 has no label"),
+    ({"image": b"no image", "label": 0}, r"task 'x'.*example 0: .* cannot be read as an image"),
+    (CAT | {"label": 2}, r"test_datasets\.x, example 0: label 2 is not one of the 2 classes"),
 ])  # fmt: skip
 def test_a_first_item_is_read_before_a_model_is_loaded(make_pool, item, message):
     with pytest.raises(CalibrationError, match=message):

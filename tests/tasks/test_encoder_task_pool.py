@@ -96,8 +96,8 @@ def test_images_are_scored_by_a_head_from_a_file(tmp_path):
     assert pool.item_correct["t"][:3].all()  # an image is the nearest to itself
     assert loss == pytest.approx(F.cross_entropy(logits, labels).item(), abs=1e-4)
     refused = {
-        "labels up to 3, and its head has 3 classes: check taskpool.heads.t": {"label": 3},
-        "task 't', item 0: .* cannot be read as an image": {"image": b"no image"},
+        "labels up to 3, but its head has 3 classes: check taskpool.heads.t": {"label": 3},
+        "task 't', example 0: .* cannot be read as an image": {"image": b"no image"},
     }
     for message, change in refused.items():
         other = EncoderTaskPool(
@@ -113,8 +113,8 @@ def test_images_are_scored_by_a_head_from_a_file(tmp_path):
     (MEAN, ROWS, {"heads": {"t": {"template": "name"}}}, r"t\.template must be .*\{\}"),
     (MEAN, ROWS, {"pooling": "sum"}, r"taskpool\.pooling=sum"),
     (MEAN, ROWS, {"base": "x"}, r"taskpool\.base\b"),
-    (MEAN, [{"text": "a"}], {}, "task 't': item 0 has no label"),
-    (MEAN, [], {}, "task 't' has no test rows"),
+    (MEAN, [{"text": "a"}], {}, "task 't': example 0 has no label"),
+    (MEAN, [], {}, "task 't' has no test examples"),
     (pooling("weightedmean"), ROWS, {}, "has the pooling 'weightedmean'"),
 ])  # fmt: skip
 def test_tasks_and_bases_that_cannot_be_scored_are_refused(

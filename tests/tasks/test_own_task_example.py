@@ -1,4 +1,4 @@
-"""The example of docs/tasks.md, word for word, through FusionBench's command line."""
+"""The example of docs/howto/own-pool.md, word for word, through FusionBench's command line."""
 
 import json
 import re
@@ -45,7 +45,9 @@ def test_template_runs_as_it_is(tmp_path):
 def test_runs_as_it_stands(tmp_path):
     shutil.copytree(REPOSITORY / "examples/own_task", tmp_path / "work")
     pool = (tmp_path / "work/config/modelpool/my_pool.yaml").read_text(encoding="utf-8")
-    assert f"```yaml\n{pool}```" in (REPOSITORY / "docs/tasks.md").read_text(encoding="utf-8")
+    assert f"```yaml\n{pool}```" in (REPOSITORY / "docs/howto/own-pool.md").read_text(
+        encoding="utf-8"
+    )
     script = runpy.run_path(str(tmp_path / "work" / "make_task.py"))
     script["write_task"](tmp_path / "work" / "my_alphabet")
     fusion_bench(RUN, tmp_path / "work")

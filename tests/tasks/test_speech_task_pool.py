@@ -8,8 +8,9 @@ import pytest
 import torch
 from datasets import Dataset
 from lightning import Fabric
-from tiny_speech import LANGUAGE, START, speech_model, speech_processor, speech_rows
+from tiny_speech import EXTRACTOR, LANGUAGE, START, speech_model, speech_processor, speech_rows
 from tiny_texts import TASKS
+from transformers import WhisperFeatureExtractor
 
 from fusion_bench_featcal import CalibrationError, FeatCalSettings, calibrate
 from fusion_bench_featcal.data.speech import SpeechBatches
@@ -98,11 +99,27 @@ def test_a_pool_is_calibrated_on_its_sounds(tables: dict[str, str]):
     with pytest.raises(CalibrationError, match=r"set method\.calibration_targets=labels"):
         inputs.batches(generated)
     surgery: Any = RidgeSurgery
-    with pytest.raises(CalibrationError, match="corrects no speech models: leave it out"):
+    with pytest.raises(CalibrationError, match="does not support speech models: leave it out"):
         surgery().find_site(inputs)
+
+
+def test_processors_of_experts_in_folders_are_compared(tables: dict[str, str], tmp_path: Path):
+    for number, name in enumerate(("_pretrained_", *TASKS)):
+        speech_model(number).save_pretrained(tmp_path / name)
+        EXTRACTOR.save_pretrained(tmp_path / name)
+    models = {name: str(tmp_path / name) for name in ("_pretrained_", *TASKS)}
+    pool = SpeechPool(models, processor=speech_processor(), train_datasets=tables)
+    settings = FeatCalSettings(samples_per_task=2)
+    assert len(MethodInputs(pool, None, Fabric(accelerator="cpu")).batches(settings)) == len(TASKS)
+    WhisperFeatureExtractor(4, hop_length=80, chunk_length=1).save_pretrained(tmp_path / TASKS[1])
+    inputs = MethodInputs(pool, None, Fabric(accelerator="cpu"))
+    with pytest.raises(
+        CalibrationError, match=f"expert '{TASKS[1]}'.*feature extractor.*hop_length"
+    ):
+        inputs.batches(settings)
 
 
 def test_a_row_without_text_is_named(tmp_path: Path):
     rows = Dataset.from_dict({"audio": ["a.wav"], "text": [""]})
-    with pytest.raises(CalibrationError, match=r"task 'a', .*test_datasets\.a, item 0: no text"):
+    with pytest.raises(CalibrationError, match=r"task 'a', .*test_datasets\.a, example 0: no text"):
         SpeechTaskPool({"a": rows}, processor=speech_processor()).evaluate(speech_model())

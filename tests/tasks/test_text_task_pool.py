@@ -101,8 +101,8 @@ PAIR = {"prompt": "a b", "target": "c"}
 
 @pytest.mark.parametrize(("rows", "options", "message"), [
     ([PAIR], {"model": nn.Linear(2, 2)}, "Linear cannot generate text"),
-    ([], {}, "task 'a' has no test rows"),
-    ([PAIR, {"prompt": "a"}], {}, r"task 'a', .*test_datasets\.a, item 1.*target"),
+    ([], {}, "task 'a' has no test examples"),
+    ([PAIR, {"prompt": "a"}], {}, r"task 'a', .*test_datasets\.a, example 1.*target"),
     ([PAIR], {"tokenizer": "nowhere/at-all"}, r"taskpool\.tokenizer=nowhere/at-all: "),
 ])  # fmt: skip
 def test_rows_and_models_that_cannot_be_evaluated_are_refused(rows, options, message):
@@ -121,9 +121,9 @@ def rows_by_loader(name: str, **row: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ({}, r"task 'b' has no test rows\. Check taskpool\.test_datasets\.b"),
-    ({"prompt": "a"}, r"taskpool\.test_datasets\.b, item 0 has no target"),
-    ({"text": "a"}, r"taskpool\.test_datasets\.b, item 0 has no target"),
+    ({}, r"task 'b' has no test examples\. Check taskpool\.test_datasets\.b"),
+    ({"prompt": "a"}, r"taskpool\.test_datasets\.b, example 0 has no target"),
+    ({"text": "a"}, r"taskpool\.test_datasets\.b, example 0 has no target"),
     (PAIR, ""),
 ])  # fmt: skip
 def test_data_are_opened_once_up_to_the_first_row(row, message):

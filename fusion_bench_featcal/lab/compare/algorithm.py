@@ -89,8 +89,8 @@ class ComparisonAlgorithm(ConfiguredAlgorithm):
         if failed:
             reasons = (f"{note.merger or 'reference'}, {note.row}: {note.text}" for note in failed)
             raise CalibrationError(
-                f"{len(failed)} of {pluralize(len(cells), 'cell')} failed; the others are finished "
-                f"and stay so when the command is repeated. {'; '.join(reasons)}"
+                f"{len(failed)} of {pluralize(len(cells), 'run')} failed. The others are finished "
+                f"and do not run again if you repeat the command. {'; '.join(reasons)}"
             )
 
     @cached_property
@@ -114,14 +114,14 @@ class ComparisonAlgorithm(ConfiguredAlgorithm):
         """Refuse a run without a task pool or with a model to save, and names that do not fit."""
         if inputs.taskpool is None:
             raise CalibrationError(
-                "compare needs a task pool to evaluate on: the model pool brings none "
-                "(default_taskpool), or taskpool=dummy was asked for. Name one, for example "
+                "compare needs a task pool to evaluate on, but the model pool has none "
+                "(default_taskpool), or taskpool=dummy was set. Name one, for example "
                 "taskpool=CLIPVisionModelTaskPool/clip-vit-classification_TA8"
             )
         if getattr(self._program, "merged_model_save_path", None) is not None:
             raise CalibrationError(
-                "compare returns no model to save: leave merged_model_save_path out, and run "
-                "the method that you choose by itself"
+                "compare saves no model: leave merged_model_save_path out, and run the method that "
+                "you choose on its own"
             )
         methods = self._methods
         super().check(inputs)

@@ -107,10 +107,12 @@ def cells_of(settings: ComparisonSettings, pool_defaults: Mapping[str, Any]) -> 
         if name != NONE
     ]
     if not mergers:
-        raise ValueError("there is nothing to run: name a merger in method.upstreams")
+        raise ValueError("there is nothing to run: name a merging method in method.upstreams")
     for name in (entry.name for entry in (*mergers, *method_cells)):
         if name in REFERENCES:
-            raise ValueError(f"{name!r} names a reference row of the comparison: rename it in YAML")
+            raise ValueError(
+                f"{name!r} is the name of a reference of the comparison: rename it in YAML"
+            )
     cells = [Cell(name=name) for name in references]
     for merger in mergers:
         cells.append(Cell(name=merger.name, merger=merger))
@@ -153,11 +155,13 @@ def _choose(
 def _merger_entry(name: str, config: Any, setting: str) -> MergerEntry:
     """Return a merger after checks of its name and config."""
     if re.search(r"[^\w.+-]", name) or name.startswith("."):
-        raise ValueError(f"{setting}: the name is that of a folder: use letters, digits and ._+-")
+        raise ValueError(
+            f"{setting}: the name becomes a folder's name: use only letters, digits and ._+-"
+        )
     if not is_merger(config):
         raise ValueError(
             f"{setting} must be a method's config (with _target_ or name), got {config!r}; add "
-            f"one by +method@{setting}=task_arithmetic (with the @)"
+            f"one with +method@{setting}=task_arithmetic (note the @)"
         )
     merger = MergerEntry(name=name, config=config, setting=setting)
     if (target := config.get("_target_")) is None:
@@ -191,7 +195,7 @@ def _method_cell(name: str, config: object, settings: ComparisonSettings, settin
     method = _instantiate(config, setting)
     if not isinstance(method, Method) or not hasattr(method, "post_merge"):
         raise ValueError(
-            f"{setting}: {config['_target_']} is no post-merging method: derive it from "
+            f"{setting}: {config['_target_']} is not a post-merging method: derive it from "
             "fusion_bench_featcal.lab.rivals.Method and give it post_merge(merged, inputs)"
         )
     refuse_other_rule(name, getattr(method, "rule", None), setting)

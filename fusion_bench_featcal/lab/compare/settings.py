@@ -23,7 +23,9 @@ class ComparisonSettings(PoolDraw):
     """Settings of `method=compare`. `grid.cells_of` checks the names."""
 
     upstreams: Sequence[str] | None = setting(
-        None, "Mergers to run, from upstream_mergers. Null: the default ones.", **_NAMES
+        None,
+        "Merging methods to run, from upstream_mergers. Null: the default ones.",
+        **_NAMES,
     )
     post_merging: Sequence[str] | None = setting(
         None,
@@ -32,21 +34,21 @@ class ComparisonSettings(PoolDraw):
     )
     references: Sequence[str] = setting(
         REFERENCES,
-        "Reference rows. Shares of the gap need the experts.",
+        "Reference models. The gap closed is reported only with the experts.",
         accepts=f"a list of {' and '.join(REFERENCES)}",
         check=is_text_list,
     )
     tasks: Any = setting(
         None,
-        "Tasks to merge and evaluate: names, or a number of the pool's first tasks. Null: all.",
+        "Tasks to merge and evaluate: names, or a number N for the pool's first N tasks. Null: "
+        "all.",
         accepts="null, an integer >= 1 or a list of names",
         check=lambda value: value is None or is_integer(value, 1) or is_text_list(value),
     )
-    steps: int = setting(1000, "Updates of each task's modules in trained methods.", ge=1)
+    steps: int = setting(1000, "Number of updates of each task's modules in trained methods.", ge=1)
     results_dir: str | None = setting(
         None,
-        "Folder for finished cells, which are not run again. Null: outputs/comparison/<model "
-        "pool>.",
+        "Folder for finished runs, which do not run again. Null: outputs/comparison/<model pool>.",
         accepts="a folder's path",
     )
     upstream_mergers: Mapping[str, Any] | None = setting(
@@ -57,14 +59,16 @@ class ComparisonSettings(PoolDraw):
     )
     default_rows: Mapping[str, Sequence[str]] | None = setting(
         None,
-        "Names that run if none are chosen, and the pool names none. Null: all.",
+        "Names that run if neither you nor the pool chooses any. Null: all.",
         accepts="a mapping of upstreams and post_merging to lists of names",
         check=lambda value: is_mapping_to(is_text_list, value),
     )
-    reads_test: Sequence[str] | None = setting(None, "Mergers that use the test split.", **_NAMES)
+    reads_test: Sequence[str] | None = setting(
+        None, "Merging methods that use the test split.", **_NAMES
+    )
     notes: Mapping[str, str] | None = setting(
         None,
-        "Footnotes of the tables, by merger or method.",
+        "Footnotes of the tables, by merging method or method.",
         accepts="a mapping of names to texts",
         check=is_mapping,
     )

@@ -3,4 +3,4 @@
 from fusion_bench_featcal.lazy import lazy_names
 
 # `featcal report` imports the views alone, without FusionBench.
-__getattr__ = lazy_names(__name__, {"DiagnosisAlgorithm": ".algorithm"})
+__getattr__, __dir__ = lazy_names(__name__, {"DiagnosisAlgorithm": ".algorithm"})

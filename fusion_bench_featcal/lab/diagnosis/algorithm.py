@@ -42,8 +42,8 @@ class DiagnosisSettings(Settings):
         accepts="a list of tasks",
         check=is_text_list,
     )
-    items: int = setting(256, "Largest number of items per task.", ge=_LEAST)
-    split: str = setting("test", "Split of the items.", choices=("train", "val", "test"))
+    items: int = setting(256, "Maximum number of examples per task.", ge=_LEAST)
+    split: str = setting("test", "Split of the examples.", choices=("train", "val", "test"))
 
 
 class DiagnosisAlgorithm(FeatCalAlgorithm):
@@ -104,7 +104,9 @@ class DiagnosisAlgorithm(FeatCalAlgorithm):
     def finish(self, report: SavedReport) -> nn.Module:
         """Write and print the report, then print the tables of the diagnosis."""
         diagnosis = self.diagnosis
-        text = f"diagnosis: at most {diagnosis.items} items per task of the {diagnosis.split} split"
+        text = (
+            f"diagnosis: at most {diagnosis.items} examples of the {diagnosis.split} split per task"
+        )
         report.run.note(Note(NOTE, text))
         model = super().finish(report)
         show_diagnosis(report.run)
@@ -143,9 +145,10 @@ def open_items(
         samples = sizes[task]["samples"] if task in sizes else 0
         if samples < _LEAST:
             raise CalibrationError(
-                f"task {task!r} has {pluralize(samples, 'item')} of the {split} split, a diagnosis "
-                f"needs {_LEAST}: set modelpool.{split}_datasets.{task} (the task pool's data are "
-                "only evaluated), method.split, or method.tasks without it"
+                f"task {task!r} has {pluralize(samples, 'example')} in the {split} split, but a "
+                f"diagnosis needs {_LEAST}. Set modelpool.{split}_datasets.{task} (data in the "
+                "task pool are only evaluated) or method.split, or leave the task out of "
+                "method.tasks"
             )
     draw = {"calibration_split": split, "calibration_data": None, "calibration_targets": "labels"}
     batches = inputs.batches(settings.replace(**draw))

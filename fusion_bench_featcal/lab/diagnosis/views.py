@@ -67,7 +67,7 @@ def diagnosis_tables(run: Run) -> list[Table]:
     finals = [
         (row, [f"{value:.3f}" for value in (*cosines[row], cosines[row].mean())]) for row in rows
     ]
-    title = "relative drift by block, mean over tasks (share of upstream propagation)"
+    title = "relative drift by block, mean over tasks (in brackets: share of upstream propagation)"
     return [
         Table(title, rows, blocks),
         Table("cosine of final features with the expert's", names, finals),
@@ -85,15 +85,16 @@ def diagnosis_sentences(run: Run) -> list[str]:
         after, change = cosines[row], 100 * (drift[row] / first - 1)
         if after.mean() < before.mean():
             sentences.append(
-                f"{row}: final features are farther from the experts' than the merged model's "
-                f"(mean cosine {after.mean():.3f}, merged {before.mean():.3f}). "
-                "Are the calibration samples like these items?"
+                f"{row}: its final features are farther from the experts' than those of the merged "
+                f"model (mean cosine {after.mean():.3f}, merged model {before.mean():.3f}). "
+                "Check whether the calibration samples resemble these examples"
             )
         farthest = after.idxmin()
         sentences.append(
-            f"{row}: relative drift changes by {change.min():+.0f} % at block {change.idxmin()} "
-            f"(best) to {change.max():+.0f} % at block {change.idxmax()}; farthest from its expert "
-            f"is {farthest}, with a cosine of {after.min():.3f}"
+            f"{row}: the relative drift changes by {change.min():+.0f} % at block "
+            f"{change.idxmin()} (best) to {change.max():+.0f} % at block {change.idxmax()} "
+            f"(worst). The task farthest from its expert is {farthest}, with a cosine of "
+            f"{after.min():.3f}"
         )
     return sentences
 
@@ -132,7 +133,7 @@ def diagnosis_figures(run: Run) -> "dict[str, Figure]":
     if any(line["metric"] == ROWS_SHARE for line in run.all_lines()):
         shares = by_block(run, ROWS_SHARE)
         panel: dict[str, Any] = {names[row]: _values(shares[row].dropna()) for row in shares}
-        label = "share of the rows of task vectors"
+        label = "share of the task-vector rows"
         figures["diagnosis-rows"] = curves({"median over modules": panel}, "block", label)
     if points := _components(run, names):
         label = "first principal component"

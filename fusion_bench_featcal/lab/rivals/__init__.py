@@ -14,7 +14,7 @@ METHODS = [name for name in _MODULES if name != "CorrectedModel"]
 _ALGORITHMS = [f"{name}Algorithm" for name in ("Method", *METHODS)]
 
 # FusionBench and torch are slow to import.
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     {name: f".{module}" for name, module in _MODULES.items()}
     | dict.fromkeys(_ALGORITHMS, ".standalone")

@@ -96,7 +96,7 @@ class AnswerTraining(GradientTraining, without=("calibration_targets", "calibrat
         """Refuse models that generate no text, or text of audio data."""
         if not generates_text(inputs.modelpool) or is_of_speech(inputs.modelpool):
             raise CalibrationError(
-                f"{self.name} trains models that answer texts with texts: leave it out"
+                f"{self.name} trains only models that answer texts with texts: leave it out"
             )
 
     @property

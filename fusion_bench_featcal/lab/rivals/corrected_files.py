@@ -55,7 +55,7 @@ def load_corrected_model(
         corrections = dict(zip(tasks, _build_corrections(tensors), strict=True))
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
         raise CalibrationError(
-            f"{folder} holds no corrected model, or {CORRECTIONS} is damaged: {error!r}"
+            f"{folder} contains no corrected model, or {CORRECTIONS} is damaged: {error!r}"
         ) from error
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     weight, pooling = tensors.get("projection.weight"), record.get("pooling")

@@ -77,8 +77,8 @@ class CorrectedModel(nn.Module):
             return self.corrections[0]
         if task not in self.tasks:
             raise CalibrationError(
-                f"there is no feature correction for task {task!r}: surgery methods must be told "
-                f"the task (model.task), one of {', '.join(self.tasks)}"
+                f"there is no feature correction for task {task!r}: surgery methods need the "
+                f"task of each input (model.task), one of {', '.join(self.tasks)}"
             )
         return self.corrections[self.tasks.index(task)]
 
@@ -142,7 +142,7 @@ class CorrectedModel(nn.Module):
         if bool(((last * features).sum(dim=-1) < 0.99 * last.norm(dim=-1)).any()):
             raise CalibrationError(
                 "the features are not those of the images last passed through this model: use the "
-                "visual projection that it was fitted with (method.clip_model)"
+                "visual projection that the corrections were fitted with (method.clip_model)"
             )
         raw = self.features(dataset_name, *args, **kwargs) if block_corrections else final(last)
         corrected = raw / raw.norm(dim=-1, keepdim=True)

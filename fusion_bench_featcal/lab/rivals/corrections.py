@@ -56,7 +56,7 @@ class FeatureCorrection(SampleSettings, Texts):
 
     batch_size: int = setting(
         16,
-        "Features in an update, and samples in a forward pass.",
+        "Number of features in an update, and of samples in a forward pass.",
         ge=1,
     )
     clip_model: str | None = setting(
@@ -66,23 +66,23 @@ class FeatureCorrection(SampleSettings, Texts):
     )
     final_norm: str | None = setting(
         None,
-        "Module of a language model whose output, the head's input, is corrected. Null: found for "
-        "T5 and Llama.",
+        "Module of a language model whose output, the input of the head, is corrected. Null: found "
+        "automatically for T5 and Llama.",
         accepts="a name",
     )
     stream: str = setting(
         "test_tta",
-        "`test_tta` fits on samples of the test split, as the papers do; `calibration` on those "
-        "that FeatCal draws.",
+        "`test_tta` fits on samples of the test split, as the papers do. `calibration` fits on the "
+        "same samples as FeatCal.",
         choices=("test_tta", "calibration"),
     )
     calibration_split: str = setting(
-        "train", "Split that stream=calibration draws samples from.", choices=("train", "val")
+        "train", "Split that stream=calibration takes samples from.", choices=("train", "val")
     )
     calibration_targets: str = setting(
         "labels",
         "Text after the prompt with stream=calibration: the data's `labels`, or the output of "
-        "the task's expert (`generated`). Test samples always have the expert's.",
+        "the task's expert (`generated`). With test samples it is always the expert's output.",
         choices=("labels", "generated"),
     )
 
@@ -119,22 +119,26 @@ class FeatureCorrection(SampleSettings, Texts):
         """
         models, modelpool = inputs.models, inputs.modelpool
         if is_of_speech(modelpool):
-            raise CalibrationError(f"{self.name} corrects no speech models: leave it out")
+            raise CalibrationError(f"{self.name} does not support speech models: leave it out")
         if generates_text(modelpool):
             if not self.corrects_language_models:
-                raise CalibrationError(f"{self.name} corrects no language models: leave it out")
+                raise CalibrationError(
+                    f"{self.name} does not support language models: leave it out"
+                )
             return partial(FinalState, find_final_norm(models, self.final_norm))
         if (pooling := inputs.pooling) is not None:
             return lambda: pooling
         if text_encoder_class(modelpool) is not None:
             raise CalibrationError(
-                f"{self.name} corrects no classifiers: leave it out. For encoders without a head "
-                "set taskpool.pooling, or add the files of sentence-transformers (modules.json) to "
-                f"the base (modelpool.models.{BASE_MODEL})"
+                f"{self.name} does not support classifiers: leave it out. For encoders without a "
+                "head, set taskpool.pooling, or add the files of sentence-transformers "
+                f"(modules.json) to the base (modelpool.models.{BASE_MODEL})"
             )
         config = models.base.config if models.base is not None else None
         if "clip" not in (model_type := str((config or {}).get("model_type", "clip"))):
-            raise CalibrationError(f"{self.name} corrects no {model_type} models: leave it out")
+            raise CalibrationError(
+                f"{self.name} does not support {model_type} models: leave it out"
+            )
         check_projection(models, self.clip_model)
         device = inputs.fabric.device
         return lambda: ProjectedFeature(load_projection(models, self.clip_model).to(device))
@@ -197,6 +201,7 @@ class ClosedFormCorrection(FeatureCorrection):
 
     stream: str = setting(
         "calibration",
-        "`calibration` fits on samples that FeatCal draws, `test_tta` on those of the test split.",
+        "`calibration` fits on the same samples as FeatCal, `test_tta` on samples of the test "
+        "split.",
         choices=("test_tta", "calibration"),
     )

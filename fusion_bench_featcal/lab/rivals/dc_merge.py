@@ -20,21 +20,22 @@ class DCMerge(
 
     scale: float = setting(
         1.0,
-        "Factor of the merged steps of matrices. The authors choose it on validation data, from "
-        "0.1 to 3.",
+        "Factor by which the merged steps of matrices are multiplied. The authors choose it on "
+        "validation data, from 0.1 to 3.",
         gt=0,
     )
     density: float = setting(
         1e-3,
-        "Share of entries of a task's matrix in the common basis that are kept, the largest. At "
-        "width 192, 1e-3 keeps 36 entries per task.",
+        "Share of entries of a task's matrix in the common basis that are kept, from the largest "
+        "on. At width 192, 1e-3 keeps 36 entries per task.",
         gt=0,
         le=1,
     )
     smoothing: str = setting(
         "none",
-        "Singular values of a task matrix: as they are (the authors' choice for full fine-tuning), "
-        "or, for LoRA experts, `average` or falling linearly by the factor `ratio`. Keeps the sum.",
+        "How the singular values of a task matrix are smoothed: `none` (the authors' choice for "
+        "full fine-tuning), or for LoRA experts `average` (all equal) or `linear` (falling "
+        "linearly, at most by the factor `ratio`). Their sum is kept.",
         choices=("none", "average", "linear"),
     )
     ratio: float = setting(

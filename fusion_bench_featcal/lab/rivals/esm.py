@@ -32,19 +32,19 @@ class ESM(
 
     scale: float = setting(
         2.0,
-        "Factor of the merged steps of matrices. The authors' code has 2, times a factor between 0 "
-        "and 2 that they choose on validation data.",
+        "Factor by which the merged steps of matrices are multiplied. The authors' code has 2, "
+        "times a factor between 0 and 2 that they choose on validation data.",
         gt=0,
     )
     polarization: float = setting(
         2.0,
-        "Power by which large task matrices, input channels and layers outweigh small ones. 0: "
-        "all weigh the same.",
+        "Power by which large task matrices, input channels and layers outweigh small ones. With "
+        "0, all weigh the same.",
         ge=0,
     )
     samples_per_task: int = setting(
         32,
-        "Unlabeled samples drawn for each task. A task that has fewer uses all.",
+        "Number of unlabeled samples per task. A task with fewer samples uses all of them.",
         ge=1,
     )
 

@@ -86,8 +86,8 @@ def find_final_norm(models: PoolModels, final_norm: str | None) -> str:
     names = FINAL_NORMS if final_norm is None else (final_norm,)
     if not modules.intersection(names):
         raise CalibrationError(
-            f"model {model.name!r} has no {' or '.join(names)}: surgery methods correct a language "
-            "model after its last norm. Set method.final_norm to that module's name"
+            f"model {model.name!r} has no {' or '.join(names)}, but surgery methods correct a "
+            "language model after its last norm. Set method.final_norm to that module's name"
         )
     return next(name for name in names if name in modules)
 
@@ -101,7 +101,7 @@ def project(output: object, projection: nn.Linear) -> Tensor:
     pooled = getattr(output, "pooler_output", None)
     if pooled is None or pooled.shape[-1] != projection.in_features:
         raise CalibrationError(
-            f"the visual projection takes pooled outputs of width {projection.in_features}, and "
+            f"the visual projection takes pooled outputs of width {projection.in_features}, but "
             "the model returns others: check modelpool.models and method.clip_model"
         )
     return projection(pooled.to(projection.weight.dtype))

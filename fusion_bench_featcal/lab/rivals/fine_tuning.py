@@ -35,7 +35,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
         "Adam's largest step size, reached after ten updates; it falls linearly to 0.",
         gt=0,
     )
-    steps: int = setting(100, "Updates, each on one batch of every task.", ge=1)
+    steps: int = setting(100, "Number of updates, each on one batch of every task.", ge=1)
 
     def rate_at(self, step: int) -> float:
         """Return the step size of an update, counted from 0, relative to `learning_rate`."""
@@ -88,7 +88,7 @@ class Polish(Distillation, option="featcal_baselines/polish", source="ours", wit
         samples = sum(batch.samples for batch in batches)
         if samples < HELD:
             raise CalibrationError(
-                f"polish holds out one of {HELD} samples, and there are {samples}. Raise "
+                f"polish holds out one of {HELD} samples, but there are only {samples}. Raise "
                 f"{option('samples_per_task')}"
             )
         mask = drawn_quarter(samples, training.task_generator(self.seed, task, "polish"))

@@ -42,7 +42,7 @@ class GradientTraining(SampleSettings, Texts):
         "Adam's step size in the first update; it falls linearly to 0.",
         gt=0,
     )
-    steps: int = setting(300, "Updates, each on one batch of every task.", ge=1)
+    steps: int = setting(300, "Number of updates, each on one batch of every task.", ge=1)
 
     def post_merge(self, merged: nn.Module, inputs: MethodInputs) -> MethodResult:
         """Train the merged model in float32 or wider, without dropout.

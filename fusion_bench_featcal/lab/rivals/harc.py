@@ -72,11 +72,14 @@ class HARC(
 
     tolerance: float = setting(
         1e-6,
-        "Residual at which conjugate gradients end, relative to the first. The authors' value.",
+        "Residual, relative to the first one, at which conjugate gradients stop. The authors' "
+        "value.",
         gt=0,
     )
     steps: int = setting(
-        1000, "Most steps of conjugate gradients for a router. The authors' value.", ge=1
+        1000,
+        "Maximum number of conjugate-gradient steps per router. The authors' value.",
+        ge=1,
     )
 
     def open(self, inputs: MethodInputs) -> None:
@@ -105,7 +108,7 @@ class HARC(
                 routers[name] = site.names
         if not routers:
             raise CalibrationError(
-                f"{self.name} fits routers of mixtures, and {type(model).__name__} has none (a "
+                f"{self.name} fits routers of mixtures, but {type(model).__name__} has none (a "
                 "linear map named `gate` or `router` beside `experts`): leave it out"
             )
         return routers

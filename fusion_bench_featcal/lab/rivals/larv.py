@@ -29,13 +29,20 @@ class LARV(
 
     over: str = setting(
         "iso_c",
-        "Merger of the scaled steps: `iso_c` takes their sum with equal singular values for linear "
-        "weights and their mean for all else, `task_arithmetic` their sum.",
+        "How the scaled steps are merged. `iso_c`: for linear weights their sum with equal "
+        "singular values, for all other weights their mean. `task_arithmetic`: their sum.",
         choices=("iso_c", "task_arithmetic"),
     )
-    scale: float = setting(1.0, "Factor of the merged steps. Task arithmetic has 0.3.", gt=0)
+    scale: float = setting(
+        1.0,
+        "Factor by which the merged steps are multiplied. Task arithmetic uses 0.3.",
+        gt=0,
+    )
     strength: float = setting(
-        0.5, "Largest distance of a block's factor from 1. 0: the merger alone.", ge=0, le=1
+        0.5,
+        "Largest distance of a block's factor from 1. With 0, only the merging method acts.",
+        ge=0,
+        le=1,
     )
 
     def merge_into(self, model: nn.Module, read: ReadSteps) -> None:
@@ -70,7 +77,7 @@ class LARV(
                 proxies[block] = torch.stack([proxies_of(*read(n)) for n in names]).nanmean(0)
         if not proxies:
             raise CalibrationError(
-                f"{self.name} compares blocks by their linear weights, and {type(model).__name__} "
+                f"{self.name} compares blocks by their linear weights, but {type(model).__name__} "
                 "has none in its blocks: leave it out"
             )
         scores = scores_of(*torch.stack([*proxies.values()], 1))

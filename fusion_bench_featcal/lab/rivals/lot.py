@@ -24,16 +24,16 @@ class Lot(
 
     scale: float = setting(
         1.2,
-        "Factor of every step from the base: the paper's lambda, 1.2 for ViT-B/32 and 1.5 for "
-        "ViT-L/14 (6.3).",
+        "Factor by which every step from the base is multiplied: the paper's lambda, 1.2 for "
+        "ViT-B/32 and 1.5 for ViT-L/14 (Section 6.3).",
         gt=0,
     )
     # Without a smallest energy of the pseudo-inverse, directions of almost no energy would get
     # steps of many times the weight.
     cutoff: float = setting(
         1e-3,
-        "Input directions with less than this share of the largest energy count as unseen; "
-        "channels are brought to size 1 before (not in the paper).",
+        "Input directions with less than this share of the largest energy count as unseen. Before "
+        "that, channels are scaled to size 1 (not in the paper).",
         ge=0,
         le=1,
     )

@@ -24,7 +24,9 @@ class MatrixMerger(Method):
     Embeddings, position tables, convolutions, biases and norms are the experts' mean.
     """
 
-    scale: float = setting(1.0, "Factor of the merged steps of matrices.", gt=0)
+    scale: float = setting(
+        1.0, "Factor by which the merged steps of matrices are multiplied.", gt=0
+    )
 
     def check(self, inputs: MethodInputs) -> None:
         """Refuse a pool without a base. Raises a CalibrationError that names the setting."""

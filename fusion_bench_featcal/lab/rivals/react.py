@@ -28,15 +28,16 @@ class ReACT(ClosedFormCorrection, option="react", source="AAAI 2026, arXiv 2511.
 
     ridge: float = setting(
         0.1,
-        "Pull towards each task's rotation, added to sums over samples. The paper's value.",
+        "Strength of the pull towards each task's rotation, added to sums over samples. The "
+        "paper's value.",
         gt=0,
     )
     task_id: bool = setting(
-        False, "One matrix per task (one-hot wishes), in place of one for all tasks."
+        False, "Use one matrix per task (one-hot weights) instead of one for all tasks."
     )
     task_weights: Mapping[str, float] | None = setting(
         None,
-        "Wishes for the one matrix of all tasks, {task: weight}. Others have 1.",
+        "Weights of the tasks in the one matrix for all tasks, {task: weight}. Other tasks have 1.",
         accepts="a mapping of tasks to numbers above 0",
         check=lambda value: is_mapping_to(is_factor, value),
     )

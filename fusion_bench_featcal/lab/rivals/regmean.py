@@ -21,11 +21,15 @@ class RegMean(Merger, option="featcal_baselines/regmean", source="Jin et al., IC
     """
 
     off_diagonal: float = setting(
-        0.95, "Factor of the entries of the Gram matrices off the diagonal.", ge=0, le=1
+        0.95,
+        "Factor by which off-diagonal entries of the Gram matrices are multiplied.",
+        ge=0,
+        le=1,
     )
     task_weights: str = setting(
         "equal",
-        "`unit_gram` scales Gram matrices to norm 1, as FeatCal does.",
+        "Weights of the tasks: `equal`, or `unit_gram`, which scales Gram matrices to norm 1, as "
+        "FeatCal does.",
         choices=("equal", "unit_gram"),
     )
 

@@ -29,8 +29,9 @@ class RidgeSurgery(ClosedFormCorrection, option="ridge_surgery", source="ours"):
 
     ridge_lambda: float | str = setting(
         "auto",
-        "Pull towards no correction, relative to the features' mean variance. `auto`: the value "
-        "of a grid with the least leave-one-out error, which takes two samples per task.",
+        "Strength of the pull towards no correction, relative to the features' mean variance. "
+        "`auto`: the value of a grid with the smallest leave-one-out error, which needs at least "
+        "two samples per task.",
         ge=0,
         choices=("auto",),
     )
@@ -40,7 +41,8 @@ class RidgeSurgery(ClosedFormCorrection, option="ridge_surgery", source="ours"):
         if self.ridge_lambda == "auto" and self.samples_per_task < 2:
             raise ValueError(
                 "method.ridge_lambda=auto leaves one sample out: method.samples_per_task must be "
-                f">= 2, got {self.samples_per_task}; or set method.ridge_lambda to a number"
+                f">= 2, got {self.samples_per_task}. Raise it, or set method.ridge_lambda to a "
+                "number"
             )
 
     def fit_all(self, training_data: Mapping[str, CorrectionData]) -> FittedCorrections:

@@ -34,11 +34,11 @@ class Surgery(
 
     rank: int = setting(16, "Width of each task's module.", ge=1)
     learning_rate: float = setting(1e-3, "Adam's step size.", gt=0)
-    steps: int = setting(1000, "Updates of each task's module.", ge=1)
+    steps: int = setting(1000, "Number of updates of each task's module.", ge=1)
     optimizer: str = setting(
         "joint",
-        "`joint`: one Adam for all tasks' modules, as the authors have it, so that a step of one "
-        "task moves the others on by their momentum; `per_task`: one for each.",
+        "`joint`: one Adam for the modules of all tasks, as in the authors' code, so that a step "
+        "of one task also moves the others through their momentum. `per_task`: one Adam per task.",
         choices=("joint", "per_task"),
     )
 
@@ -100,7 +100,9 @@ class ProbSurgery(Surgery, option="prob_surgery", source="ICML 2025", without=("
     """
 
     hidden: int = setting(128, "Width of each task's module.", ge=1)
-    kl_weight: float = setting(1e-4, "Weight of the divergence from a standard normal.", ge=0)
+    kl_weight: float = setting(
+        1e-4, "Weight of the KL divergence from a standard normal distribution.", ge=0
+    )
 
     def module(self, width: int, generator: torch.Generator) -> nn.Module:
         """Return a module before training: U gives the mean and `spread` the log variance, 0."""

@@ -20,14 +20,15 @@ class SWUDI(MatrixMerger, option="featcal_mergers/swudi", source="Wei et al., ar
 
     time: float | None = setting(
         None,
-        "Time at which the gradient flow ends, the paper's s. A direction of eigenvalue l has "
-        "gone the share 1 - exp(-s l) of its way. null for its end, as in ASWUDI.",
+        "Time at which the gradient flow ends, the paper's s. A direction with eigenvalue l has "
+        "then covered the share 1 - exp(-s l) of its way. Null: the flow runs to its end, as in "
+        "ASWUDI.",
         gt=0,
     )
     rank: float | None = setting(
         None,
-        "Share of the input directions that move, those of largest eigenvalue. null for ASWUDI's, "
-        "which follows from the eigenvalues.",
+        "Share of the input directions that move, from the largest eigenvalue on. Null: ASWUDI's "
+        "share, which follows from the eigenvalues.",
         gt=0,
         le=1,
     )

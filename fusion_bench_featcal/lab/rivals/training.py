@@ -40,7 +40,7 @@ def check_trained(parameters: Iterable[Tensor], what: str, learning_rate: float)
     """
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
         raise CalibrationError(
-            f"{what} diverged, its weights are not finite. Lower method.learning_rate (now "
+            f"{what} diverged: its weights are not finite. Lower method.learning_rate (now "
             f"{learning_rate})"
         )
 
