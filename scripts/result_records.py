@@ -34,20 +34,20 @@ UNLIKE = {
     "minilm_TA6": {
         "clean": "each task's own",
         "shuffled": "words in random order",
-        "exchanged": "two tasks exchanged",
+        "exchanged": "two tasks swapped",
         "others": "another task's, for each",
     },
     "mpnet_TA6": {
         "clean": "each task's own",
         "shuffled": "words in random order",
-        "exchanged": "two tasks exchanged",
+        "exchanged": "two tasks swapped",
     },
     "dinov2_small_TA4": {
         "clean": "each task's own",
         "fog": "in fog, severity 3",
         "gaussian_noise": "with noise, severity 3",
         "motion_blur": "blurred, severity 3",
-        "exchanged": "two tasks exchanged",
+        "exchanged": "two tasks swapped",
         "one": "the first task's, for all",
     },
 }

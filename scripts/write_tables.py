@@ -126,7 +126,7 @@ FIRST = ("language model", MIXTURE, "encoder-decoder", "text classifier")
 
 
 def model_types() -> str:
-    """Return the tested model types by kind, with the modules that stay as merged."""
+    """Return the tested model types by kind, with the modules that are not calibrated."""
     rows, versions = _benchmark("model_types")
     types: dict[str, dict[str, None]] = {kind: {} for kind in FIRST}
     stays: dict[str, dict[str, list[str]]] = {}
@@ -145,7 +145,7 @@ def model_types() -> str:
     }
     cells[MIXTURE] = "routers, convolutions"
     lines = [[kind, ", ".join(names), cells.get(kind, "")] for kind, names in types.items()]
-    heads = ["Models", "Model types that run", "Stays as merged, with embeddings and heads"]
+    heads = ["Models", "Model types that run", "Not calibrated, besides embeddings and heads"]
     largest = max((row[4] for row in rows), key=float)
     distance = f"Largest distance of a parameter, relative to its norm: {largest}."
     return f"{_left(heads, lines)}\n\n{distance} {versions}."
@@ -158,7 +158,8 @@ def mixtures() -> str:
     for name, outcome, *_ in rows:
         kind, _, setting = outcome.partition(":")[0].partition(" with ")
         types[kind].append(f"{name} ({setting})" if setting else name)
-    lines = [[kind, ", ".join(names)] for kind, names in types.items()]
+    labels = {"as merged": "not calibrated"}
+    lines = [[labels.get(kind, kind), ", ".join(names)] for kind, names in types.items()]
     largest = max((number for row in rows for number in row[3:6] if number), key=float)
     grouped = _left(["Routed experts", "Model types"], lines)
     return f"{grouped}\n\nLargest distance to the slow references: {largest}. {versions}."

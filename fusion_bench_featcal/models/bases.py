@@ -24,7 +24,7 @@ def without_base(locations: Sequence[str], argument: str) -> str:
     common = (name for name in named[0] if all(name in names for names in named))
     base = next(common, None) if len(named) > 1 else None  # one expert alone may name itself
     return (
-        "without the base, the repair uses only the texts. With the model that the experts were "
+        "without a base, the repair uses only the texts. With the model that the experts were "
         "fine-tuned from, it also uses the experts' weights, and fewer texts repair more"
         + ("" if base is None else f". The experts name it: {argument.format(base)}")
     )

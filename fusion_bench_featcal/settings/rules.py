@@ -66,7 +66,7 @@ class RuleSettings(Settings):
         "paper",
         "How a block is solved. `paper`: all modules at once (Algorithm 1). `plus`: FeatCal+, "
         "which solves groups of modules in turn and has none of the three settings above "
-        "(docs/explanation/method.md). Other rules: one of an installed package, or your own, "
+        "(docs/reference/formulas.md). Other rules: one of an installed package, or your own, "
         "{_target_: my_module.MyRule, option: 1}.",
         accepts="paper, plus, a name that an installed package registers, a mapping with "
         "`_target_` and the rule's settings, or a rule",

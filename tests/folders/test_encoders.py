@@ -200,7 +200,7 @@ def test_experts_that_read_texts_otherwise_are_named(copied: Path) -> None:
     change_json(config, {"prompts": {"query": "query : "}})
     change_json(copied / TASKS[1] / "sentence_bert_config.json", {"do_lower_case": True})
     screen = run(copied, "--no-eval", "--plan")
-    assert "expert code has other prompts, do_lower_case than the merged model" in screen
+    assert "expert code and the merged model differ in prompts, do_lower_case" in screen
     assert "expert math has other" not in screen and "--expert math" not in screen
     change_json(copied / TASKS[0] / "tokenizer_config.json", {"do_lower_case": True})
     doubt = (
@@ -367,7 +367,8 @@ def test_columns_without_a_known_name_are_no_texts(copied: Path) -> None:
         for task in TASKS:
             write_rows(copied / f"{task}.jsonl", [{**more, **row} for row in pairs])
         screen = run(copied, "--out", str(copied / out))
-    assert screen.count("columns that are not read: lang, url, type, instruction (--columns") == 2
+    note = "columns that are not read: lang, url, type, instruction (to read one, give --columns"
+    assert screen.count(note) == 2
     assert screen.count("queries whose nearest passage is their own") == 2
     assert_equal(weights(copied / "named"), weights(copied / "pairs"))
 
@@ -404,7 +405,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
      ["the merged model ", "is a Guess, not one of SentenceTransformer, CrossEncoder"]),
     ({"merged/modules.json": "[{}]"}, [], ["the merged model ", " cannot be opened: "]),
     ({"merged/config_sentence_transformers.json": "[]"}, [],
-     ["merged/config_sentence_transformers.json is damaged: it is no mapping"]),
+     ["merged/config_sentence_transformers.json is damaged: it is not a mapping"]),
     ({"math.jsonl": '{"query": "a", "pos": ["b"], "neg": ["c"]}\n'}, [],
      ["has the columns query, pos, neg, of which only query is a known name of a text: name th"]),
     ({"math.jsonl": '{"query": "a", "positive_passages": [{"text": "b"}]}\n'}, [],
@@ -423,7 +424,8 @@ REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({}, ["--columns", "query=ask"], ["text, label, so query=ask is wrong: name them with"]),
     ({}, ["--out", "BASE/new"], ["base/new is inside --base ", ": name a folder outside it"]),
     ({}, ["--tokenizer", "BASE"], ["--tokenizer: sentence-transformers models have their own"]),
-    ({}, ["--set", "max_length=9"], ["--set max_length: sentence-transformers reads the texts"]),
+    ({}, ["--set", "max_length=9"],
+     ["--set max_length has no effect, because sentence-transformers reads the texts"]),
 ]  # fmt: skip
 
 

@@ -124,13 +124,16 @@ def test_rows_and_models_that_cannot_be_used_are_named(folder: Path, tmp_path: P
     change_json(other / "preprocessor_config.json", {"hop_length": 80})
     experts = str(other), "two"
     line = error_of(*words(folder, *COLUMNS, "--plan", experts=experts, data=DATA))
-    assert "another feature extractor than --tokenizer" in line and "hop_length is 80" in line
+    assert (
+        "a different feature extractor from --tokenizer" in line
+        and "hop_length: 80 instead of" in line
+    )
     for expert, language in (("one", "german"), ("two", "<|en|>")):
         copy = shutil.copytree(folder / expert, tmp_path / language)
         change_json(copy / "generation_config.json", {"language": language})
     experts = german, english = str(tmp_path / "german"), str(tmp_path / "<|en|>")
     line = error_of(*words(folder, *COLUMNS, "--plan", experts=experts, data=DATA))
-    assert f"two={english} is for en, and --expert one={german} for de (language), and one" in line
+    assert f"two={english} is for en, but --expert one={german} is for de (language), and" in line
 
 
 def batches(*rows: Speech) -> SpeechBatches:

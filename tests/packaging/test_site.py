@@ -12,7 +12,9 @@ DOCS = REPOSITORY / "docs"
 
 
 def test_the_api_has_all_public_names():
-    named = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(
+        r"^::: (\S+)$", (DOCS / "reference/api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert {f"fusion_bench_featcal.{name}" for name in fusion_bench_featcal.__all__} <= set(named)
     for name in named:
         module, _, attribute = name.rpartition(".")
@@ -22,7 +24,9 @@ def test_the_api_has_all_public_names():
 
 
 def test_every_quoted_message_is_in_the_code():
-    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## No message")[0]
+    page = (
+        (DOCS / "reference/messages.md").read_text(encoding="utf-8").partition("## No message")[0]
+    )
     cells = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
     quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
     assert len(quoted) > 30
