@@ -4,7 +4,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from result_records import REAL, SUITES, UNLIKE, results_of
+from result_records import PAPER_ROWS, REAL, SUITES, UNLIKE, results_of, short_label
 
 from fusion_bench_featcal.lab.diagnosis.views import by_block, diagnosis_figures
 from fusion_bench_featcal.results import frame_of
@@ -25,9 +25,6 @@ from fusion_bench_featcal.results.names import (
     ROWS_SHARE,
 )
 
-PAPER_ROWS = ("featcal_paper_flan_t5", "featcal_paper_llama_3b", "featcal_paper_llama_3b-targets",
-              FEATCAL)  # fmt: skip
-"""Rows with the paper's settings. The first one that a suite has is taken."""
 PAPER, PLUS = "FeatCal (paper's settings)", "FeatCal+"
 LABELS = {MERGED: MERGED, PAPER: FEATCAL, PLUS: FEATCAL_PLUS, EXPERTS: EXPERTS}
 """Labels of the models -> names that have a look."""
@@ -48,11 +45,6 @@ def rows_figure() -> str:
     figure.axes[0].set_yscale("log")
     figure.axes[0].yaxis.set_major_formatter("{x:g}")
     return svg(figure)
-
-
-def short_label(suite: str) -> str:
-    """Return a suite's label for a figure or a table."""
-    return (SUITES | REAL)[suite].replace("real pretrained weights", "pretrained")
 
 
 def estimates(suite: str) -> dict[str, ErrorBar]:

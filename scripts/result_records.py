@@ -53,6 +53,13 @@ UNLIKE = {
 }
 """Suites and kinds of samples, which are folders of docs/results, with their labels."""
 AVERAGE = "accuracy.average"
+PAPER_ROWS = (
+    "featcal_paper_flan_t5",
+    "featcal_paper_llama_3b",
+    "featcal_paper_llama_3b-targets",
+    "featcal",
+)
+"""Rows with the paper's settings. The first one that a suite has is taken."""
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -120,6 +127,11 @@ def average_and_missed(record: dict[str, Any], records: Iterable[dict[str, Any]]
     experts = next(r for r in records if r["row"] == "experts")
     missed = max(experts[task] - record[task] for task in tasks_of(experts))
     return f"{100 * record[AVERAGE]:.1f} ({100 * missed:.1f})"
+
+
+def short_label(suite: str) -> str:
+    """Return a suite's label for a figure or a table."""
+    return (SUITES | REAL)[suite].replace("real pretrained weights", "pretrained")
 
 
 def by_suite(

@@ -6,9 +6,10 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from result_figures import DIAGNOSIS, PAPER_ROWS, short_label
+from result_figures import DIAGNOSIS
 from result_records import (
     AVERAGE,
+    PAPER_ROWS,
     REAL,
     RESULTS,
     SUITES,
@@ -18,6 +19,7 @@ from result_records import (
     by_suite,
     percent,
     results_of,
+    short_label,
     suites_with,
     table,
     tasks_of,
@@ -130,10 +132,8 @@ def results_part(suite: str) -> str:
         results = replace(results, rows=rows)
     frame = frame_of(results)
     (whole,) = tables_of(frame)
-    whole = replace(whole, fixed=1)  # the average
-    first, last = len(whole.heads) - len(frame.tasks), len(whole.heads)
-    parts = (whole.columns(0, first), whole.columns(first, last))
-    return with_machine("\n\n".join(part.markdown() for part in parts), results)
+    summary, tasks = whole.split_tasks(len(frame.tasks))
+    return with_machine(f"{summary.markdown()}\n\n{tasks.markdown()}", results)
 
 
 def readme_table() -> str:
@@ -158,13 +158,13 @@ def best_rival(suite: str) -> str:
         for line in frame_of(results_of(name)).lines
         if line.first.merger and not line.needs_task_id
     ]
-    found = {
+    averages_by_name = {
         RIVAL_NAMES.get(line.first.title, line.first.name): line.values["average"]
         for line in lines
         if line.first.title != "task_arithmetic" and FEATCAL not in line.first.title
     }
-    best = max(found, key=found.__getitem__)
-    return f"{100 * found[best]:.1f} ({best})"
+    best = max(averages_by_name, key=averages_by_name.__getitem__)
+    return f"{100 * averages_by_name[best]:.1f} ({best})"
 
 
 def overview() -> str:
@@ -173,10 +173,10 @@ def overview() -> str:
     for suite in SUITES | REAL:
         rows = averages(suite)
         paper = next(filter(None, map(rows.get, PAPER_ROWS)))
-        merged, plus, experts = rows["task_arithmetic"], rows[FEATCAL_PLUS], rows["experts"]
-        texts = [f"{100 * row[AVERAGE]:.1f}" for row in (merged, paper, plus, experts)]
-        closed = (plus[AVERAGE] - merged[AVERAGE]) / (experts[AVERAGE] - merged[AVERAGE])
-        shares = f"{share_text(closed)} ({share_text(plus['worst_share'])})"
+        plus = rows[FEATCAL_PLUS]
+        models = (rows["task_arithmetic"], paper, plus, rows["experts"])
+        texts = [f"{100 * row[AVERAGE]:.1f}" for row in models]
+        shares = f"{share_text(plus['share'])} ({share_text(plus['worst_share'])})"
         texts[2:3] = [f"**{texts[2]}**", best_rival(suite)]
         lines.append([short_label(suite), *texts, shares])
     heads = ["", "merged", "FeatCal", "FeatCal+", "best other method", "experts",

@@ -29,15 +29,15 @@ def leaders(frame: Frame) -> dict[str, list[str]]:
             if one_model and with_task_id:
                 lead = _Lead.of(one_model, suite_frame)
                 second = _Lead(with_task_id[0], lead.line, suite_frame)
-                found = [
+                sentences = [
                     f"Best single model{subject}: {lead.text}",
                     f"Best model that needs the task id{subject}: {second.text}",
                 ]
             elif len(lines) > 2 or (len(lines) == 2 and not any(line.gain for line in lines)):
-                found = [f"Best model{subject}: {_Lead.of(lines, suite_frame).text}"]
+                sentences = [f"Best model{subject}: {_Lead.of(lines, suite_frame).text}"]
             else:
                 continue
-            texts.setdefault(suite, []).extend(found)
+            texts.setdefault(suite, []).extend(sentences)
     return texts
 
 

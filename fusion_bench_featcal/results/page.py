@@ -94,13 +94,11 @@ def _parts(frame: Frame) -> Iterator[_Part]:
                 yield _Part(table)
                 continue
             references = sum(line.first.name in REFERENCES for line in suite_frame.lines)
-            first, last = len(table.heads) - len(suite_frame.tasks), len(table.heads)
-            whole = replace(_with_mergers(table), fixed=table.fixed + 1)  # both have the average
+            summary, tasks = _with_mergers(table).split_tasks(len(suite_frame.tasks))
             start = f"{suite}: {frame.metric}"
             title = f"{start} by task{table.title.removeprefix(start)}"
-            yield _Part(whole.columns(0, first), references)
-            tasks = replace(whole.columns(first, last), title=title)
-            yield _Part(tasks, references, _test_examples(suite_frame))
+            yield _Part(summary, references)
+            yield _Part(replace(tasks, title=title), references, _test_examples(suite_frame))
 
 
 def _test_examples(frame: Frame) -> list[str]:

@@ -47,6 +47,14 @@ class Table:
         bold = {(line, chosen.index(i)) for line, i in self.bold if i in chosen}
         return replace(self, heads=[self.heads[i] for i in chosen], lines=lines, bold=bold)
 
+    def split_tasks(self, count: int) -> tuple["Table", "Table"]:
+        """Return the columns before those of the last `count` tasks, and those of the tasks.
+
+        Both tables have the fixed columns and the one after them, the average.
+        """
+        both, first = replace(self, fixed=self.fixed + 1), len(self.heads) - count
+        return both.columns(0, first), both.columns(first, len(self.heads))
+
     def width(self) -> int:
         """Width on the terminal."""
         widths = [max((len(head) for head, _ in self.lines), default=0)]
